@@ -117,8 +117,8 @@ def profile_of(drive: Drive) -> DriveProfile | None:
     """Return the stored profile of a drive, whether or not profiles are used; None if there is none.
 
     Raises:
-        ValueError: If its file is damaged, or has settings that this version does not know. The message says what to do.
-        OSError: If its file cannot be read.
+        ValueError: If its file cannot be read, is damaged, or has settings that this version does not know. The message says what
+            to do.
     """
     if drive.mount is None:
         return None
@@ -130,10 +130,10 @@ def profile_of(drive: Drive) -> DriveProfile | None:
         return DriveProfile.model_validate_json(read_regular(path, _MOST_BYTES))
     except (FileNotFoundError, NotADirectoryError):  # a service's home directory may be /dev/null
         return None
-    except PermissionError:
-        if not os.access(path.parent, os.X_OK):  # the directory is another user's, as after setuid()
+    except OSError as error:
+        if isinstance(error, PermissionError) and not os.access(path.parent, os.X_OK):  # another user's, as after setuid()
             return None
-        raise
+        raise ValueError(f"the drive profile cannot be read ({error}): remove it, or tune the drive again") from error
     except (UnfitFile, ValidationError) as error:
         reason = str(error)
         if isinstance(error, ValidationError):
@@ -251,15 +251,13 @@ def engine_with(settings: AioConfig, explicit: bool) -> Engine:
 
 
 def _profile_in_force(drive: Drive) -> AioConfig | None:
-    """Return the settings of a drive's profile; None if it has none or profiles are off. Warns of a profile that is damaged."""
+    """Return the settings of a drive's profile; None if it has none or profiles are off. Warns of one that is not usable."""
     if not enabled():
         return None
     try:
         profile = profile_of(drive)
-    except (ValueError, OSError) as error:
-        unreadable = f"the drive profile cannot be read ({error}): remove it, or tune the drive again"
-        text = unreadable if isinstance(error, OSError) else str(error)
-        warnings.warn(f"{text}; until then it is ignored", RuntimeWarning, stacklevel=2)
+    except ValueError as error:
+        warnings.warn(f"{error}; until then it is ignored", RuntimeWarning, stacklevel=2)
         return None
     return None if profile is None else profile.settings
 

@@ -41,9 +41,6 @@ def profile_fact(directory: Path, drive: Drive, tunable: bool) -> Fact:
         profile = profile_of(drive)
     except ValueError as error:  # says what to do
         return Fact.checked(_NAME, None, f"not usable: {default}", f"{error} ({tune})")
-    except OSError as error:
-        problem = f"the drive profile cannot be read ({error}): remove it, or tune the drive again ({tune})"
-        return Fact.checked(_NAME, None, f"not usable: {default}", problem)
     if not used:
         otherwise = "the same, since there is no profile" if profile is None else _profile_text(profile)
         return Fact(_NAME, None, f"off by {VARIABLE}: {default}", problems=(f"without {VARIABLE}=off it would be {otherwise}",))
