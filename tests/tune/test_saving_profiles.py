@@ -123,7 +123,7 @@ def test_one_line_says_where_the_profile_is_and_what_it_governs(
     (profile,) = stored(configuration)
     (line,) = ran.err.splitlines()
     assert f"'{profile.path}'" in line
-    assert line.endswith(f"everything on {profile.mount} uses block_size 4194304, queue_depth 1, 1 worker")
+    assert line.endswith(f"for files on {profile.mount}: block_size 4194304, queue_depth 1, 1 worker")
     assert profile.settings == AioConfig(block_size=4 << 20, queue_depth=1)
     assert abs(datetime.now().astimezone() - datetime.fromisoformat(profile.measured)).total_seconds() < 60
 
@@ -277,7 +277,7 @@ def test_on_a_terminal_it_asks_once_and_only_yes_stores(drive: Path, configurati
     status, shown = answered(keys, "--nvme_dir", drive)
     assert status == 0, shown
     assert shown.count("[y/N]") == 1
-    assert re.search(r"^Use these settings for everything on \S+ from now on\? \[y/N\] ", shown, re.MULTILINE)
+    assert re.search(r"^Let deepnvme use these settings for files on \S+ from now on\? \[y/N\] ", shown, re.MULTILINE)
     assert len(stored(configuration)) == yes
     assert ("stored in" in shown) == yes
     assert shown.endswith("\n")
@@ -293,7 +293,7 @@ def test_with_several_folders_the_question_says_whose_settings_are_meant(drive: 
     a, b = two_folders(drive)
     status, shown = answered(b"y\n", "--nvme_dir", a, b)
     assert status == 0, shown
-    assert f"Use the best settings of {a} alone for everything on " in shown
+    assert f"Let deepnvme use the best settings of {a} alone for files on " in shown
     (profile,) = stored(configuration)
     assert profile.settings.queue_depth == 1
 

@@ -86,7 +86,7 @@ def _parser() -> Parser:
     add("--log_dir", type=output_directory, metavar="DIR", help="write a log for each setting there, as DeepSpeed does")
     add("--output", type=output_file, metavar="FILE", help="write a report with pictures there (HTML; needs the extra [plot])")
     profile = parser.add_mutually_exclusive_group().add_argument
-    use = "use the best settings for everything on the drive from now on, without asking"
+    use = "let deepnvme use the best settings for files on the drive from now on, without asking"
     profile("--save_profile", action="store_true", default=None, help=use)
     profile("--no_save_profile", dest="save_profile", action="store_false", help="do not, and do not ask")
     add_json_option(parser, "write all as JSON: to FILE, or instead of the text to stdout")

@@ -12,12 +12,12 @@ from deepnvme.tune.search.found_profiles import FoundProfile
 
 def question(found: Sequence[FoundProfile]) -> str:
     """Return the question whether to store profiles; at least one."""
-    return f"Use {_settings(found)} for everything on {_drives(found)} from now on?"
+    return f"Let deepnvme use {_settings(found)} for files on {_drives(found)} from now on?"
 
 
 def hint(found: Sequence[FoundProfile]) -> str:
     """Return how to store profiles, at least one, in the next run."""
-    return f"with --save_profile, everything on {_drives(found)} would use {_settings(found)} from then on"
+    return f"with --save_profile, deepnvme would use {_settings(found)} for files on {_drives(found)} from then on"
 
 
 def stored(profile: DriveProfile, path: Path, used: bool) -> str:
@@ -29,7 +29,8 @@ def stored(profile: DriveProfile, path: Path, used: bool) -> str:
         used: Whether profiles are used; otherwise the environment variable switches them off.
     """
     when = "from now on" if used else f"as soon as {VARIABLE} is not off any more"
-    return f"stored in '{path}': {when}, everything on {profile.mount} uses {settings_text(profile.settings)}"
+    what = f"deepnvme uses these settings for files on {profile.mount}: {settings_text(profile.settings)}"
+    return f"stored in '{path}': {when}, {what}"
 
 
 def _settings(found: Sequence[FoundProfile]) -> str:
