@@ -79,16 +79,17 @@ def drive_of(path: Path) -> Drive:
     status = place.stat()
     if not stat.S_ISDIR(status.st_mode) and place.parent.stat().st_dev == status.st_dev:
         place = place.parent  # so that the files of a directory are looked up once
-    return _look_up(place, status.st_dev, MOUNTS, BLOCK_DEVICES)
+    return _look_up(place, status.st_dev, hash(tuple(lines_of(MOUNTS))), MOUNTS, BLOCK_DEVICES)
 
 
 @functools.lru_cache(maxsize=64)
-def _look_up(place: Path, device: int, mounts: Path, block_devices: Path) -> Drive:
+def _look_up(place: Path, device: int, mounted: int, mounts: Path, block_devices: Path) -> Drive:
     """Return the drive of an existing path.
 
     Args:
         place: The path; a directory unless a file is mounted by itself.
-        device: Its device number, which changes when something else is mounted there.
+        device: Its device number.
+        mounted: Changes when something is mounted or unmounted; the device number may be given to another file system then.
         mounts: Where mounts are listed.
         block_devices: Where disks are described.
     """

@@ -174,6 +174,8 @@ class Engine:
         num_threads: Number of workers for each drive, 1 to 256. One saturates most drives; more share the copying of misaligned
             tensors.
         single_submit: Make one system call for each block.
+        in_flight_bytes: Most bytes under way at a time for each worker, at least 1; a block that has more is under way alone. So
+            large blocks can be few, and small ones as many as the queue is deep. None for queue_depth x block_size.
         poll: Ask the drive for completions instead of sleeping until it interrupts: quicker for small blocks, but every worker
             keeps a core busy while it has direct transfers under way, and these cannot be cancelled. Needs io_uring, and a
             drive with poll queues. Where the drive or the file system refuses, transfers go on as without, which
@@ -193,9 +195,12 @@ class Engine:
         num_threads: int = 1,
         single_submit: bool = False,
         poll: bool = False,
+        in_flight_bytes: int | None = None,
     ) -> None:
         self._op = load_async_io()
-        self._native: NativeEngine = self._op.Engine(backend, block_size, queue_depth, num_threads, single_submit, poll)
+        self._native: NativeEngine = self._op.Engine(
+            backend, block_size, queue_depth, num_threads, single_submit, poll, in_flight_bytes
+        )  # fmt: skip
 
     @property
     def backend(self) -> str:
@@ -211,6 +216,11 @@ class Engine:
     def queue_depth(self) -> int:
         """Most blocks under way at a time, for each worker."""
         return self._native.queue_depth
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Most bytes under way at a time, for each worker."""
+        return self._native.in_flight_bytes
 
     @property
     def num_threads(self) -> int:

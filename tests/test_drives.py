@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +63,18 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(drives, "MOUNTS", place / "mountinfo")
     monkeypatch.setattr(drives, "BLOCK_DEVICES", place / "numbers")
     return Kernel(place)
+
+
+@contextlib.contextmanager
+def mounted_in_memory(place: Path, source: str) -> Iterator[None]:
+    """A tmpfs; the kernel gives the number of one that was unmounted to the next."""
+    mounting = ["mount", "-t", "tmpfs", source, str(place)]
+    if os.geteuid() != 0 or subprocess.run(mounting, capture_output=True).returncode != 0:
+        pytest.skip("needs root, and to be allowed to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +203,17 @@ def test_what_is_mounted_over_a_directory_is_noticed(small_disk: Disk, drive: Pa
     assert over.mount is not None
     assert over.mount.point == str(place.resolve())
     assert drive_of(place) == before
+
+
+def test_a_file_system_that_gets_the_device_number_of_another_is_told_apart(drive: Path) -> None:
+    place = drive / "mounted over"
+    place.mkdir()
+    found = []
+    for source in ("one", "two"):
+        with mounted_in_memory(place, source):
+            mount = drive_of(place).mount
+            found.append(mount and mount.source)
+    assert found == ["one", "two"]
 
 
 def test_a_relative_path_is_looked_up_from_the_current_directory(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,8 @@ def test_there_is_no_profile_where_there_is_no_home_directory(drive: Path, monke
 def test_an_engine_for_a_tuned_drive_has_the_settings_of_its_profile(drive: Path) -> None:
     tuned(drive)
     with engine_for([drive / "file.pt"]) as engine:
-        assert (engine.block_size, engine.queue_depth, engine.num_threads) == (262144, 16, 2)
+        assert (engine.block_size, engine.in_flight_bytes, engine.num_threads) == (262144, 16 * 262144, 2)
+        assert engine.queue_depth == 128  # for small transfers, which a search for large ones says nothing of
         engine.write(torch.arange(1000), drive / "file.pt").result()
         read = torch.empty(1000, dtype=torch.int64)
         engine.read(read, drive / "file.pt").result()
@@ -155,7 +157,7 @@ def test_the_environment_switches_profiles_off(drive: Path, monkeypatch: pytest.
     tuned(drive)
     monkeypatch.setenv("DEEPNVME_PROFILE", "off")
     assert settings_for([drive]) == default_settings(drive_of(drive))
-    for value in ("on", ""):
+    for value in ("on", "ON", ""):
         monkeypatch.setenv("DEEPNVME_PROFILE", value)
         assert settings_for([drive]) == TUNED
 
@@ -178,9 +180,9 @@ def test_drives_that_differ_share_an_engine_with_the_larger_of_each_setting(driv
 
 def test_bytes_in_flight_limit_the_queue_and_never_deepen_it(drive: Path) -> None:
     tuned(drive)
-    for limit, depth in ((1 << 20, 4), (1, 1), (1 << 30, 16)):
+    for limit, most in ((1 << 20, 1 << 20), (1, 1), (1 << 30, 4 << 20)):
         with engine_for([drive], in_flight_bytes=limit) as engine:
-            assert engine.queue_depth == depth
+            assert engine.in_flight_bytes == most
 
 
 def test_what_is_no_configuration_is_refused(drive: Path) -> None:
@@ -261,7 +263,7 @@ def test_a_backend_that_works_no_more_is_replaced_if_a_profile_names_it(drive: P
     with pytest.warns(RuntimeWarning, match="backend libaio does not work"):
         engine = engine_for([drive])
     with engine:
-        assert engine.queue_depth == 5
+        assert engine.in_flight_bytes == 5 << 20
         assert engine.backend != "libaio"
 
 
@@ -312,3 +314,17 @@ def test_a_store_and_an_optimizer_take_the_profile_of_their_drive(drive: Path, m
 def test_a_store_is_given_an_engine_or_settings_and_not_both(drive: Path) -> None:
     with Engine() as engine, pytest.raises(ValueError, match="either engine or config"):
         deepnvme.store.TensorStore(drive / "store", engine=engine, config=TUNED)
+
+
+MAKES_AN_ENGINE = {
+    "engine.py",  # its example
+    "profiles.py",
+    "integrations/deepspeed/swap_tensor/aio_config.py",  # with the settings of DeepSpeed's JSON
+    "streaming/kv/drive.py",  # for a cache in memory: it reads and writes nothing
+}
+
+
+def test_engines_are_made_by_their_drive_or_by_settings_that_the_user_gave() -> None:
+    root = Path(deepnvme.__file__).parent
+    making = {str(path.relative_to(root)) for path in root.rglob("*.py") if re.search(r"\bEngine\(", path.read_text())}
+    assert {name for name in making if "op_builder" not in name} == MAKES_AN_ENGINE

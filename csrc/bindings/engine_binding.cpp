@@ -34,6 +34,10 @@ void await(Pending& pending, const py::object& timeout) {
     pending.release_memory();
 }
 
+std::optional<std::int64_t> optional_integer_of(const py::object& number, const char* name) {
+    return number.is_none() ? std::nullopt : std::optional(integer_of(number, name));
+}
+
 struct Mode {
     Access access;
     Creation creation;
@@ -115,17 +119,19 @@ void bind_engine(py::module_& module) {
     const EngineOptions defaults;
     py::class_<Session>(module, "Engine", py::module_local())
         .def(py::init([](std::string backend, py::handle block_size, py::handle queue_depth, py::handle num_threads,
-                         bool single_submit, bool poll) {
+                         bool single_submit, bool poll, const py::object& in_flight_bytes) {
                  return std::make_unique<Session>(EngineOptions{std::move(backend), integer_of(block_size, "block_size"),
                                                                 integer_of(queue_depth, "queue_depth"),
-                                                                integer_of(num_threads, "num_threads"), single_submit, poll});
+                                                                integer_of(num_threads, "num_threads"), single_submit, poll,
+                                                                optional_integer_of(in_flight_bytes, "in_flight_bytes")});
              }),
              "backend"_a = defaults.backend, "block_size"_a = defaults.block_size, "queue_depth"_a = defaults.queue_depth,
              "num_threads"_a = defaults.num_threads, "single_submit"_a = defaults.single_submit,
-             "poll"_a = defaults.poll)
+             "poll"_a = defaults.poll, "in_flight_bytes"_a = py::none())
         .def_property_readonly("backend", [](const Session& self) { return self.engine().backend(); })
         .def_property_readonly("block_size", [](const Session& self) { return self.engine().options().block_size; })
         .def_property_readonly("queue_depth", [](const Session& self) { return self.engine().options().queue_depth; })
+        .def_property_readonly("in_flight_bytes", [](const Session& self) { return *self.engine().options().in_flight_bytes; })
         .def_property_readonly("num_threads", [](const Session& self) { return self.engine().options().num_threads; })
         .def_property_readonly("closed", [](const Session& self) { return self.engine().closed(); })
         .def(

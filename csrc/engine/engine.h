@@ -31,6 +31,8 @@ struct EngineOptions {
     std::int64_t num_threads = 1;          // workers for each drive, [1, 256]
     bool single_submit = false;            // one system call a block
     bool poll = false;                     // ask drives for completions in place of interrupts, where they can be asked
+    // Under way per worker, or more if one block has more; at least 1. queue_depth * block_size where it is not given.
+    std::optional<std::int64_t> in_flight_bytes = std::nullopt;
 };
 
 // Where memory is that is not the host's, and the stream of the caller's after whose work it is transferred.

@@ -17,9 +17,9 @@ class Ring {
 public:
     // `more`: set-up flags for what the ring is to be used for. Throws IoError.
     explicit Ring(unsigned entries, unsigned more = 0) {
-        // One thread submits and reaps, so completions need not interrupt it: they come with its next system call. The best first;
-        // a kernel says EINVAL to what it does not know. Not IORING_SETUP_DEFER_TASKRUN: at depth 32 a block of 4 or 64 KiB took
-        // 0.85 of its processor time without, at depth 128 and for 1 MiB there was no difference (docs/engine.md).
+        // One thread submits and reaps, so completions need not interrupt it: they come with its next system call. The best
+        // first; a kernel says EINVAL to what it does not know. Not IORING_SETUP_DEFER_TASKRUN: at depth 32 a block of 4 or
+        // 64 KiB took 0.85 of its processor time without, at depth 128 and for 1 MiB there was no difference (docs/engine.md).
         constexpr std::array kSetUps{
 #if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_COOP_TASKRUN)
             IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_COOP_TASKRUN,  // Linux 6.0

@@ -175,14 +175,14 @@ void Worker::fill() {
     offer();
     while (!free_.empty()) {
         if (backlog_.empty()) {
-            backlog_.resize(std::min(kBatch, free_.size()));
+            backlog_.resize(batch());
             backlog_.resize(queue_.take(backlog_, *backend_));
             drained_ = backlog_.empty();
             if (drained_) break;
             std::reverse(backlog_.begin(), backlog_.end());
         }
         const Block block = backlog_.back();
-        if (!prepare(block)) break;  // staging is full; a completion makes room
+        if (!prepare(block)) break;  // a completion makes room
         backlog_.pop_back();
         // A staged block goes to the kernel before the next is copied. Padded ones copy less than a page each: they go together.
         if (options_.single_submit || block.route == Route::staged || ready_.size() >= kBatch) {
@@ -193,13 +193,20 @@ void Worker::fill() {
     offer();
 }
 
-// False when the block has to wait for a staging slot.
+// How many blocks to take from the queue: what is not started at once, another worker could have started. There are free slots.
+std::size_t Worker::batch() const noexcept {
+    const std::uint64_t left = options_.in_flight_bytes - std::min(in_flight_, options_.in_flight_bytes);
+    return std::min({kBatch, free_.size(), static_cast<std::size_t>(std::max<std::uint64_t>(left / options_.block_size, 1))});
+}
+
+// False when the block has to wait for others to end: their bytes are as many as may be under way, or they have all the staging.
 bool Worker::prepare(const Block& block) {
     Request& request = *block.request;
     if (request.failed(block)) {
         end_block(request);
         return true;
     }
+    if (in_flight_ > 0 && in_flight_ + block.length > options_.in_flight_bytes) return false;
     int fd;
     Route route = block.route;
     std::byte* staging = nullptr;
@@ -238,6 +245,7 @@ bool Worker::prepare(const Block& block) {
     slot.staging = staging;
     slot.caller_memory = block.memory;
     slot.block_length = block.length;
+    in_flight_ += block.length;
     slot.piece = block.piece;
     slot.device_file = route == Route::gds ? request.device_file.get() : nullptr;
     slot.device = route == Route::gds ? *request.device : -1;
@@ -494,6 +502,7 @@ void Worker::end_slot(Slot& slot) {
         staging_.release(slot.staging, slot.block_length);
         if (slot.kind == Operation::Kind::read) staged_reads_ -= slot.block_length;
     }
+    in_flight_ -= slot.block_length;
     slot.request = nullptr;
     free_.push_back(&slot);
     end_block(request);

@@ -32,6 +32,8 @@ namespace deepnvme {
 
 struct WorkerOptions {
     std::uint32_t queue_depth;
+    std::uint64_t block_size;       // most bytes of a block
+    std::uint64_t in_flight_bytes;  // of all blocks under way, or more if one block has more
     bool single_submit;
     bool poll;                    // have direct transfers polled for, where that is possible
     std::uint32_t staging_size;   // bytes in a slot
@@ -95,6 +97,7 @@ private:
     void run() noexcept;
     void serve();
     void fill();
+    std::size_t batch() const noexcept;
     bool prepare(const Block& block);
     std::byte* lease_staging(const Block& block);
     void start_copy(Slot& slot, DeviceCopier::Way way);
@@ -131,6 +134,7 @@ private:
     std::vector<Completion> completions_;
     StagingRing staging_;
     StagingRing device_staging_;
+    std::uint64_t in_flight_ = 0;     // bytes of the blocks in slots
     std::uint64_t staged_reads_ = 0;  // bytes of them between lease and copy
     std::size_t copying_ = 0;         // slots that the copier has
     std::size_t under_way_ = 0;  // taken by the backend and not reaped

@@ -35,8 +35,8 @@ Result = TypeVar("Result")
 _PACKAGE = __name__.partition(".")[0]
 _GAP = 64 << 10
 """Most bytes between two pieces that are read along with them instead of being skipped."""
-_MOST_ENGINES = 4
-"""Engines that a process keeps. Most need one or two; each has threads, and memory for copies of what is not aligned."""
+_MOST_ENGINES = 16
+"""Engines that a process keeps: enough for a server whose drives all have profiles of their own. Each has threads."""
 Path = str | os.PathLike[str]
 Version = tuple[int, ...]
 """Identifies the contents of a path: unchanged as long as nobody replaces the file or writes into it."""

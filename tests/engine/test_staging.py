@@ -1,4 +1,4 @@
-"""How much of a misaligned tensor is on its way to or from the drive at a time."""
+"""How much is on its way to or from the drive at a time: of a misaligned tensor, and by ``in_flight_bytes``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+import deepnvme
 
 from ..support.memory import Guarded
 
@@ -56,6 +58,48 @@ def test_a_misaligned_tensor_keeps_the_drive_as_busy_as_its_staging_allows(
     gate.release()
     future.result()
     assert most_under_way(journal) == blocks * threads
+
+
+# operation sizes -> transfers that are under way before the worker waits for the first
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        pytest.param([MIB], 2, id="blocks of full size are as few as their bytes allow"),
+        pytest.param([4 * KIB] * 64, 32, id="small transfers are as many as the queue is deep"),
+    ],
+)
+def test_bytes_in_flight_limit_a_worker(
+    faulty: Faulty, testing: ModuleType, gate: Any, drive: Path, sizes: list[int], expected: int
+) -> None:
+    journal = testing.Journal()
+    engine = faulty("threads", block_size=64 * KIB, queue_depth=32, in_flight_bytes=128 * KIB, gate=gate, journal=journal)
+    tensors = [Guarded(bytes(size)).tensor for size in sizes]
+    futures = [engine.write(tensor, drive / f"file {number}") for number, tensor in enumerate(tensors)]
+    deadline = time.monotonic() + 60
+    while len(journal.entries()) < expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    gate.release()
+    assert [future.result() for future in futures] == sizes
+    assert most_under_way(journal) == expected
+
+
+def test_a_block_of_more_bytes_than_may_be_in_flight_is_under_way_alone(faulty: Faulty, testing: ModuleType, drive: Path) -> None:
+    journal = testing.Journal()
+    engine = faulty("threads", block_size=64 * KIB, in_flight_bytes=1, journal=journal)
+    assert engine.write(Guarded(bytes(MIB)).tensor, drive / "file").result() == MIB
+    assert most_under_way(journal) == 1
+
+
+def test_bytes_in_flight_are_a_positive_number_and_the_queues_by_default() -> None:
+    with deepnvme.Engine(block_size=4096, queue_depth=3) as engine:
+        assert engine.in_flight_bytes == 3 * 4096
+    with deepnvme.Engine(block_size=4096, queue_depth=3, in_flight_bytes=1 << 40) as engine:
+        assert engine.in_flight_bytes == 3 * 4096
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=f"in_flight_bytes must be in .*, got {wrong}"):
+            deepnvme.Engine(in_flight_bytes=wrong)
+    with pytest.raises(TypeError, match="in_flight_bytes"):
+        deepnvme.Engine(in_flight_bytes=1.5)  # type: ignore[arg-type]
 
 
 def most_under_way(journal: Any) -> int:

@@ -85,7 +85,8 @@ py::list entries_of(const std::shared_ptr<Journal>& journal) {
 
 std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t block_size, std::int64_t queue_depth,
                                        std::int64_t num_threads, bool single_submit, const Faults& faults, const Gate* gate,
-                                       const std::shared_ptr<Journal>& journal, bool drive_by_folder, bool poll) {
+                                       const std::shared_ptr<Journal>& journal, bool drive_by_folder, bool poll,
+                                       std::optional<std::int64_t> in_flight_bytes) {
     const auto make = [inner = real_backend(backend), faults, held = gate ? gate->held : Hold(), journal,
                        made = std::make_shared<std::atomic<unsigned>>(0)](unsigned capacity) -> std::unique_ptr<Backend> {
         const unsigned count = ++*made;
@@ -94,7 +95,8 @@ std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t 
         if (count > faults.break_first && faults.break_first) own.break_after = own.break_submit_after = 0;
         return std::make_unique<FaultyBackend>(inner(capacity), own, held, journal);
     };
-    const EngineOptions options{backend, block_size, queue_depth, num_threads, single_submit, poll};
+    const EngineOptions options{backend, block_size, queue_depth, num_threads, single_submit, poll,
+                                in_flight_bytes};
     auto engine = std::make_unique<Engine>(options, backend, make);
     if (drive_by_folder)
         engine->set_drive_of([](const File& file) {
@@ -301,7 +303,8 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
         .def("hanging", [](BareBackend& backend) { return backend.device().hanging(); })
         .def("release", [](BareBackend& backend) { backend.device().release(); });
     module.def("faulty_engine", &faulty_engine, "backend"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a, "single_submit"_a,
-               "faults"_a, "gate"_a = py::none(), "journal"_a = py::none(), "drive_by_folder"_a = false, "poll"_a = false);
+               "faults"_a, "gate"_a = py::none(), "journal"_a = py::none(), "drive_by_folder"_a = false, "poll"_a = false,
+               "in_flight_bytes"_a = py::none());
     module.def("instant_engine", &instant_engine, "gate"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a);
 
     module.def("with_failing_allocation", &with_failing_allocation, "engine"_a, "others"_a, "all_after"_a, "wait"_a, "call"_a,

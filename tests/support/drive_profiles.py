@@ -17,8 +17,13 @@ class EngineSettings(NamedTuple):
     """What an engine says of itself."""
 
     block_size: int
-    queue_depth: int
+    blocks: int
+    """Of that size, how many may be under way for each worker."""
     num_threads: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineSettings:
+        return cls(engine.block_size, engine.in_flight_bytes // engine.block_size, engine.num_threads)
 
 
 def engine_settings(config: AioConfig, in_flight_bytes: int | None = None) -> EngineSettings:
@@ -45,7 +50,7 @@ def engines_made() -> Iterator[list[EngineSettings]]:
 
     def recording(engine: Engine, *arguments: Any, **named: Any) -> None:
         original(engine, *arguments, **named)
-        made.append(EngineSettings(engine.block_size, engine.queue_depth, engine.num_threads))
+        made.append(EngineSettings.of(engine))
 
     with mock.patch.object(Engine, "__init__", recording):
         yield made

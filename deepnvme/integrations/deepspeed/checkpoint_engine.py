@@ -110,17 +110,17 @@ class NVMeCheckpointEngine:
 
 
 def _aio_block(config_params: Any) -> AioConfig | None:
-    """Return the settings of the ``aio`` block in the JSON of a DeepSpeedConfig; None if it has no such block.
+    """Return the settings of the ``aio`` block in the JSON of a DeepSpeedConfig; None if it has none, or an empty one.
 
     DeepSpeed's ``aio_config`` has all keys and never an unknown one, with defaults where there is no block. Only the JSON as it
     was read says whether there is one.
     """
     given = getattr(config_params, "_param_dict", None)
     block = given.get(AIO) if isinstance(given, Mapping) else None
-    if block is None:
+    if not block:
         return None
-    backend = {"backend": block["backend"]} if "backend" in block else {}  # DeepSpeed leaves it out
-    return AioConfig(**{key: config_params.aio_config[key] for key in AIO_KEYS}, **backend)
+    ours = {key: block[key] for key in ("backend", "poll") if key in block}  # DeepSpeed leaves them out
+    return AioConfig(**{key: config_params.aio_config[key] for key in AIO_KEYS}, **ours)
 
 
 def replacements() -> Iterator[Replacement]:

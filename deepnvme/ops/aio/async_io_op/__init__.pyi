@@ -74,7 +74,10 @@ class Engine:
         num_threads: int = 1,
         single_submit: bool = False,
         poll: bool = False,
+        in_flight_bytes: int | None = None,
     ) -> None: ...
+    @property
+    def in_flight_bytes(self) -> int: ...
     @property
     def backend(self) -> str: ...
     @property
