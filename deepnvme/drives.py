@@ -13,17 +13,18 @@ from typing import Literal
 
 from deepnvme._files import lines_of
 
-IN_MEMORY = ("tmpfs", "ramfs")
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 """Filesystems that keep files in memory."""
 MOUNTS = Path("/proc/self/mountinfo")
 BLOCK_DEVICES = Path("/sys/dev/block")
-_VIRTUAL = ("QEMU", "VBOX", "VMware", "Msft")
-"""In the vendor or model of SCSI and SATA disks of QEMU, VirtualBox, VMware and Hyper-V. They often say that they are rotational,
-whatever the host has."""
+_VIRTUAL_VENDORS = ("QEMU", "VBOX", "VMware", "Msft")
+"""What the vendor or model of SCSI and SATA disks of QEMU, VirtualBox, VMware and Hyper-V contains. They often say that they are
+rotational, whatever the host has."""
 
 Kind = Literal["nvme", "ssd", "rotational", "virtual", "memory", "unknown"]
-"""Kinds of drives. "virtual": a virtual machine's, whose host does not say what is behind it. "memory": none, files are kept in
-memory. "unknown": a network file system, an overlay, or several kinds in one RAID."""
+"""Kinds of drives. "nvme", "ssd", "rotational": what the disks say they are. "virtual": virtio and Xen disks, and disks of
+hypervisors that claim to be rotational, as the medium behind them is not known. "memory": no disk, but tmpfs or ramfs. "unknown":
+a network file system, an overlay, or several kinds in one RAID."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,10 @@ class Drive:
     """Of what kind the disks are."""
 
     @property
-    def name(self) -> str:
-        """The disks' models, such as "2 x Samsung SSD 990 PRO 4TB". Where there is none, the source of the mount.
+    def models(self) -> str:
+        """The disks' models, such as "2 x Samsung SSD 990 PRO 4TB"; if one of them has none, the source of the mount.
 
-        Stays the same when the kernel numbers the disks in another order, which it may after each start.
+        Models stay the same when the kernel numbers the disks in another order, as it may after each start. Reads /sys.
         """
         models = ["".join(lines_of(disk / "device/model")).strip() for disk in self.disks]
         if not models or not all(models):
@@ -83,15 +84,11 @@ def drive_of(path: Path) -> Drive:
 
 
 @functools.lru_cache(maxsize=64)
-def _look_up(place: Path, device: int, mounted: int, mounts: Path, block_devices: Path) -> Drive:
-    """Return the drive of an existing path.
+def _look_up(place: Path, device: int, mounts_hash: int, mounts: Path, block_devices: Path) -> Drive:
+    """Return the drive of an existing path: a directory, unless a file is mounted by itself.
 
-    Args:
-        place: The path; a directory unless a file is mounted by itself.
-        device: Its device number.
-        mounted: Changes when something is mounted or unmounted; the device number may be given to another file system then.
-        mounts: Where mounts are listed.
-        block_devices: Where disks are described.
+    The other arguments are only part of what is remembered: the path's device number, the hash of all mounts (the number may be
+    given to another file system when something is mounted), and where mounts and disks are described.
     """
     mount = mount_of(place)
     block = block_device(place)
@@ -124,19 +121,19 @@ def block_device(path: Path) -> Path | None:
 
     btrfs has a device number of its own for each subvolume, which is no block device: there, it is the disk that was mounted.
     """
-    if disk := _disk(path.stat().st_dev):
+    if disk := _disk_numbered(path.stat().st_dev):
         return disk
     mount = mount_of(path)
-    return _disk(os.stat(mount.source).st_rdev) if mount is not None and Path(mount.source).is_block_device() else None
+    return _disk_numbered(os.stat(mount.source).st_rdev) if mount is not None and Path(mount.source).is_block_device() else None
 
 
-def _disk(number: int) -> Path | None:
+def _disk_numbered(number: int) -> Path | None:
     """Return the /sys directory of the whole disk with a device number; None if it is no block device's."""
     place = (BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}").resolve()
-    return _whole(place) if place.exists() else None
+    return _disk_of(place) if place.exists() else None
 
 
-def _whole(device: Path) -> Path:
+def _disk_of(device: Path) -> Path:
     """Return the /sys directory of the disk that a device is a partition of, or the device itself."""
     return device.parent if (device / "partition").exists() else device
 
@@ -145,31 +142,31 @@ def _disks_below(device: Path) -> Iterator[Path]:
     """Yield the disks that a device is made of: itself, unless it is one of RAID, LVM or encryption."""
     parts = sorted((device / "slaves").glob("*"))
     for part in parts:
-        yield from _disks_below(_whole(part.resolve()))
+        yield from _disks_below(_disk_of(part.resolve()))
     if not parts:
         yield device
 
 
 def _kind_of(mount: Mount | None, disks: tuple[Path, ...]) -> Kind:
-    """Return the kind that all disks have."""
-    if mount is not None and mount.filesystem in IN_MEMORY:
+    """Return the kind that all disks have; "unknown" for several kinds or none."""
+    if mount is not None and mount.filesystem in MEMORY_FILESYSTEMS:
         return "memory"
     kinds = {_kind_of_disk(disk) for disk in disks}
     return kinds.pop() if len(kinds) == 1 else "unknown"
 
 
-def _described(disk: Path) -> str:
+def _vendor_and_model(disk: Path) -> str:
     """Return the vendor and model of a disk; an empty string if it does not tell them."""
     return " ".join("".join(lines_of(disk / "device" / name)) for name in ("vendor", "model"))
 
 
 def _kind_of_disk(disk: Path) -> Kind:
-    """Return a disk's kind."""
+    """Return what a disk says it is, unless a hypervisor says so whatever its host has."""
     if disk.name.startswith("nvme"):
         return "nvme"
     if disk.name.startswith(("vd", "xvd")):  # these say that they are rotational, whatever the host has
         return "virtual"
     rotational = "".join(lines_of(disk / "queue/rotational")).strip()
-    if rotational == "1" and any(maker in _described(disk) for maker in _VIRTUAL):
+    if rotational == "1" and any(vendor in _vendor_and_model(disk) for vendor in _VIRTUAL_VENDORS):
         return "virtual"
     return "rotational" if rotational == "1" else "ssd" if rotational == "0" else "unknown"

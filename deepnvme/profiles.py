@@ -1,7 +1,7 @@
-"""Drive profiles: the settings that ``ds_nvme_tune`` has found for a drive, and the engine that files on it get by them.
+"""Drive profiles: the settings that ``ds_nvme_tune`` has found for a drive, and engines that have them.
 
-Engines that this package makes for a file or directory get their settings from :func:`settings_for`. DeepSpeed's handles and the
-swappers, which are given the ``aio`` block of its JSON, do not.
+Engines that this package makes for a file or directory get their settings from :func:`settings_for`. Only DeepSpeed's handles and
+swappers do not: they are given the ``aio`` block of its JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -21,19 +20,19 @@ from .drives import Drive, drive_of
 from .engine import Engine
 
 AnyPath = str | os.PathLike[str]
-VARIABLE = "DEEPNVME_PROFILE"
+PROFILE_VARIABLE = "DEEPNVME_PROFILE"
 """The environment variable that switches profiles off (``off``) or on (``on``, the default)."""
-_SMALL_TRANSFERS = 128
-"""Depth of the queue at least. With the 8 that a search for large transfers found, 4 KiB were read at 0.6 of the rate."""
-_MOST_BYTES = 1 << 16
+_MIN_QUEUE_DEPTH = 128
+"""Of engines whose settings the user has not given: see docs/tuning.md for why."""
+_MAX_FILE_BYTES = 1 << 16
 """Most bytes that the file of a profile may have."""
 
 
 class DriveProfile(BaseModel):
     """Settings for files on one drive, stored as a JSON file of its own.
 
-    A drive is recognised by its mount point, the type of its file system and the models of its disks. The kernel's names of disks
-    do not count, since they may change with each start of the machine.
+    A drive is identified by its mount point, the type of its file system and the models of its disks. Without models (virtio has
+    none) it is the mounted device, such as ``/dev/vda1``, whose name may change when the machine starts.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)  # what a newer version has noted besides does no harm
@@ -42,25 +41,27 @@ class DriveProfile(BaseModel):
     """Directory on which the file system is mounted."""
     filesystem: str
     """Type of the file system, such as "ext4"."""
-    disks: str
-    """Models of the disks; the source of the mount if they have none."""
+    disk_models: str
+    """Models of the disks; the source of the mount if one of them has none."""
     settings: AioConfig
     """The settings. Without effect: ``use_gds`` and ``overlap_events``."""
     read_gb_per_second: float | None = None
     """10^9 bytes per second that were read with them; None if it was not measured."""
     write_gb_per_second: float | None = None
     """10^9 bytes per second that were written with them; None if it was not measured."""
-    measured: str = ""
-    """Date and time of the measurement, as ISO 8601."""
+    measured_at: str = ""
+    """Date and time of the measurement, as ISO 8601; empty if unknown."""
 
     @classmethod
-    def of(cls, drive: Drive, settings: AioConfig, **measured: Any) -> DriveProfile:
-        """Return a profile of a drive.
-
-        Args:
-            drive: The drive.
-            settings: The settings.
-            measured: Values of the other fields.
+    def of(
+        cls,
+        drive: Drive,
+        settings: AioConfig,
+        read_gb_per_second: float | None = None,
+        write_gb_per_second: float | None = None,
+        measured_at: str = "",
+    ) -> DriveProfile:
+        """Return a profile of a drive. The arguments are its fields.
 
         Raises:
             ValueError: If the drive's mount is not known, or its mount point or name is not printable UTF-8.
@@ -68,16 +69,24 @@ class DriveProfile(BaseModel):
         if drive.mount is None:
             raise ValueError("it is not known on which file system it is: /proc/self/mountinfo cannot be read")
         mount = drive.mount
-        name = drive.name
-        for what, text in (("mount point", mount.point), ("disks", name)):
+        models = drive.models
+        for what, text in (("mount point", mount.point), ("disks", models)):
             if not text.isprintable():  # undecoded bytes are surrogates, which no JSON file can hold
                 raise ValueError(f"a profile cannot name the {what} {text!r}: not printable UTF-8")
-        return cls(mount=mount.point, filesystem=mount.filesystem, disks=name, settings=settings, **measured)
+        return cls(
+            mount=mount.point,
+            filesystem=mount.filesystem,
+            disk_models=models,
+            settings=settings,
+            read_gb_per_second=read_gb_per_second,
+            write_gb_per_second=write_gb_per_second,
+            measured_at=measured_at,
+        )
 
     @property
     def path(self) -> Path:
         """The file that the profile is stored in."""
-        return _path_of(self.mount, self.filesystem, self.disks)
+        return _path_of(self.mount, self.filesystem, self.disk_models)
 
     def save(self) -> Path:
         """Store the profile, in place of an older one of the same drive. Blocks. Returns the path of its file.
@@ -93,7 +102,7 @@ class DriveProfile(BaseModel):
         return path
 
 
-def directory() -> Path:
+def profile_directory() -> Path:
     """Return the directory of the profiles: ``deepnvme/drives`` under ``$XDG_CONFIG_HOME``, or ``~/.config`` if that is not set.
 
     Raises:
@@ -103,15 +112,15 @@ def directory() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "deepnvme" / "drives"
 
 
-def enabled() -> bool:
+def profiles_enabled() -> bool:
     """Return whether profiles are used: unless the environment variable DEEPNVME_PROFILE is ``off``.
 
     Raises:
         ValueError: If the variable is neither ``on`` nor ``off`` nor empty.
     """
-    value = os.environ.get(VARIABLE, "").lower()
+    value = os.environ.get(PROFILE_VARIABLE, "").lower()
     if value not in ("", "on", "off"):
-        raise ValueError(f"{VARIABLE} must be on or off, got {value!r}")
+        raise ValueError(f"{PROFILE_VARIABLE} must be on or off, got {value!r}")
     return value != "off"
 
 
@@ -125,11 +134,11 @@ def profile_of(drive: Drive) -> DriveProfile | None:
     if drive.mount is None:
         return None
     try:
-        path = _path_of(drive.mount.point, drive.mount.filesystem, drive.name)
+        path = _path_of(drive.mount.point, drive.mount.filesystem, drive.models)
     except RuntimeError:  # a user without a home directory has no profiles
         return None
     try:
-        return DriveProfile.model_validate_json(read_regular(path, _MOST_BYTES))
+        return DriveProfile.model_validate_json(read_regular(path, _MAX_FILE_BYTES))
     except (FileNotFoundError, NotADirectoryError):  # a service's home directory may be /dev/null
         return None
     except OSError as error:
@@ -149,26 +158,27 @@ def profile_of(drive: Drive) -> DriveProfile | None:
         raise ValueError(f"the drive profile '{path}' is damaged ({reason}): remove it, or tune the drive again") from error
 
 
-def default_settings(drive: Drive, drives: int = 1) -> AioConfig:
+def default_settings(drive: Drive, concurrent_drives: int = 1) -> AioConfig:
     """Return settings that suit the kind of drive, for one that was not tuned.
 
     Args:
         drive: The drive.
-        drives: Number of drives that are to be used at the same time.
+        concurrent_drives: Number of drives that are to be used at the same time.
     """
     if drive.kind == "rotational":  # long transfers, and few of them, so that the head seldom moves from one file to another
         return AioConfig(block_size=4 << 20, queue_depth=4)
     # One worker saturates a drive of any kind. A RAID gets one for each of its disks, as long as half of the cores are left to
     # whatever uses the tensors.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
-    return AioConfig(queue_depth=128, intra_op_parallelism=max(1, min(len(drive.disks), cores // 2 // drives)))
+    return AioConfig(queue_depth=128, intra_op_parallelism=max(1, min(len(drive.disks), cores // 2 // concurrent_drives)))
 
 
 def settings_for(paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = None) -> AioConfig:
     """Return the settings of the engine that files or directories get.
 
-    These are ``config``, or otherwise each drive's profile, or the default for its kind. An engine has the same settings for all
-    its drives: of those that differ, the largest block size, queue depth and number of workers.
+    These are ``config``, or otherwise each drive's profile, or the default for its kind. An engine has one set of settings, which
+    it applies to each drive separately. If drives' settings differ, these are the largest block size, queue depth and number of
+    workers, the backend if all have the same (otherwise "auto"), and the options that all have.
 
     Args:
         paths: A file or directory, or several. They may not exist yet.
@@ -186,7 +196,7 @@ def settings_for(paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = 
     if isinstance(paths, str | os.PathLike):  # otherwise a string would be taken for many paths, each of one letter
         paths = [paths]
     drives = list(dict.fromkeys(drive_of(Path(os.fsdecode(path))) for path in paths))
-    found = [_profile_in_force(drive) or default_settings(drive, len(drives)) for drive in drives]
+    found = [_profile_settings(drive) or default_settings(drive, len(drives)) for drive in drives]
     if not found:
         raise ValueError("an engine needs a file or directory to look up the drive of")
     backends = {each.backend for each in found}
@@ -214,8 +224,8 @@ def engine_for(
     Args:
         paths: A file or directory, or several. They may not exist yet.
         config: Settings that are used instead of profiles and defaults. Without effect: ``use_gds`` and ``overlap_events``.
-        in_flight_bytes: Most bytes under transfer at a time for each worker, unless ``config`` is given. A limit lets transfers
-            end one after the other, for a caller that waits for the first of them. None for no limit besides the settings.
+        in_flight_bytes: Most bytes under transfer at a time for each worker; ignored with ``config``. A limit lets transfers end
+            one after the other, for a caller that waits for the first of them. None for no limit besides the settings.
 
     Raises:
         TypeError: If ``config`` is something else than an AioConfig.
@@ -224,43 +234,44 @@ def engine_for(
             that ``config`` names.
         RuntimeError: If that backend was compiled out, or the op cannot be built.
     """
-    return engine_with(settings_for(paths, config), explicit=config is not None, in_flight_bytes=in_flight_bytes)
+    return create_engine(settings_for(paths, config), from_user=config is not None, in_flight_bytes=in_flight_bytes)
 
 
-def engine_with(settings: AioConfig, explicit: bool, in_flight_bytes: int | None = None) -> Engine:
+def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | None = None) -> Engine:
     """Return a new engine with settings.
 
-    Settings that nobody gave were found, or chosen, for large transfers: what counts is how many bytes are under way. The engine
-    has as many of them, and a queue that is deep enough for small transfers.
+    Profiles and defaults are tuned for large transfers. So unless the settings are the user's, the engine has their bytes in
+    flight (block size times queue depth, for each worker), but a queue of at least 128 for small transfers.
 
     Args:
         settings: The settings.
-        explicit: Whether the user gave them: then a backend that does not work is an error, otherwise ``auto`` is used instead,
+        from_user: Whether the user gave them: then a backend that does not work is an error. Otherwise "auto" is used instead,
             with a RuntimeWarning.
-        in_flight_bytes: Most bytes under transfer at a time for each worker, unless ``explicit``. None for no further limit.
+        in_flight_bytes: Most bytes under transfer at a time for each worker; ignored with ``from_user``. None for no further
+            limit.
 
     Raises:
         OSError: If the kernel refuses the backend.
         RuntimeError: If the backend was compiled out, or the op cannot be built.
     """
     arguments = settings.engine_arguments()
-    if not explicit:
+    if not from_user:
         most = settings.block_size * settings.queue_depth
         arguments["in_flight_bytes"] = most if in_flight_bytes is None else min(most, in_flight_bytes)
-        arguments["queue_depth"] = max(settings.queue_depth, _SMALL_TRANSFERS)
+        arguments["queue_depth"] = max(settings.queue_depth, _MIN_QUEUE_DEPTH)
     try:
         return Engine(**arguments)
     except (OSError, RuntimeError) as error:
-        if explicit or settings.backend == "auto":
+        if from_user or settings.backend == "auto":
             raise
-        text = f"the drive profile's backend {settings.backend} does not work ({error}): auto is used; tune the drive again"
+        text = f"no engine has the backend {settings.backend} of the drive profile ({error}): using auto; tune the drive again"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
         return Engine(**{**arguments, "backend": "auto"})
 
 
-def _profile_in_force(drive: Drive) -> AioConfig | None:
+def _profile_settings(drive: Drive) -> AioConfig | None:
     """Return the settings of a drive's profile; None if it has none or profiles are off. Warns of one that is not usable."""
-    if not enabled():
+    if not profiles_enabled():
         return None
     try:
         profile = profile_of(drive)
@@ -270,8 +281,8 @@ def _profile_in_force(drive: Drive) -> AioConfig | None:
     return None if profile is None else profile.settings
 
 
-def _path_of(mount: str, filesystem: str, disks: str) -> Path:
+def _path_of(mount: str, filesystem: str, disk_models: str) -> Path:
     """Return the path of a drive's profile: readable by its beginning, distinct by its end."""
-    digest = hashlib.sha256("\0".join((mount, filesystem, disks)).encode(errors="surrogateescape")).hexdigest()[:16]
+    digest = hashlib.sha256("\0".join((mount, filesystem, disk_models)).encode(errors="surrogateescape")).hexdigest()[:16]
     readable = os.path.basename(mount).encode(errors="ignore")[:64].decode(errors="ignore")
-    return directory() / f"{readable or 'root'}-{digest}.json"
+    return profile_directory() / f"{readable or 'root'}-{digest}.json"

@@ -112,7 +112,7 @@ def test_a_partition_is_on_its_disk(kernel: Kernel, tmp_path: Path) -> None:
     disk = kernel.disk("nvme0n1", model="Fast 4TB")
     kernel.holds(tmp_path, kernel.partition(disk, 2))
     drive = drive_of(tmp_path)
-    assert (drive.kind, drive.disks, drive.name) == ("nvme", (disk,), "Fast 4TB")
+    assert (drive.kind, drive.disks, drive.models) == ("nvme", (disk,), "Fast 4TB")
 
 
 def test_a_raid_of_partitions_below_a_volume_is_its_disks(kernel: Kernel, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_raid_of_partitions_below_a_volume_is_its_disks(kernel: Kernel, tmp_pa
     raid = kernel.disk("md0", parts=tuple(kernel.partition(disk, 1) for disk in disks))
     kernel.holds(tmp_path, kernel.disk("dm-0", parts=(raid,)))
     drive = drive_of(tmp_path)
-    assert (drive.kind, drive.disks, drive.name) == ("nvme", tuple(disks), "4 x Fast 4TB")
+    assert (drive.kind, drive.disks, drive.models) == ("nvme", tuple(disks), "4 x Fast 4TB")
 
 
 def test_volumes_on_one_disk_count_it_once(kernel: Kernel, tmp_path: Path) -> None:
@@ -134,24 +134,24 @@ def test_disks_of_several_kinds_are_of_none(kernel: Kernel, tmp_path: Path) -> N
     mixed = kernel.disk("md0", parts=(kernel.disk("nvme0n1", model="Fast"), kernel.disk("sda", "1", model="Large")))
     kernel.holds(tmp_path, mixed)
     drive = drive_of(tmp_path)
-    assert (drive.kind, drive.name) == ("unknown", "Fast + Large")
+    assert (drive.kind, drive.models) == ("unknown", "Fast + Large")
 
 
 def test_files_in_memory_are_on_no_disk(kernel: Kernel, tmp_path: Path) -> None:
     kernel.mount(tmp_path, "tmpfs", "tmpfs")
     drive = drive_of(tmp_path)
-    assert (drive.kind, drive.disks, drive.name) == ("memory", (), "tmpfs")
+    assert (drive.kind, drive.disks, drive.models) == ("memory", (), "tmpfs")
 
 
 def test_without_a_block_device_the_kind_is_unknown_and_the_source_is_the_name(kernel: Kernel, tmp_path: Path) -> None:
     kernel.mount(tmp_path, "nfs4", "server:/export")
     drive = drive_of(tmp_path)
-    assert (drive.kind, drive.disks, drive.name) == ("unknown", (), "server:/export")
+    assert (drive.kind, drive.disks, drive.models) == ("unknown", (), "server:/export")
 
 
 def test_a_machine_that_shows_nothing_has_a_drive_of_unknown_kind(kernel: Kernel, tmp_path: Path) -> None:
     drive = drive_of(tmp_path)
-    assert (drive.mount, drive.kind, drive.name) == (None, "unknown", "unknown")
+    assert (drive.mount, drive.kind, drive.models) == (None, "unknown", "unknown")
 
 
 def test_what_does_not_exist_yet_is_on_the_drive_that_it_would_be_made_on(kernel: Kernel, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def some_drive(*disks: str, kind: str = "nvme", point: str = "/mnt/nvme", filesy
 
 def tuned(path: Path, settings: AioConfig = TUNED) -> DriveProfile:
     """Store a profile of the drive that a path is on."""
-    profile = DriveProfile.of(drive_of(path), settings, read_gb_per_second=3.05, measured="2026-11-01T12:00:00")
+    profile = DriveProfile.of(drive_of(path), settings, read_gb_per_second=3.05, measured_at="2026-11-01T12:00:00")
     profile.save()
     return profile
 
@@ -53,7 +53,7 @@ def test_a_new_profile_replaces_the_old_one_and_leaves_nothing_else(drive: Path,
     tuned(drive, AioConfig(queue_depth=4))
     profile = tuned(drive)
     assert profile_of(drive_of(drive)) == profile
-    assert [path.name for path in profiles.directory().iterdir()] == [profile.path.name]
+    assert [path.name for path in profiles.profile_directory().iterdir()] == [profile.path.name]
     assert profile.path.is_relative_to(configuration)
 
 
@@ -117,7 +117,7 @@ def test_profiles_are_below_the_home_directory_unless_the_environment_says_other
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("", "not/absolute"):
         monkeypatch.setenv("XDG_CONFIG_HOME", value)
-        assert profiles.directory() == tmp_path / ".config/deepnvme/drives"
+        assert profiles.profile_directory() == tmp_path / ".config/deepnvme/drives"
 
 
 def test_there_is_no_profile_where_there_is_no_home_directory(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-// A list that only grows, at its front, so that it can be looked through without a lock.
+// A singly linked list that items are only added to, at its front: readers need no lock.
 #pragma once
 
 #include <atomic>
@@ -25,6 +25,7 @@ public:
         return nullptr;
     }
 
+    // The newest first.
     template <class Visit>
     void for_each(Visit visit) const {
         find([&](const Item& item) {
@@ -35,7 +36,7 @@ public:
 
     bool empty() const noexcept { return !first_.load(std::memory_order_relaxed); }
 
-    // One thread at a time. The item stays where it is for as long as the list.
+    // One thread at a time. References to items stay valid until the list is destroyed.
     template <class... Members>
     Item& add(Members&&... members) {
         auto* node = new Node{Item{std::forward<Members>(members)...}, first_.load(std::memory_order_relaxed)};

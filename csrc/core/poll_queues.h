@@ -1,4 +1,5 @@
-// Drives that can be asked for completions: NVMe, virtio and others have queues for it if the kernel was told to make them.
+// Whether a drive has poll queues, which it is asked for completions by (IORING_SETUP_IOPOLL). The kernel makes them where it is
+// told to, by nvme.poll_queues=N for instance.
 #pragma once
 
 #include <sys/types.h>
@@ -7,8 +8,8 @@
 
 namespace deepnvme {
 
-// Whether a block device has poll queues, given its number (st_dev of a file on it). A partition has its drive's. True where the
-// system does not say (network and some stacked file systems). `sysfs`: where that file system is mounted. Throws std::bad_alloc.
-bool has_poll_queues(dev_t device, const std::string& sysfs = "/sys");
+// By the number of the block device: st_dev of a file on it, st_rdev of the device itself. A partition has its drive's queues.
+// True where the system does not say (network and some stacked file systems). Reads `sysfs`. Throws std::bad_alloc.
+bool may_have_poll_queues(dev_t device, const std::string& sysfs = "/sys");
 
 }  // namespace deepnvme

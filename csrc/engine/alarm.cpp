@@ -7,7 +7,7 @@
 
 namespace deepnvme {
 
-Alarm::Alarm(std::function<void()> ring) : ring_(std::move(ring)) {}
+Alarm::Alarm(std::function<void()> callback) : callback_(std::move(callback)) {}
 
 Alarm::~Alarm() {
     if (!thread_.joinable()) return;
@@ -27,7 +27,7 @@ void Alarm::set(Clock::time_point time) noexcept {
     } catch (const std::exception&) {
         lock.unlock();
         std::this_thread::sleep_until(time);
-        return ring_();
+        return callback_();
     }
     time_ = time;
     changed_.notify_one();
@@ -43,7 +43,7 @@ void Alarm::serve() noexcept {
         } else {
             time_ = kNever;
             lock.unlock();
-            ring_();
+            callback_();
             lock.lock();
         }
     }

@@ -1,5 +1,5 @@
-// Calls a function at a time asked for: a worker that is to try something again must not sleep until then, and its backend, in
-// which it blocks, knows no time.
+// Calls a function at a time asked for. A worker that is to try something again must not sleep until then, and Backend::reap(),
+// in which it blocks, has no timeout.
 #pragma once
 
 #include <chrono>
@@ -15,12 +15,12 @@ class Alarm {
 public:
     using Clock = std::chrono::steady_clock;
 
-    // `ring`: called on the thread.
-    explicit Alarm(std::function<void()> ring);
+    explicit Alarm(std::function<void()> callback);
+    // Waits for a call that has begun, and makes no further one.
     ~Alarm();
 
-    // Have it rung then, or earlier if it was asked to before. Does not block, but where there is no thread to be had: then this
-    // waits and rings itself.
+    // Have the callback called at this time, from the alarm's thread. Of several times only the earliest is kept, until its call.
+    // Does not block, unless no thread can be started: then it sleeps until `time` and calls the callback itself.
     void set(Clock::time_point time) noexcept;
 
 private:
@@ -28,7 +28,7 @@ private:
 
     void serve() noexcept;
 
-    const std::function<void()> ring_;
+    const std::function<void()> callback_;
     std::mutex mutex_;  // guards everything below
     std::condition_variable changed_;
     Clock::time_point time_ = kNever;

@@ -24,12 +24,12 @@ namespace deepnvme {
 
 namespace {
 
-// True where it is not known: then the kernel says so, or does not.
-bool drive_has_poll_queues(int fd) noexcept {
+// True if unknown: the kernel then refuses the transfer itself, or (Linux 6.1) polls in vain until the drive interrupts.
+bool may_be_polled(int fd) noexcept {
     struct stat status;
     if (::fstat(fd, &status) != 0) return true;
     try {
-        return has_poll_queues(S_ISBLK(status.st_mode) ? status.st_rdev : status.st_dev);
+        return may_have_poll_queues(S_ISBLK(status.st_mode) ? status.st_rdev : status.st_dev);
     } catch (const std::bad_alloc&) {
         return true;
     }
@@ -37,7 +37,7 @@ bool drive_has_poll_queues(int fd) noexcept {
 
 class PollingBackend final : public Backend {
 public:
-    explicit PollingBackend(unsigned capacity) : ordinary_(capacity), ring_(capacity, IORING_SETUP_IOPOLL) {
+    explicit PollingBackend(unsigned capacity) : ordinary_(capacity), polled_ring_(capacity, IORING_SETUP_IOPOLL) {
         refused_.reserve(capacity);  // so that nothing is allocated while operations are under way
     }
 
@@ -46,7 +46,7 @@ public:
     std::size_t submit(std::span<Operation* const> operations) override {
         std::size_t taken = 0;
         for (Operation* const& operation : operations) {
-            if (!(operation->polled ? take(*operation) : ordinary_.submit(std::span(&operation, 1)) == 1)) break;
+            if (!(operation->polled ? queue_polled(*operation) : ordinary_.submit(std::span(&operation, 1)) == 1)) break;
             ++taken;
         }
         return taken;
@@ -54,15 +54,15 @@ public:
 
     void flush() override {
         ordinary_.flush();
-        enter();
+        submit_and_poll();
     }
 
     std::size_t reap(std::span<Completion> completions) override {
         if (!refused_.empty()) return take_refused(completions);
-        if (polled_ == 0) return ordinary_.reap(completions);
+        if (polled_in_flight_ == 0) return ordinary_.reap(completions);
         while (true) {
             ordinary_.flush();  // also listens for wake()
-            enter();
+            submit_and_poll();
             std::size_t count = collect(completions);
             const bool ready = count < completions.size() && ordinary_.ready();
             if (ready) count += ordinary_.reap(completions.subspan(count));
@@ -77,29 +77,28 @@ public:
     bool stop() noexcept override {
         enter_error_ = 0;
         std::array<Completion, 16> ended;
-        while (polled_ > 0 && enter_error_ == 0) {
-            enter();
+        while (polled_in_flight_ > 0 && enter_error_ == 0) {
+            submit_and_poll();
             collect(ended);
         }
-        return ordinary_.stop() && polled_ == 0;
+        return ordinary_.stop() && polled_in_flight_ == 0;
     }
 
     void wake() noexcept override { ordinary_.wake(); }
 
 private:
-    // False while the kernel takes nothing.
-    bool take(Operation& operation) noexcept {
-        // Newer kernels refuse this themselves. Linux 6.1 polled in vain, until the drive interrupted.
-        if (!has_poll_queues_) has_poll_queues_ = drive_has_poll_queues(operation.fd);
-        if (!*has_poll_queues_) {
+    // False if the submission queue is full.
+    bool queue_polled(Operation& operation) noexcept {
+        if (!may_be_polled_) may_be_polled_ = may_be_polled(operation.fd);
+        if (!*may_be_polled_) {
             refused_.push_back(&operation);
             return true;
         }
-        io_uring_sqe* sqe = ::io_uring_get_sqe(ring_.get());
+        io_uring_sqe* sqe = ::io_uring_get_sqe(polled_ring_.get());
         if (!sqe) return false;
         prepare(sqe, operation);
         sqe->user_data = reinterpret_cast<std::uintptr_t>(&operation);
-        ++polled_;
+        ++polled_in_flight_;
         return true;
     }
 
@@ -110,30 +109,30 @@ private:
         return count;
     }
 
-    // Start what was taken, and have the kernel look once for completions.
-    void enter() noexcept {
-        if (polled_ == 0) return;
-        const int entered = ::io_uring_submit(ring_.get());
-        if (entered < 0 && !Ring::is_passing(-entered)) enter_error_ = -entered;
+    // Start what was queued, and have the kernel look once for completions: with a polled ring io_uring_submit() always enters.
+    void submit_and_poll() noexcept {
+        if (polled_in_flight_ == 0) return;
+        const int entered = ::io_uring_submit(polled_ring_.get());
+        if (entered < 0 && !Ring::is_transient(-entered)) enter_error_ = -entered;
     }
 
     std::size_t collect(std::span<Completion> completions) noexcept {
         std::size_t count = 0;
         unsigned head;
         io_uring_cqe* cqe;
-        io_uring_for_each_cqe(ring_.get(), head, cqe) {
+        io_uring_for_each_cqe(polled_ring_.get(), head, cqe) {
             if (count == completions.size()) break;
             completions[count++] = {reinterpret_cast<Operation*>(static_cast<std::uintptr_t>(cqe->user_data)), cqe->res};
         }
-        ::io_uring_cq_advance(ring_.get(), static_cast<unsigned>(count));
-        polled_ -= count;
+        ::io_uring_cq_advance(polled_ring_.get(), static_cast<unsigned>(count));
+        polled_in_flight_ -= count;
         return count;
     }
 
     UringBackend ordinary_;
-    Ring ring_;
-    std::size_t polled_ = 0;  // operations that the polled ring has
-    std::optional<bool> has_poll_queues_;  // the drive of the first operation to be polled; a worker has but one
+    Ring polled_ring_;
+    std::size_t polled_in_flight_ = 0;  // operations that the polled ring has
+    std::optional<bool> may_be_polled_;  // the drive of the first operation to be polled; a worker has but one
     std::vector<Operation*> refused_;
     int enter_error_ = 0;
 };

@@ -1,11 +1,10 @@
-// A ring of io_uring, for the thread that makes it.
+// Owns an io_uring instance. It is used by the thread that makes it, and may be destroyed by any.
 #pragma once
 
 #include <liburing.h>
 
 #include <array>
 #include <cerrno>
-#include <chrono>
 #include <thread>
 
 #include "core/error.h"
@@ -15,11 +14,11 @@ namespace deepnvme {
 
 class Ring {
 public:
-    // `more`: set-up flags for what the ring is to be used for. Throws IoError.
-    explicit Ring(unsigned entries, unsigned more = 0) {
+    // `extra_flags`: further set-up flags. Throws IoError.
+    explicit Ring(unsigned entries, unsigned extra_flags = 0) {
         // One thread submits and reaps, so completions need not interrupt it: they come with its next system call. The best
-        // first; a kernel says EINVAL to what it does not know. Not IORING_SETUP_DEFER_TASKRUN: at depth 32 a block of 4 or
-        // 64 KiB took 0.85 of its processor time without, at depth 128 and for 1 MiB there was no difference (docs/engine.md).
+        // first; a kernel says EINVAL to what it does not know. Not IORING_SETUP_DEFER_TASKRUN, which takes more
+        // processor time for small blocks (docs/engine.md).
         constexpr std::array kSetUps{
 #if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_COOP_TASKRUN)
             IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_COOP_TASKRUN,  // Linux 6.0
@@ -31,14 +30,14 @@ public:
         };
         int error = 0;
         for (const unsigned flags : kSetUps)
-            if ((error = -::io_uring_queue_init(entries, &ring_, flags | more)) != EINVAL) break;
+            if ((error = -::io_uring_queue_init(entries, &ring_, flags | extra_flags)) != EINVAL) break;
         if (error) throw IoError(error, "io_uring_setup", "");
         // The rings are shared memory: a forked child must not be able to disturb its parent's.
         ::io_uring_ring_dontfork(&ring_);
-        enroll(ring_);
+        register_descriptor(ring_);
     }
     ~Ring() {
-        leave(ring_);
+        forget_descriptor(ring_);
         ::io_uring_queue_exit(&ring_);
     }
     Ring(const Ring&) = delete;
@@ -47,22 +46,23 @@ public:
     io_uring* get() noexcept { return &ring_; }
 
     // Errors of io_uring_enter that pass by themselves.
-    static bool is_passing(int error) noexcept { return error == EINTR || error == EAGAIN || error == EBUSY; }
+    static bool is_transient(int error) noexcept { return error == EINTR || error == EAGAIN || error == EBUSY; }
 
 private:
     // Spare the kernel looking up the descriptor at each call, which costs the more the more threads the process has. liburing
-    // has it since 2.2, Linux since 5.18: nobody misses it elsewhere.
+    // has it since 2.2, Linux since 5.18; older ones work without.
     template <class R>
-    void enroll(R& ring) {
+    void register_descriptor(R& ring) {
         if constexpr (requires { io_uring_register_ring_fd(&ring); }) {
             flags_before_ = ring.int_flags;
             io_uring_register_ring_fd(&ring);
         }
     }
 
-    // What is registered is the thread's, and ends with it. In another, liburing would take that one's instead.
+    // The registration is the creating thread's, and ends with it. On another thread liburing would undo that one's registration:
+    // so make it forget that there is one.
     template <class R>
-    void leave(R& ring) noexcept {
+    void forget_descriptor(R& ring) noexcept {
         if constexpr (requires { io_uring_register_ring_fd(&ring); }) {
             if (std::this_thread::get_id() == owner_) return;
             ring.int_flags = static_cast<decltype(ring.int_flags)>(flags_before_);
@@ -75,7 +75,7 @@ private:
     const std::thread::id owner_ = std::this_thread::get_id();
 };
 
-// What the ring is to do for the operation; its user_data is still to be set.
+// Fill in the submission entry; the caller sets its user_data.
 inline void prepare(io_uring_sqe* sqe, const Operation& operation) noexcept {
     switch (operation.kind) {
         case Operation::Kind::read:

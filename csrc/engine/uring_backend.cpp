@@ -53,7 +53,7 @@ std::size_t UringBackend::submit(std::span<Operation* const> operations) {
 void UringBackend::flush() {
     if (!listening_ && poll_error_ == 0) listen();
     const int submitted = ::io_uring_submit(ring_.get());
-    if (submitted < 0 && !Ring::is_passing(-submitted)) throw IoError(-submitted, "io_uring_enter", "");
+    if (submitted < 0 && !Ring::is_transient(-submitted)) throw IoError(-submitted, "io_uring_enter", "");
 }
 
 std::size_t UringBackend::reap(std::span<Completion> completions) {
@@ -105,7 +105,7 @@ std::size_t UringBackend::wait(std::span<Completion> completions) noexcept {
     }
     ::io_uring_cq_advance(ring_.get(), seen);
     under_way_ -= count;
-    if (entered < 0 && !Ring::is_passing(-entered)) enter_error_ = -entered;
+    if (entered < 0 && !Ring::is_transient(-entered)) enter_error_ = -entered;
     // The kernel is short of memory and nothing is under way that would end the shortage: don't spin on it.
     else if (entered < 0 && entered != -EINTR && seen == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
     return count;

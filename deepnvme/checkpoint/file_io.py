@@ -19,7 +19,7 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.host import give_pages, huge_pages
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import flat_bytes
-from deepnvme.profiles import engine_with, settings_for
+from deepnvme.profiles import create_engine, settings_for
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing, Transfers
 from deepnvme.transfer.scatter import Run, read_ahead, runs, scatter
 
@@ -66,7 +66,7 @@ def shared_engine(path: Path, config: AioConfig | None = None) -> Engine:
 @functools.lru_cache(maxsize=1)
 def _engines_of(process: int) -> Callable[[AioConfig, bool], Engine]:
     """Return a function that makes this process's engines or returns those that it has kept."""
-    return functools.lru_cache(maxsize=_MOST_ENGINES)(engine_with)
+    return functools.lru_cache(maxsize=_MOST_ENGINES)(create_engine)
 
 
 # Errors.

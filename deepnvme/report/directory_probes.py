@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepnvme.drives import IN_MEMORY, Drive, Kind, Mount, block_device, drive_of
+from deepnvme.drives import MEMORY_FILESYSTEMS, Drive, Kind, Mount, block_device, drive_of
 from deepnvme.memory.alignment import PAGE
 from deepnvme.ops.op_builder import packages
 from deepnvme.ops.op_builder.cuda import GdsProbe
@@ -125,7 +125,7 @@ def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:
                 os.unlink(name)
     except OSError as error:
         return _failed(when, error, directory, mount)
-    if direct.works and mount is not None and mount.filesystem in IN_MEMORY:
+    if direct.works and mount is not None and mount.filesystem in MEMORY_FILESYSTEMS:
         accepts = f"{mount.filesystem} accepts O_DIRECT, but keeps its files in memory, so direct I/O is really buffered"
         problem = f"{accepts}: choose a directory on a drive"
         return dataclasses.replace(direct, works=False, outcome="is really buffered", problem=problem)
@@ -218,8 +218,8 @@ def _describe(drive: Drive, block: Path | None) -> str:
         details[0] += f" on {' + '.join(disk.name for disk in drive.disks)}"
     if drive.kind in _KINDS:
         details.append(_KINDS[drive.kind])
-    if drive.name != source:  # where the disks have no models
-        details.append(drive.name)
+    if drive.models != source:  # where the disks have no models
+        details.append(drive.models)
     for name, text in (
         ("queue/logical_block_size", "logical block {} bytes"),
         ("queue/physical_block_size", "physical block {} bytes"),

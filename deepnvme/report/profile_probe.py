@@ -7,12 +7,12 @@ from pathlib import Path
 
 from deepnvme.config import AioConfig
 from deepnvme.drives import Drive, Kind
-from deepnvme.profiles import VARIABLE, DriveProfile, default_settings, enabled, profile_of
+from deepnvme.profiles import PROFILE_VARIABLE, DriveProfile, default_settings, profile_of, profiles_enabled
 
 from .facts import Fact
 
 _NAME = "drive profile"
-_A_DRIVE: dict[Kind, str] = {
+_KIND_TEXT: dict[Kind, str] = {
     "nvme": "an NVMe drive",
     "ssd": "an SSD",
     "rotational": "a rotational drive",
@@ -23,27 +23,27 @@ _A_DRIVE: dict[Kind, str] = {
 
 
 def profile_fact(directory: Path, drive: Drive, tunable: bool) -> Fact:
-    """Return which profile the engines for a directory get; its value is the path of the profile's file, None for the default.
+    """Return the report's line on a directory's drive profile; its value is the path of the profile's file, None for the default.
 
     Args:
         directory: The directory.
         drive: The drive that it is on.
         tunable: Whether files can be stored there, so that ``ds_nvme_tune`` can find settings.
     """
-    default = f"the default of {_A_DRIVE[drive.kind]}: {settings_text(default_settings(drive))}"
+    default = f"the default of {_KIND_TEXT[drive.kind]}: {settings_text(default_settings(drive))}"
     tune = f"ds_nvme_tune --nvme_dir {shlex.quote(str(directory))} --save_profile"
     try:
-        used = enabled()
+        used = profiles_enabled()
     except ValueError as error:
-        problem = f"{error}: unset {VARIABLE}; until then no engine can be made for a file or directory"
-        return Fact.checked(_NAME, None, f"{VARIABLE} is neither on nor off", problem)
+        problem = f"{error}: unset {PROFILE_VARIABLE}; until then no engine can be made for a file or directory"
+        return Fact.checked(_NAME, None, f"{PROFILE_VARIABLE} is neither on nor off", problem)
     try:
         profile = profile_of(drive)
     except ValueError as error:  # says what to do
         return Fact.checked(_NAME, None, f"not usable: {default}", f"{error} ({tune})")
     if not used:
-        otherwise = "the same, since there is no profile" if profile is None else _profile_text(profile)
-        return Fact(_NAME, None, f"off by {VARIABLE}: {default}", problems=(f"without {VARIABLE}=off it would be {otherwise}",))
+        otherwise = () if profile is None else (f"without {PROFILE_VARIABLE}=off it would be {_profile_text(profile)}",)
+        return Fact(_NAME, None, f"off by {PROFILE_VARIABLE}: {default}", problems=otherwise)
     if profile is None:
         can_have_one = tunable and drive.mount is not None and drive.kind != "memory"
         remedy = (f"to find the best settings, and use them from then on: {tune}",) if can_have_one else ()
@@ -67,6 +67,6 @@ def _profile_text(profile: DriveProfile) -> str:
     """Return a profile's settings, what was measured with them, and the path of its file."""
     directions = (("read", profile.read_gb_per_second), ("write", profile.write_gb_per_second))
     rates = ", ".join(f"{operation} {rate:.2f}" for operation, rate in directions if rate is not None)
-    when = f"measured {profile.measured.partition('T')[0]}".rstrip()
-    measured = f"{when}: {rates} GB/s" if rates else when if profile.measured else ""
+    when = f"measured {profile.measured_at.partition('T')[0]}".rstrip()
+    measured = f"{when}: {rates} GB/s" if rates else when if profile.measured_at else ""
     return f"{settings_text(profile.settings)}{measured and '; '}{measured} ({profile.path})"

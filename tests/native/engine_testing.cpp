@@ -320,9 +320,9 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
                [](unsigned device_major, unsigned device_minor, const std::string& sysfs) {
                    return list_of(processors_near(::makedev(device_major, device_minor), sysfs));
                });
-    module.def("has_poll_queues",
+    module.def("may_have_poll_queues",
                [](unsigned device_major, unsigned device_minor, const std::string& sysfs) {
-                   return has_poll_queues(::makedev(device_major, device_minor), sysfs);
+                   return may_have_poll_queues(::makedev(device_major, device_minor), sysfs);
                });
     module.def("copy_threads", &copy_threads, "bytes"_a, "processors"_a);
     module.def("bound_to", &bound_to, "processors"_a);

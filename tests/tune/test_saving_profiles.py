@@ -20,7 +20,7 @@ from deepnvme.drives import Drive, Kind, Mount
 from deepnvme.profiles import DriveProfile
 from deepnvme.tune.cli import sweep
 from deepnvme.tune.search import found_profiles as finding
-from deepnvme.tune.search.found_profiles import found_profiles
+from deepnvme.tune.search.found_profiles import profiles_from
 
 from ..support.disks import Disk
 from ..support.tunings import tuning_of
@@ -71,36 +71,36 @@ def on_drives(monkeypatch: pytest.MonkeyPatch, kinds: dict[Path, Kind | None]) -
 def test_each_drive_gets_the_best_settings_of_its_folder_alone(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = two_folders(drive)
     on_drives(monkeypatch, {a: "nvme", b: "nvme"})
-    found = found_profiles(tuning_of([a, b]), ENDED)
-    assert found.without == ()
+    found = profiles_from(tuning_of([a, b]), ENDED)
+    assert found.skipped == ()
     first, second = (each.profile for each in found.profiles)
     assert (first.mount, first.settings.queue_depth, first.read_gb_per_second, first.write_gb_per_second) == (str(a), 1, 1.0, 1.0)
     assert (second.mount, second.settings.queue_depth, second.read_gb_per_second) == (str(b), 2, 2.0)
-    assert first.measured == "2026-11-01T12:30:00+00:00"
+    assert first.measured_at == "2026-11-01T12:30:00+00:00"
 
 
 def test_of_several_folders_on_one_drive_the_first_counts(drive: Path) -> None:
-    (found,) = found_profiles(tuning_of(two_folders(drive)), ENDED).profiles
+    (found,) = profiles_from(tuning_of(two_folders(drive)), ENDED).profiles
     assert (found.folder, found.profile.settings.queue_depth) == (str(drive / "a"), 1)
 
 
 def test_a_rate_that_was_not_measured_is_not_stored(drive: Path) -> None:
-    (found,) = found_profiles(tuning_of([drive], read=False), ENDED).profiles
+    (found,) = profiles_from(tuning_of([drive], read=False), ENDED).profiles
     assert (found.profile.read_gb_per_second, found.profile.write_gb_per_second) == (None, 1.0)
 
 
 def test_memory_and_unknown_mounts_have_no_profile_and_the_others_still_do(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = two_folders(drive)
     on_drives(monkeypatch, {drive: "memory", a: None, b: "ssd"})
-    found = found_profiles(tuning_of([drive, a, b]), ENDED)
+    found = profiles_from(tuning_of([drive, a, b]), ENDED)
     assert [each.folder for each in found.profiles] == [str(b)]
-    assert re.fullmatch(f"no drive profile for '{drive}': .* in memory.*", found.without[0])
-    assert re.fullmatch(f"no drive profile for '{a}': .*mountinfo.*", found.without[1])
+    assert re.fullmatch(f"no drive profile for '{drive}': .* in memory.*", found.skipped[0])
+    assert re.fullmatch(f"no drive profile for '{a}': .*mountinfo.*", found.skipped[1])
 
 
 def test_an_interrupted_search_gives_no_profile(drive: Path) -> None:
     with pytest.raises(ValueError, match="interrupted"):
-        found_profiles(tuning_of([drive], complete=False), ENDED)
+        profiles_from(tuning_of([drive], complete=False), ENDED)
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_one_line_says_where_the_profile_is_and_what_it_governs(
     assert f"'{profile.path}'" in line
     assert line.endswith(f"for files on {profile.mount}: block_size 4194304, queue_depth 1, 1 worker")
     assert profile.settings == AioConfig(block_size=4 << 20, queue_depth=1)
-    assert abs(datetime.now().astimezone() - datetime.fromisoformat(profile.measured)).total_seconds() < 60
+    assert abs(datetime.now().astimezone() - datetime.fromisoformat(profile.measured_at)).total_seconds() < 60
 
 
 @pytest.mark.usefixtures("tuned")

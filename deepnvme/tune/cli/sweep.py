@@ -10,7 +10,7 @@ from pathlib import Path
 from deepnvme import profiles
 from deepnvme.report.ds_report import emit
 from deepnvme.tune.render import deepspeed_logs, html_report, profile_text, sweep_text
-from deepnvme.tune.search.found_profiles import FoundProfile, found_profiles
+from deepnvme.tune.search.found_profiles import FoundProfile, profiles_from
 from deepnvme.tune.search.results import Tuning
 from deepnvme.tune.search.space import read_sweep
 from deepnvme.tune.search.successive_halving import SearchProgress
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.output is not None:
             html_report.require_matplotlib()
         if options.save_profile is not False:
-            profiles.enabled()  # raises ValueError for an unknown value before anything is measured
+            profiles.profiles_enabled()  # raises ValueError for an unknown value before anything is measured
         settings = tuple(read_sweep(options.sweep_config, options.gds)) if options.sweep_config is not None else None
         given = {name: getattr(options, name) for name in ("io_size", "read", "write", "gpu", "gds")}
         folders = tuple(dict.fromkeys(options.nvme_dir))
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _say(f"interrupted; what is above was measured before, its files are removed{unsaved}")
             sys.exit(130)
         if not options.gds and options.save_profile is not False:
-            _offer_profiles(tuning, save=options.save_profile)
+            _save_or_offer_profiles(tuning, save=options.save_profile)
 
 
 def _parser() -> Parser:
@@ -81,20 +81,20 @@ def _parser() -> Parser:
     add("--gpu", action="store_true", help="tensors in GPU memory, by way of a pinned buffer")
     add("--gds", action="store_true", help="with --gpu: GPUDirect Storage")
     add("--flush_page_cache", action="store_true", help="kept for DeepSpeed's scripts: what is cached is always dropped")
-    add("--loops", type=positive, default=1, metavar="N", help="take N times as long, to be surer (default: 1)")
-    add("--seconds", type=positive, default=50, help="to aim for in each search (default: 50)")
+    add("--loops", type=positive, default=1, metavar="N", help="take N times as long, for less noise (default: 1)")
+    add("--seconds", type=positive, default=50, help="of each search, approximately (default: 50)")
     add("--log_dir", type=output_directory, metavar="DIR", help="write a log for each setting there, as DeepSpeed does")
     add("--output", type=output_file, metavar="FILE", help="write a report with pictures there (HTML; needs the extra [plot])")
     profile = parser.add_mutually_exclusive_group().add_argument
     use = "let deepnvme use the best settings for files on the drive from now on, without asking"
     profile("--save_profile", action="store_true", default=None, help=use)
-    profile("--no_save_profile", dest="save_profile", action="store_false", help="do not, and do not ask")
+    profile("--no_save_profile", dest="save_profile", action="store_false", help="do not store a profile, and do not ask")
     add_json_option(parser, "write all as JSON: to FILE, or instead of the text to stdout")
     add("--verbose", action="store_true", help="all settings instead of the ten best")
     return parser
 
 
-def _offer_profiles(tuning: Tuning, save: bool | None) -> None:
+def _save_or_offer_profiles(tuning: Tuning, save: bool | None) -> None:
     """Store the profiles of the drives, if that is wanted, and say so.
 
     Args:
@@ -104,27 +104,27 @@ def _offer_profiles(tuning: Tuning, save: bool | None) -> None:
     Raises:
         RuntimeError: If a profile cannot be stored; names the file.
     """
-    found = found_profiles(tuning, datetime.now().astimezone())
+    found = profiles_from(tuning, datetime.now().astimezone())
     if save is None and found.profiles:
         if not can_ask():
-            _say(f"note: {profile_text.hint(found.profiles)}")
+            _say(f"note: {profile_text.save_hint(found.profiles)}")
             return
-        save = ask(profile_text.question(found.profiles))
+        save = ask(profile_text.save_question(found.profiles))
     if not save:
         return
-    for reason in found.without:
+    for reason in found.skipped:
         _say(f"note: {reason}")
     for each in found.profiles:
-        _say(_stored(each))
+        _say(_save_profile(each))
 
 
-def _stored(found: FoundProfile) -> str:
+def _save_profile(found: FoundProfile) -> str:
     """Store a profile, and return what that means. Raises RuntimeError if it cannot be stored."""
     try:
         path = found.profile.save()
     except (OSError, RuntimeError) as error:
         raise RuntimeError(f"the drive profile cannot be stored: {error}") from error
-    return profile_text.stored(found.profile, path, used=profiles.enabled())
+    return profile_text.saved_message(found.profile, path, used=profiles.profiles_enabled())
 
 
 def _say(line: str) -> None:

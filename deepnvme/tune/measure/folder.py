@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepnvme.drives import IN_MEMORY, block_device, mount_of
+from deepnvme.drives import MEMORY_FILESYSTEMS, block_device, mount_of
 from deepnvme.memory.system_memory import meminfo
 from deepnvme.report import directory_probes
 
@@ -56,7 +56,7 @@ def folder_facts(folder: Path) -> FolderFacts:
     mount = mount_of(folder)
     filesystem = mount.filesystem if mount else "unknown filesystem"
     direct = directory_probes.try_direct_io(folder, mount)
-    in_memory = filesystem in IN_MEMORY
+    in_memory = filesystem in MEMORY_FILESYSTEMS
     label = f"{filesystem}, in memory, not a drive" if in_memory else f"{filesystem}, takes direct I/O"
     if not in_memory and not direct.works:
         label = f"{filesystem}, without direct I/O: the page cache is measured"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from deepnvme.drives import IN_MEMORY
+from deepnvme.drives import MEMORY_FILESYSTEMS
 
 from .figures import merged
 from .fio import FioComparisonRun, find_suitable
@@ -35,7 +35,7 @@ def measure(job: Job, progress: Callable[[str], None] = lambda step: None) -> Me
     """
     facts = {place.folder: folder_facts(place.folder) for place in job.places}
     check_space((place.folder, _file_bytes(job)) for place in job.places)
-    in_memory = sum(_file_bytes(job) for place in job.places if facts[place.folder].filesystem in IN_MEMORY)
+    in_memory = sum(_file_bytes(job) for place in job.places if facts[place.folder].filesystem in MEMORY_FILESYSTEMS)
     remedy = "give a smaller --io_size" + (" or fewer processes" if len(job.places) > 1 else "")
     check_memory(_memory_bytes(job) * len(job.places) + in_memory, remedy)
     program = find_suitable(job) if job.compare_fio else None

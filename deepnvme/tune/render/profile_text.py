@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepnvme.profiles import VARIABLE, DriveProfile
+from deepnvme.profiles import PROFILE_VARIABLE, DriveProfile
 from deepnvme.report.profile_probe import settings_text
 from deepnvme.tune.search.found_profiles import FoundProfile
 
 
-def question(found: Sequence[FoundProfile]) -> str:
+def save_question(found: Sequence[FoundProfile]) -> str:
     """Return the question whether to store profiles; at least one."""
     return f"Let deepnvme use {_settings(found)} for files on {_drives(found)} from now on?"
 
 
-def hint(found: Sequence[FoundProfile]) -> str:
+def save_hint(found: Sequence[FoundProfile]) -> str:
     """Return how to store profiles, at least one, in the next run."""
     return f"with --save_profile, deepnvme would use {_settings(found)} for files on {_drives(found)} from then on"
 
 
-def stored(profile: DriveProfile, path: Path, used: bool) -> str:
+def saved_message(profile: DriveProfile, path: Path, used: bool) -> str:
     """Return what it means that a profile was stored.
 
     Args:
@@ -28,7 +28,7 @@ def stored(profile: DriveProfile, path: Path, used: bool) -> str:
         path: Its file.
         used: Whether profiles are used; otherwise the environment variable switches them off.
     """
-    when = "from now on" if used else f"as soon as {VARIABLE} is not off any more"
+    when = "from now on" if used else f"as soon as {PROFILE_VARIABLE} is not off any more"
     what = f"deepnvme uses these settings for files on {profile.mount}: {settings_text(profile.settings)}"
     return f"stored in '{path}': {when}, {what}"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepnvme.config import AioConfig
-from deepnvme.drives import IN_MEMORY
+from deepnvme.drives import MEMORY_FILESYSTEMS
 from deepnvme.tune.measure.folder import FolderFacts, check_memory, check_space, folder_facts
 from deepnvme.tune.measure.job import OPERATIONS, Operation
 from deepnvme.tune.search.trial_bench import Shares, TrialBench
@@ -67,7 +67,7 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
     facts = [folder_facts(folder) for folder in order.folders]
     check_space((folder, order.io_size) for folder in order.folders)
     tensors = 0 if order.gds else order.io_size * len(order.folders)
-    check_memory(tensors + order.io_size * sum(each.filesystem in IN_MEMORY for each in facts))
+    check_memory(tensors + order.io_size * sum(each.filesystem in MEMORY_FILESYSTEMS for each in facts))
     progress(0.0, "starting (compiles on first use)")
     offered, backend = _offered(order)
     begin = time.monotonic()
