@@ -174,12 +174,12 @@ class Engine:
         num_threads: Number of workers for each drive, 1 to 256. One saturates most drives; more share the copying of misaligned
             tensors.
         single_submit: Make one system call for each block.
-        in_flight_bytes: Most bytes under way at a time for each worker, at least 1; a block that has more is under way alone. So
-            large blocks can be few, and small ones as many as the queue is deep. None for queue_depth x block_size.
         poll: Ask the drive for completions instead of sleeping until it interrupts: quicker for small blocks, but every worker
             keeps a core busy while it has direct transfers under way, and these cannot be cancelled. Needs io_uring, and a
             drive with poll queues. Where the drive or the file system refuses, transfers go on as without, which
             ``stats().fallbacks`` counts and a warning says. Tried with emulated drives only: what it gains is not measured.
+        in_flight_bytes: No further block is started for as long as a worker has this many bytes under way, at least 1. So large
+            blocks can be few, and small ones as many as the queue is deep. None for no limit besides the queue's depth.
 
     Raises:
         ValueError: For a setting out of range, and for ``poll`` where the backend is not io_uring.
@@ -219,7 +219,7 @@ class Engine:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Most bytes under way at a time, for each worker."""
+        """Bytes of blocks of full size that are under way at a time at most, for each worker."""
         return self._native.in_flight_bytes
 
     @property

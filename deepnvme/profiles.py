@@ -261,12 +261,13 @@ def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | N
         arguments["queue_depth"] = max(settings.queue_depth, _MIN_QUEUE_DEPTH)
     try:
         return Engine(**arguments)
-    except (OSError, RuntimeError) as error:
-        if from_user or settings.backend == "auto":
+    except (OSError, RuntimeError, ValueError) as error:
+        if from_user or (settings.backend == "auto" and not settings.poll):
             raise
-        text = f"no engine has the backend {settings.backend} of the drive profile ({error}): using auto; tune the drive again"
+        named = settings.backend + ", polling," * settings.poll
+        text = f"backend {named} of the drive profile does not work ({error}): using auto; tune the drive again"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return Engine(**{**arguments, "backend": "auto"})
+        return Engine(**{**arguments, "backend": "auto", "poll": False})
 
 
 def _profile_settings(drive: Drive) -> AioConfig | None:

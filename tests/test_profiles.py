@@ -260,7 +260,7 @@ def refuse_libaio(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_backend_that_works_no_more_is_replaced_if_a_profile_names_it(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned(drive, AioConfig(backend="libaio", queue_depth=5))
     refuse_libaio(monkeypatch)
-    with pytest.warns(RuntimeWarning, match="backend libaio does not work"):
+    with pytest.warns(RuntimeWarning, match="backend libaio of the drive profile does not work"):
         engine = engine_for([drive])
     with engine:
         assert engine.in_flight_bytes == 5 << 20

@@ -131,7 +131,7 @@ void bind_engine(py::module_& module) {
         .def_property_readonly("backend", [](const Session& self) { return self.engine().backend(); })
         .def_property_readonly("block_size", [](const Session& self) { return self.engine().options().block_size; })
         .def_property_readonly("queue_depth", [](const Session& self) { return self.engine().options().queue_depth; })
-        .def_property_readonly("in_flight_bytes", [](const Session& self) { return *self.engine().options().in_flight_bytes; })
+        .def_property_readonly("in_flight_bytes", [](const Session& self) { return self.engine().options().most_in_flight(); })
         .def_property_readonly("num_threads", [](const Session& self) { return self.engine().options().num_threads; })
         .def_property_readonly("closed", [](const Session& self) { return self.engine().closed(); })
         .def(

@@ -41,9 +41,7 @@ EngineOptions checked(EngineOptions options) {
     require("block_size", options.block_size, 512, 1 << 30);
     require("queue_depth", options.queue_depth, 1, 4096);
     require("num_threads", options.num_threads, 1, 256);
-    const std::int64_t most = options.queue_depth * options.block_size;
-    require("in_flight_bytes", options.in_flight_bytes.value_or(most), 1, std::numeric_limits<std::int64_t>::max());
-    options.in_flight_bytes = std::min(options.in_flight_bytes.value_or(most), most);
+    require("in_flight_bytes", options.in_flight_bytes.value_or(1), 1, std::numeric_limits<std::int64_t>::max());
     return options;
 }
 
@@ -152,13 +150,14 @@ void Engine::start(const std::string& name, const BackendFactory& make_backend) 
     IoError::out_of_memory();  // made while there is memory for it
     const auto slots = [&](std::uint64_t per_worker) {
         const std::uint64_t staging = std::min({per_worker, kStagingPerDrive / static_cast<std::uint64_t>(options_.num_threads),
-                                                static_cast<std::uint64_t>(*options_.in_flight_bytes)});
+                                                static_cast<std::uint64_t>(options_.most_in_flight())});
         return std::max(static_cast<std::uint32_t>(staging / limits_.staging_size), 1u);
     };
     WorkerOptions worker;
     worker.queue_depth = static_cast<std::uint32_t>(options_.queue_depth);
-    worker.block_size = static_cast<std::uint64_t>(options_.block_size);
-    worker.in_flight_bytes = static_cast<std::uint64_t>(*options_.in_flight_bytes);
+    // A block has more than block_size bytes where the drive's sectors are larger: the queue's depth alone does not limit bytes.
+    constexpr auto kNoLimit = std::numeric_limits<std::int64_t>::max();
+    worker.in_flight_bytes = static_cast<std::uint64_t>(options_.in_flight_bytes.value_or(kNoLimit));
     worker.single_submit = options_.single_submit;
     worker.poll = options_.poll;
     worker.staging_size = limits_.staging_size;

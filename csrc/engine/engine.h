@@ -31,8 +31,13 @@ struct EngineOptions {
     std::int64_t num_threads = 1;          // workers for each drive, [1, 256]
     bool single_submit = false;            // one system call a block
     bool poll = false;                     // ask drives for completions in place of interrupts, where they can be asked
-    // Under way per worker, or more if one block has more; at least 1. queue_depth * block_size where it is not given.
-    std::optional<std::int64_t> in_flight_bytes = std::nullopt;
+    std::optional<std::int64_t> in_flight_bytes = std::nullopt;  // under way per worker, after which no further block is started
+
+    // Bytes of blocks of full size.
+    std::int64_t most_in_flight() const {
+        const std::int64_t queued = queue_depth * block_size;
+        return std::min(in_flight_bytes.value_or(queued), queued);
+    }
 };
 
 // Where memory is that is not the host's, and the stream of the caller's after whose work it is transferred.

@@ -101,14 +101,15 @@ void Pieces::next_run() noexcept {
     }
 }
 
-std::size_t Pieces::cut(std::span<Block> blocks, Request& request) noexcept {
+std::size_t Pieces::cut(std::span<Block> blocks, std::uint64_t& bytes, Request& request) noexcept {
     std::size_t count = 0;
-    while (count < blocks.size() && more()) {
+    while (count < blocks.size() && bytes > 0 && more()) {
         const Span& span = plan_.spans[span_];
         const std::uint32_t length = block_length(span, cursor_);
         const Route route = span.route;
         blocks[count++] = {&request, run_memory_ + (cursor_ - run_begin_), cursor_, length, route, run_first_};
         cursor_ += length;
+        bytes -= std::min<std::uint64_t>(length, bytes);
         if (cursor_ == span.end && ++span_ == plan_.count) next_run();
         if (route == Route::staged) break;
     }

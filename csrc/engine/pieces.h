@@ -60,8 +60,9 @@ public:
 
     // Once, before the first cut().
     void begin(const PieceLimits& limits);
-    // Fill `blocks`, at most up to one staged block, while there are more(); return how many. Under the queue's lock.
-    std::size_t cut(std::span<Block> blocks, Request& request) noexcept;
+    // Fill `blocks`, at most up to one staged block and until they have `bytes`, from which theirs are taken off, while there are
+    // more(); return how many. Under the queue's lock.
+    std::size_t cut(std::span<Block> blocks, std::uint64_t& bytes, Request& request) noexcept;
     bool more() const noexcept { return span_ < plan_.count; }
 
     // Any thread. A block belongs to the pieces that it has bytes of.

@@ -9,6 +9,8 @@
 #ifdef DEEPNVME_HAVE_LIBURING
 
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <array>
 #include <cerrno>
@@ -35,9 +37,22 @@ bool may_be_polled(int fd) noexcept {
     }
 }
 
+// Before liburing 2.2 a submission with nothing to submit does not enter the kernel, which is where it polls.
+template <class R>
+int submit_and_get_events(R& ring) noexcept {
+    if constexpr (requires { io_uring_submit_and_get_events(&ring); }) {
+        return io_uring_submit_and_get_events(&ring);
+    } else {
+        const int submitted = ::io_uring_submit(&ring);
+        if (submitted < 0) return submitted;
+        const long entered = ::syscall(__NR_io_uring_enter, ring.ring_fd, 0, 0, IORING_ENTER_GETEVENTS, nullptr, 0);
+        return entered < 0 ? -errno : submitted;
+    }
+}
+
 class PollingBackend final : public Backend {
 public:
-    explicit PollingBackend(unsigned capacity) : ordinary_(capacity), polled_ring_(capacity, IORING_SETUP_IOPOLL) {
+    explicit PollingBackend(unsigned capacity) : ordinary_(capacity, /*defer=*/false), polled_ring_(capacity, /*defer=*/false, IORING_SETUP_IOPOLL) {
         refused_.reserve(capacity);  // so that nothing is allocated while operations are under way
     }
 
@@ -75,13 +90,14 @@ public:
     bool cancel(Operation& operation) noexcept override { return operation.polled || ordinary_.cancel(operation); }
 
     bool stop() noexcept override {
-        enter_error_ = 0;
+        const bool ordinary_stopped = ordinary_.stop();
+        if (enter_error_ != EBADR) enter_error_ = 0;  // a completion is lost, and nobody could wait for it
         std::array<Completion, 16> ended;
         while (polled_in_flight_ > 0 && enter_error_ == 0) {
             submit_and_poll();
             collect(ended);
         }
-        return ordinary_.stop() && polled_in_flight_ == 0;
+        return ordinary_stopped && polled_in_flight_ == 0;
     }
 
     void wake() noexcept override { ordinary_.wake(); }
@@ -109,10 +125,10 @@ private:
         return count;
     }
 
-    // Start what was queued, and have the kernel look once for completions: with a polled ring io_uring_submit() always enters.
+    // Start what was queued, and have the kernel look once for completions.
     void submit_and_poll() noexcept {
         if (polled_in_flight_ == 0) return;
-        const int entered = ::io_uring_submit(polled_ring_.get());
+        const int entered = submit_and_get_events(*polled_ring_.get());
         if (entered < 0 && !Ring::is_transient(-entered)) enter_error_ = -entered;
     }
 

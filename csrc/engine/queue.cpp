@@ -1,5 +1,6 @@
 #include "engine/queue.h"
 
+#include <algorithm>
 #include <new>
 
 namespace deepnvme {
@@ -41,12 +42,15 @@ void Queue::wake(std::size_t most) noexcept {
     }
 }
 
-std::size_t Queue::take(std::span<Block> blocks, Backend& sleeper) noexcept {
+std::size_t Queue::take(std::span<Block> blocks, std::uint64_t bytes, Backend& sleeper) noexcept {
     std::lock_guard lock(mutex_);
     std::erase(sleepers_, &sleeper);
     std::size_t count = 0;
-    for (; !given_back_.empty() && count < blocks.size(); given_back_.pop_back()) blocks[count++] = given_back_.back();
-    while (first_ && count < blocks.size()) {
+    for (; !given_back_.empty() && count < blocks.size() && bytes > 0; given_back_.pop_back()) {
+        blocks[count++] = given_back_.back();
+        bytes -= std::min<std::uint64_t>(given_back_.back().length, bytes);
+    }
+    while (first_ && count < blocks.size() && bytes > 0) {
         Request& request = *first_;
         if (request.kind == Request::Kind::sync) {
             blocks[count++] = {&request, nullptr, 0, 0, Route::buffered};
@@ -54,7 +58,7 @@ std::size_t Queue::take(std::span<Block> blocks, Backend& sleeper) noexcept {
             continue;
         }
         if (request.pieces_) {
-            const std::size_t cut = request.pieces_->cut(blocks.subspan(count), request);
+            const std::size_t cut = request.pieces_->cut(blocks.subspan(count), bytes, request);
             count += cut;
             // As below, for all of them at once.
             request.outstanding_.fetch_add(cut - (request.pieces_->more() ? 0 : 1), std::memory_order_relaxed);
@@ -66,6 +70,7 @@ std::size_t Queue::take(std::span<Block> blocks, Backend& sleeper) noexcept {
         const std::uint32_t length = block_length(span, request.cursor_);
         blocks[count++] = {&request, request.memory + (request.cursor_ - request.offset), request.cursor_, length, span.route};
         request.cursor_ += length;
+        bytes -= std::min<std::uint64_t>(length, bytes);
         if (request.cursor_ == span.end) ++request.span_;
         // The last block inherits the count that stood for "more to come".
         if (request.span_ == request.plan_.count) unlink(request);

@@ -34,9 +34,9 @@ public:
     // Before every request that no worker has begun.
     void push_early(Request& request) noexcept;
 
-    // Fill `blocks`, at most up to one staged block (the copy is work that idle workers should share). When there is nothing to
-    // take, zero is returned and the next push or stop wakes `sleeper`.
-    std::size_t take(std::span<Block> blocks, Backend& sleeper) noexcept;
+    // Fill `blocks`, until they have as many bytes, at least 1, and at most up to one staged block (the copy is work that idle
+    // workers should share). When there is nothing to take, zero is returned and the next push or stop wakes `sleeper`.
+    std::size_t take(std::span<Block> blocks, std::uint64_t bytes, Backend& sleeper) noexcept;
 
     // Hand out no more of a request. True if it still had blocks to hand out; their outstanding count is the caller's then.
     bool remove(Request& request) noexcept;

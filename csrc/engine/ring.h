@@ -14,12 +14,13 @@ namespace deepnvme {
 
 class Ring {
 public:
-    // `extra_flags`: further set-up flags. Throws IoError.
-    explicit Ring(unsigned entries, unsigned extra_flags = 0) {
-        // One thread submits and reaps, so completions need not interrupt it: they come with its next system call. The best
-        // first; a kernel says EINVAL to what it does not know. Not IORING_SETUP_DEFER_TASKRUN, which takes more
-        // processor time for small blocks (docs/engine.md).
+    // `defer`: whether completions may be held back until the thread waits for some. `extra_flags`: further set-up flags. Throws
+    // IoError.
+    explicit Ring(unsigned entries, bool defer = true, unsigned extra_flags = 0) {
+        // One thread submits and reaps, so completions need not interrupt it: they come with its next system call, or when it
+        // waits. The best first; a kernel says EINVAL to what it does not know. Why this order: docs/engine.md.
         constexpr std::array kSetUps{
+            kDeferring,
 #if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_COOP_TASKRUN)
             IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_COOP_TASKRUN,  // Linux 6.0
 #endif
@@ -29,8 +30,11 @@ public:
             0u,
         };
         int error = 0;
-        for (const unsigned flags : kSetUps)
-            if ((error = -::io_uring_queue_init(entries, &ring_, flags | extra_flags)) != EINVAL) break;
+        for (const unsigned flags : kSetUps) {
+            if (flags == kDeferring && !defer) continue;
+            error = -::io_uring_queue_init(entries, &ring_, flags | extra_flags);
+            if (error != EINVAL) break;
+        }
         if (error) throw IoError(error, "io_uring_setup", "");
         // The rings are shared memory: a forked child must not be able to disturb its parent's.
         ::io_uring_ring_dontfork(&ring_);
@@ -49,6 +53,12 @@ public:
     static bool is_transient(int error) noexcept { return error == EINTR || error == EAGAIN || error == EBUSY; }
 
 private:
+#if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_DEFER_TASKRUN)
+    static constexpr unsigned kDeferring = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;  // Linux 6.1
+#else
+    static constexpr unsigned kDeferring = ~0u;  // refused
+#endif
+
     // Spare the kernel looking up the descriptor at each call, which costs the more the more threads the process has. liburing
     // has it since 2.2, Linux since 5.18; older ones work without.
     template <class R>

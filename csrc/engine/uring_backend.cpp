@@ -26,7 +26,7 @@ constexpr std::uint64_t kCancel = ~std::uint64_t{2};
 
 // One entry more than operations: the poll that listens for wake(). Of completions there are twice as many as entries, which is
 // enough for one of a cancel beside each operation's.
-UringBackend::UringBackend(unsigned capacity) : under_way_by_index_(capacity), ring_(capacity + 1) {
+UringBackend::UringBackend(unsigned capacity, bool defer) : under_way_by_index_(capacity), ring_(capacity + 1, defer) {
     require_operations();
     listen();
     // An older kernel, or a filter, may allow the set-up and refuse the rest.
@@ -52,8 +52,8 @@ std::size_t UringBackend::submit(std::span<Operation* const> operations) {
 
 void UringBackend::flush() {
     if (!listening_ && poll_error_ == 0) listen();
-    const int submitted = ::io_uring_submit(ring_.get());
-    if (submitted < 0 && !Ring::is_transient(-submitted)) throw IoError(-submitted, "io_uring_enter", "");
+    note_error(::io_uring_submit(ring_.get()));
+    if (enter_error_) throw IoError(enter_error_, "io_uring_enter", "");
 }
 
 std::size_t UringBackend::reap(std::span<Completion> completions) {
@@ -105,9 +105,9 @@ std::size_t UringBackend::wait(std::span<Completion> completions) noexcept {
     }
     ::io_uring_cq_advance(ring_.get(), seen);
     under_way_ -= count;
-    if (entered < 0 && !Ring::is_transient(-entered)) enter_error_ = -entered;
+    note_error(entered);
     // The kernel is short of memory and nothing is under way that would end the shortage: don't spin on it.
-    else if (entered < 0 && entered != -EINTR && seen == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    if (!enter_error_ && entered < 0 && entered != -EINTR && seen == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
     return count;
 }
 
@@ -121,10 +121,14 @@ void UringBackend::require_operations() {
     if (!has_all) throw IoError(EOPNOTSUPP, "io_uring read and write (Linux 5.6 has them)", "");
 }
 
+// Told by the next flush or reap. The kernel says only once that it has lost a completion (EBADR).
+void UringBackend::note_error(int entered) noexcept {
+    if (entered < 0 && !Ring::is_transient(-entered)) enter_error_ = -entered;
+}
+
 // Null while the kernel takes nothing. The last is left to the poll.
 io_uring_sqe* UringBackend::entry() noexcept {
-    // An error of this returns with the next flush or reap.
-    if (::io_uring_sq_space_left(ring_.get()) < 2) ::io_uring_submit(ring_.get());
+    if (::io_uring_sq_space_left(ring_.get()) < 2) note_error(::io_uring_submit(ring_.get()));
     return ::io_uring_sq_space_left(ring_.get()) < 2 ? nullptr : ::io_uring_get_sqe(ring_.get());
 }
 

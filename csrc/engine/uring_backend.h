@@ -15,8 +15,9 @@ namespace deepnvme {
 
 class UringBackend final : public Backend {
 public:
-    // Throws IoError.
-    explicit UringBackend(unsigned capacity);
+    // `defer`: whether completions may be held back until reap() waits for some; then ready() does not know of them. Throws
+    // IoError.
+    explicit UringBackend(unsigned capacity, bool defer = true);
 
     std::string_view name() const noexcept override { return "io_uring"; }
 
@@ -38,6 +39,7 @@ private:
 
     std::size_t wait(std::span<Completion> completions) noexcept;
     void require_operations();
+    void note_error(int entered) noexcept;
     io_uring_sqe* entry() noexcept;
     void listen() noexcept;
     void woken(int result) noexcept;

@@ -8,8 +8,11 @@
 #include <cerrno>
 #include <charconv>
 #include <chrono>
+#include <cstdint>
 #include <cstring>
+#include <exception>
 #include <future>
+#include <limits>
 #include <utility>
 
 #include "core/copy.h"
@@ -102,18 +105,20 @@ void Worker::run() noexcept {
         give_up(error);
     } catch (const std::bad_alloc&) {
         give_up(IoError::out_of_memory());
+    } catch (const std::exception&) {
+        give_up(IoError(EIO, "an unexpected error of a worker", ""));
     }
 }
 
 void Worker::serve() {
     while (true) {
         end_pauses();
+        if (cancels_.load(std::memory_order_relaxed)) cancel_blocks();
         fill();
         if (free_.size() == slots_.size()) {
             if (!drained_) continue;  // what was prepared has failed at once, and there is room for more
             if (queue_.stopped()) return;
         }
-        if (cancels_.load(std::memory_order_relaxed)) cancel_blocks();
         const std::size_t count = reap();
         const auto reaped = Clock::now();
         under_way_ -= count;
@@ -175,14 +180,16 @@ void Worker::fill() {
     offer();
     while (!free_.empty()) {
         if (backlog_.empty()) {
-            backlog_.resize(batch());
-            backlog_.resize(queue_.take(backlog_, *backend_));
+            // What could not be started at once is left to other workers.
+            if (in_flight_ >= options_.in_flight_bytes) break;
+            backlog_.resize(std::min(kBatch, free_.size()));
+            backlog_.resize(queue_.take(backlog_, options_.in_flight_bytes - in_flight_, *backend_));
             drained_ = backlog_.empty();
             if (drained_) break;
             std::reverse(backlog_.begin(), backlog_.end());
         }
         const Block block = backlog_.back();
-        if (!prepare(block)) break;  // a completion makes room
+        if (!prepare(block)) break;  // staging is full; a completion makes room
         backlog_.pop_back();
         // A staged block goes to the kernel before the next is copied. Padded ones copy less than a page each: they go together.
         if (options_.single_submit || block.route == Route::staged || ready_.size() >= kBatch) {
@@ -193,20 +200,13 @@ void Worker::fill() {
     offer();
 }
 
-// How many blocks to take from the queue: what is not started at once, another worker could have started. There are free slots.
-std::size_t Worker::batch() const noexcept {
-    const std::uint64_t left = options_.in_flight_bytes - std::min(in_flight_, options_.in_flight_bytes);
-    return std::min({kBatch, free_.size(), static_cast<std::size_t>(std::max<std::uint64_t>(left / options_.block_size, 1))});
-}
-
-// False when the block has to wait for others to end: their bytes are as many as may be under way, or they have all the staging.
+// False when the block has to wait for a staging slot.
 bool Worker::prepare(const Block& block) {
     Request& request = *block.request;
     if (request.failed(block)) {
         end_block(request);
         return true;
     }
-    if (in_flight_ > 0 && in_flight_ + block.length > options_.in_flight_bytes) return false;
     int fd;
     Route route = block.route;
     std::byte* staging = nullptr;
@@ -333,8 +333,9 @@ void Worker::offer() {
         full = accepted < count;
     }
     ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(taken));
-    // What is under way makes room when it is reaped. If nothing is, others hold what is short, and time must pass.
-    if (!full || under_way_ > 0) return;
+    if (!full) return;
+    // What is under way makes room when it is reaped, unless it hangs. If nothing is, others hold what is short: time must pass.
+    if (under_way_ > 0) return alarm_.set(Clock::now() + kPause);
     const auto why = refusal_ == ENOMEM ? ": no memory to start it" : ": the system takes no more operations";
     for (Operation* operation : ready_) retry_later(static_cast<Slot&>(*operation), refusal_, {why});
     ready_.clear();
@@ -538,7 +539,7 @@ void Worker::give_up(const IoError& error) noexcept {
     if (!queue_.leave()) return;
     while (!queue_.stopped()) {
         backlog_.resize(kBatch);
-        backlog_.resize(queue_.take(backlog_, *backend_));
+        backlog_.resize(queue_.take(backlog_, std::numeric_limits<std::uint64_t>::max(), *backend_));
         for (const Block& block : backlog_) end_with_error(block);
         if (backlog_.empty()) std::this_thread::sleep_for(10 * kPause);
     }

@@ -1,9 +1,9 @@
 // A thread that owns one backend and keeps it full.
 //
-// The invariant: the worker blocks only in Backend::reap, and only when it can start nothing: its slots (or its staging) are all
-// in use, or the queue is empty. Then what completes wakes it, or what has been copied from or to a device; the next request, as
-// the queue knows that it sleeps; and its alarm, when a pause ends before a block is tried again. (Without memory to go on, it
-// sleeps for a millisecond.) Everything but the queue, the requests and the counters belongs to the one thread, with the
+// The invariant: the worker blocks only in Backend::reap, and only when it can start nothing: its slots, its staging or the bytes
+// that may be under way are all in use, or the queue is empty. Then what completes wakes it, or what has been copied from or to a
+// device; the next request, as the queue knows that it sleeps; and its alarm, when a pause ends before a block is tried again.
+// (Without memory to go on, it sleeps for a millisecond. A backend that polls does not block while it polls.) Everything but the queue, the requests and the counters belongs to the one thread, with the
 // exception of cancel_marked().
 //
 // No exception ends the thread. A backend that breaks is stopped, which cancels what is under way and waits for it; if even that
@@ -32,8 +32,7 @@ namespace deepnvme {
 
 struct WorkerOptions {
     std::uint32_t queue_depth;
-    std::uint64_t block_size;       // most bytes of a block
-    std::uint64_t in_flight_bytes;  // of all blocks under way, or more if one block has more
+    std::uint64_t in_flight_bytes;  // no further block is started while as many are under way
     bool single_submit;
     bool poll;                    // have direct transfers polled for, where that is possible
     std::uint32_t staging_size;   // bytes in a slot
@@ -97,7 +96,6 @@ private:
     void run() noexcept;
     void serve();
     void fill();
-    std::size_t batch() const noexcept;
     bool prepare(const Block& block);
     std::byte* lease_staging(const Block& block);
     void start_copy(Slot& slot, DeviceCopier::Way way);

@@ -217,8 +217,8 @@ int io_uring_register_ring_fd(struct io_uring *ring) {
 
 @pytest.mark.parametrize(
     ("refused", "taken"),
-    [(0, 0x1100), (0x1000, 0x100), (0x1100, 0)],
-    ids=["of Linux 6.0", "of Linux 5.19", "before"],
+    [(0, 0x3000), (0x2000, 0x1100), (0x3000, 0x100), (0x3100, 0)],
+    ids=["of Linux 6.1", "of Linux 6.0", "of Linux 5.19", "before"],
 )
 def test_an_older_kernel_gets_a_ring_as_it_knows_it(
     testing: ModuleType, backends: list[Any], drive: Path, refused: int, taken: int
@@ -226,8 +226,8 @@ def test_an_older_kernel_gets_a_ring_as_it_knows_it(
     """liburing's set-up is replaced by one that refuses what that kernel does not know, and the oldest to register a ring."""
     if "io_uring" not in backends:
         pytest.skip("needs io_uring")
-    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 0):
-        pytest.skip("needs Linux 6.0, which knows them all")
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 1):
+        pytest.skip("needs Linux 6.1, which knows them all")
     (drive / "shim.c").write_text(SHIM)
     shim = drive / "shim.so"
     macros = [f"-DREFUSED={refused}", f"-DREGISTERS={int(taken != 0)}"]

@@ -44,14 +44,16 @@ int io_uring_queue_init(unsigned entries, struct io_uring *ring, unsigned flags)
     ring->flags |= flags & IORING_SETUP_IOPOLL;
     return result;
 }
-int io_uring_submit(struct io_uring *ring) {
-    int (*real)(struct io_uring *) = (int (*)(struct io_uring *))dlsym(RTLD_NEXT, "io_uring_submit");
+static int submit(struct io_uring *ring, const char *name) {
+    int (*real)(struct io_uring *) = (int (*)(struct io_uring *))dlsym(RTLD_NEXT, name);
     struct io_uring_sq *sq = &ring->sq;
     if (ring->flags & IORING_SETUP_IOPOLL)
         for (unsigned at = sq->sqe_head; at != sq->sqe_tail; ++at)
             fprintf(stderr, "%s ", sq->sqes[at & *sq->kring_mask].opcode == IORING_OP_READ ? "read" : "write"), fflush(stderr);
     return real(ring);
 }
+int io_uring_submit(struct io_uring *ring) { return submit(ring, __func__); }
+int io_uring_submit_and_get_events(struct io_uring *ring) { return submit(ring, __func__); }
 """
 
 

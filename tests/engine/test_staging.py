@@ -90,6 +90,38 @@ def test_a_block_of_more_bytes_than_may_be_in_flight_is_under_way_alone(faulty: 
     assert most_under_way(journal) == 1
 
 
+def test_a_block_that_one_worker_may_not_start_is_left_to_another(
+    faulty: Faulty, testing: ModuleType, gate: Any, drive: Path
+) -> None:
+    journal = testing.Journal()
+    settings = {"block_size": 64 * KIB, "in_flight_bytes": 64 * KIB, "num_threads": 2}
+    engine = faulty("threads", gate=gate, journal=journal, **settings)
+    tensor = Guarded(bytes(64 * KIB)).tensor
+    futures = []
+    for number in range(2):
+        futures.append(engine.write(tensor, drive / f"file {number}"))
+        deadline = time.monotonic() + 60
+        while len(journal.entries()) < number + 1 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert most_under_way(journal) == 2  # while the gate is shut
+    gate.release()
+    assert [future.result() for future in futures] == [64 * KIB] * 2
+
+
+def test_blocks_that_are_smaller_than_a_sector_of_the_drive_do_not_make_the_queue_less_deep(
+    faulty: Faulty, testing: ModuleType, gate: Any, drive: Path
+) -> None:
+    journal = testing.Journal()
+    engine = faulty("threads", block_size=512, queue_depth=8, gate=gate, journal=journal)
+    future = engine.write(Guarded(bytes(MIB)).tensor, drive / "file")
+    deadline = time.monotonic() + 60
+    while len(journal.entries()) < 8 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    gate.release()
+    assert future.result() == MIB
+    assert most_under_way(journal) == 8
+
+
 def test_bytes_in_flight_are_a_positive_number_and_the_queues_by_default() -> None:
     with deepnvme.Engine(block_size=4096, queue_depth=3) as engine:
         assert engine.in_flight_bytes == 3 * 4096
