@@ -112,7 +112,7 @@ def test_what_was_found_reaches_the_engines_for_that_drive(ds_nvme_tune: Command
     ran = ds_nvme_tune("--nvme_dir", drive, "--io_size", "1M", "--seconds", 1, "--sweep_config", few, "--save_profile")
     assert ran.status == 0
     with deepnvme.engine_for([drive / "checkpoint.pt"]) as engine:
-        assert (engine.block_size, engine.queue_depth, engine.num_threads) == (256 << 10, 7, 2)
+        assert (engine.block_size, engine.in_flight_bytes, engine.num_threads) == (256 << 10, 7 * (256 << 10), 2)
 
 
 @pytest.mark.usefixtures("tuned")
