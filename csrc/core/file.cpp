@@ -13,8 +13,11 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <utility>
+
+#include "core/process.h"
 
 #ifndef RAMFS_MAGIC
 #define RAMFS_MAGIC 0x858458f6
@@ -34,6 +37,8 @@ constexpr std::uint32_t kPage = 4096;
 
 // No file system has larger blocks. What statx reports beyond that is a network file system's favourite transfer.
 constexpr std::uint32_t kLargestBlock = 64 << 10;
+
+constexpr auto kFuse = 0x65735546;  // FUSE_SUPER_MAGIC of newer headers
 
 std::uint32_t word_at(const struct statx& facts, std::size_t position) {
     std::uint32_t word;
@@ -56,11 +61,48 @@ int flags_of(Access access) {
     }
 }
 
+struct Inode {
+    dev_t device;
+    ino_t number;
+    bool is(const struct stat& facts) const { return facts.st_dev == device && facts.st_ino == number; }
+};
+
+// FUSE grants leases without asking the machine that has the file, where others may have it open.
+bool leases_are_local(int fd) {
+    struct statfs system;
+    return ::fstatfs(fd, &system) == 0 && system.f_type != kFuse;
+}
+
+// Remove the path if it still is this inode, with no other name, no byte that anybody wrote, and not open anywhere: a write lease
+// is granted only then, and while it is held others wait with opening the file. `size`: what it may have besides 0 bytes, all of
+// them a hole. Where there are no leases (NFS, FUSE), nothing is removed. Every descriptor of the caller's must be closed.
+void remove_if_unused_and_empty(const char* path, Inode inode, std::uint64_t size) noexcept {
+    // Never waits: somebody else may have a lease, or the path be a pipe by now.
+    Fd fd(open_retrying(path, O_WRONLY | O_NOFOLLOW | O_NONBLOCK));
+    if (!fd || !leases_are_local(fd.get())) return;
+    const auto empty = [&] {
+        struct stat now;
+        if (::fstat(fd.get(), &now) != 0 || !inode.is(now) || !S_ISREG(now.st_mode) || now.st_nlink != 1) return false;
+        if (now.st_size == 0) return true;
+        return static_cast<std::uint64_t>(now.st_size) == size && ::lseek(fd.get(), 0, SEEK_DATA) < 0 && errno == ENXIO;
+    };
+    if (!empty()) return;
+    // Who opens the file meanwhile has a signal sent to this process. SIGURG is ignored, as a rule; SIGIO would kill.
+    if (::fcntl(fd.get(), F_SETSIG, SIGURG) != 0 || ::fcntl(fd.get(), F_SETLEASE, F_WRLCK) != 0) return;
+    struct stat named;
+    // Looked at again, since others may have come and gone before the lease; asked last, whether somebody waits for it by now.
+    const auto awaited = [&] { return ::fcntl(fd.get(), F_GETLEASE) != F_WRLCK; };
+    if (empty() && ::lstat(path, &named) == 0 && inode.is(named) && !awaited()) ::unlink(path);
+    // Not left to the descriptor's end: a child that is forked just now has a copy of it.
+    ::fcntl(fd.get(), F_SETLEASE, F_UNLCK);
+}
+
 const char* verb_of(Access access) { return access == Access::read ? "open for reading" : "open for writing"; }
 
 int flags_of(Creation creation) {
     switch (creation) {
-        case Creation::if_missing: return O_CREAT;
+        case Creation::if_missing:
+        case Creation::provisional: return O_CREAT;
         case Creation::truncate: return O_CREAT | O_TRUNC;
         case Creation::exclusive: return O_CREAT | O_EXCL;
         default: return 0;
@@ -92,8 +134,15 @@ File::File(std::string path, Access access, Creation creation, bool expect_direc
     else if (first_write.length > 0) check_room_to_create(first_write);
 
     int flags = flags_of(access) | flags_of(creation);
+    bool created = !exists && creation == Creation::provisional;
+    const auto open = [&](int more) {
+        Fd fd(open_retrying(path_.c_str(), flags | more | (created ? O_EXCL : 0)));
+        if (fd || errno != EEXIST || !created) return fd;
+        created = false;  // somebody else was faster, or it is a link to a file that is missing
+        return Fd(open_retrying(path_.c_str(), flags | more));
+    };
     if (expect_direct && (!exists || limits_)) {
-        direct_ = Fd(open_retrying(path_.c_str(), flags | O_DIRECT));
+        direct_ = open(O_DIRECT);
         if (!direct_) {
             if (errno != EINVAL) throw IoError(errno, verb_of(access), path_);
             refuse_direct("open with O_DIRECT was refused: " + describe_errno(EINVAL));
@@ -101,9 +150,11 @@ File::File(std::string path, Access access, Creation creation, bool expect_direc
         }
     }
     if (!direct_) {
-        buffered_ = Fd(open_retrying(path_.c_str(), flags));
+        // One that the refused open has created is taken for somebody else's: no telling by now.
+        buffered_ = open(0);
         if (!buffered_) throw IoError(errno, verb_of(access), path_);
     }
+    if (created) created_by_ = process_generation();
     if (!exists) {
         if (const int why = facts.ask(any_descriptor(), "")) throw IoError(why, "statx", path_);
         learn(facts);
@@ -150,6 +201,9 @@ File::~File() {
     const int direct = direct_.close();
     const int buffered = buffered_.close();
     const int error = direct ? direct : buffered;
+    // The file of a forked child is its parent's, who knows what has become of it.
+    if (created_by_ == process_generation() && !keep_)
+        remove_if_unused_and_empty(path_.c_str(), {file_system_, inode_}, empty_size_);
     if (!error || !closing_error) return;
     try {
         *closing_error = IoError(error, "close", path_);
@@ -279,6 +333,12 @@ std::uint64_t File::size() {
     return static_cast<std::uint64_t>(now.st_size);
 }
 
+bool File::removed_meanwhile() const {
+    if (created_by_ || block_device_ || known_size_ > 0) return false;
+    struct stat now;
+    return ::fstat(any_descriptor(), &now) == 0 && now.st_nlink == 0;
+}
+
 bool File::covers(std::uint64_t end) {
     if (end <= known_size_.load(std::memory_order_relaxed)) return true;
     const std::uint64_t now = size();
@@ -342,6 +402,8 @@ void File::preallocate(std::uint64_t offset, std::uint64_t length) {
         // What was reserved before the room ran out goes back. The length stays as it is: others may be extending the file beside
         // us, and to cut it could cut off what they have written.
         ::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin), static_cast<off_t>(needed));
+        struct stat now;
+        if (size == 0 && ::fstat(fd, &now) == 0) empty_size_ = static_cast<std::uint64_t>(now.st_size);
         if (error == ENOSPC) throw no_room({offset, length}, bytes_free_beside(fd), path_);
         throw IoError(error, "write of " + std::to_string(length) + " bytes at offset " + std::to_string(offset), path_);
     }

@@ -27,7 +27,9 @@ struct ByteRange {
 };
 
 enum class Access { read, write, read_write };
-enum class Creation { must_exist, if_missing, truncate, exclusive };
+// provisional: as if_missing, but a file that this open created is removed with the object, unless keep() is called before, or
+// anything is in it, or anybody else has it open.
+enum class Creation { must_exist, if_missing, provisional, truncate, exclusive };
 
 // Thread-safe. Descriptors are opened when first needed and closed with the object.
 class File {
@@ -43,6 +45,12 @@ public:
     File(int fd, Access access);
 
     ~File();
+
+    // Something that was to create the file has succeeded: a provisional one stays.
+    void keep() noexcept { keep_.store(true, std::memory_order_relaxed); }
+
+    // Whether its path was removed while it was being opened, as an empty provisional file's can be.
+    bool removed_meanwhile() const;
 
     // Give up this owner. If it is the last, the file is closed, and an error of close() is returned: NFS and FUSE report failed
     // writes there. If several owners give up at once, exactly one gets the error.
@@ -101,6 +109,9 @@ private:
     std::uint64_t file_system_ = 0;  // of a block device, the one that its node lies on
     std::uint64_t inode_ = 0;
     bool block_device_ = false;
+    std::optional<std::uint64_t> created_by_;  // of a provisional file that this open created, the process_generation()
+    std::atomic<bool> keep_{false};
+    std::atomic<std::uint64_t> empty_size_{0};  // which a reservation that failed has left it
     std::atomic<std::uint64_t> known_size_{0};
 
     std::optional<DirectLimits> limits_;       // as learnt when the file was opened; void once refused_

@@ -100,6 +100,7 @@ void Drive::close_and_end(Request& request) noexcept {
     // What the system may still use keeps its file too, and itself, for good.
     const auto self = lost ? request.self_ : std::move(request.self_);
     if (!lost) {
+        if (request.kind == Request::Kind::write && !request.failed()) request.file_->keep();
         // Closed before anybody is told, so that the file is whole and its descriptor free when a waiter goes on.
         request.device_file.reset();
         // NFS and FUSE write what the page cache holds when the file is closed. An fsync that opens it again is not told of that.

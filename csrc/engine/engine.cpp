@@ -200,7 +200,7 @@ std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, 
     check_range(length, offset);
     auto fence = fence_before(Request::Kind::write, length, offset, device, path);
     auto permit = OpenFilePermit::take();
-    auto file = permit.open(path, Access::write, Creation::if_missing, holds_a_page(offset, length, limits_.page_size),
+    auto file = permit.open(path, Access::write, Creation::provisional, holds_a_page(offset, length, limits_.page_size),
                            {static_cast<std::uint64_t>(offset), length});
     return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), std::move(permit));
 }
@@ -307,7 +307,7 @@ std::shared_ptr<Request> Engine::transfer(Request::Kind kind, std::unique_ptr<Pi
         auto opened = std::make_shared<FileWithPermit>(OpenFilePermit::take());
         OpenFilePermit& permit = opened->permit;
         opened->file = read ? permit.open(path, Access::read, Creation::must_exist, expect_direct)
-                            : permit.open(path, Access::write, Creation::if_missing, expect_direct, {first.offset, bytes});
+                            : permit.open(path, Access::write, Creation::provisional, expect_direct, {first.offset, bytes});
         shared.file = std::shared_ptr<File>(opened, opened->file.get());
     }
     auto file = last ? std::move(shared.file) : shared.file;

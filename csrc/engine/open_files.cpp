@@ -116,10 +116,14 @@ OpenFilePermit::~OpenFilePermit() {
 
 std::shared_ptr<File> OpenFilePermit::open(const std::string& path, Access access, Creation creation, bool expect_direct,
                                           ByteRange first_write) {
+    bool again = false;
     while (true) {
         const std::uint64_t before = counter_->given_back();
         try {
-            return std::make_shared<File>(path, access, creation, expect_direct, false, first_write);
+            auto file = std::make_shared<File>(path, access, creation, expect_direct, false, first_write);
+            // What is written to a file without a name would be lost. Once: there may be file systems that count no names.
+            if (creation != Creation::provisional || again || !file->removed_meanwhile()) return file;
+            again = true;
         } catch (const IoError& error) {
             if ((error.error() != EMFILE && error.error() != ENFILE) || !counter_->wait_for_descriptors(before)) throw;
         }
