@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +92,24 @@ for _ in range(300):
     assert os.path.getsize(path) == 4096
     os.unlink(path)
 """).check()
+
+
+def test_a_write_whose_file_is_removed_as_it_opens_it_is_not_lost(engine: deepnvme.Engine, drive: Path) -> None:
+    """As by a request that has failed: it holds a lease, for which others wait with opening the file."""
+    lease = os.open(drive / "file", os.O_WRONLY | os.O_CREAT)
+    fcntl.fcntl(lease, fcntl.F_SETSIG, signal.SIGURG)
+    fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    tensor = page_aligned(b"x" * 4096)
+    writer = threading.Thread(target=lambda: engine.write(tensor, drive / "file").result())
+    writer.start()
+    deadline = time.monotonic() + 30
+    while fcntl.fcntl(lease, fcntl.F_GETLEASE) == fcntl.F_WRLCK:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    (drive / "file").unlink()
+    os.close(lease)
+    writer.join()
+    assert (drive / "file").read_bytes() == b"x" * 4096
 
 
 @pytest.mark.root
