@@ -17,6 +17,8 @@ namespace {
 
 // Asked of the system before every so many permits: the bound follows a lowered limit that closely, and most requests do not ask.
 constexpr std::uint64_t kPermitsBetweenLooks = 16;
+// How often in a row a file may be removed while it is opened, as it is when others fail with their first write to it.
+constexpr int kMostRemovals = 100;
 
 std::uint64_t most_permits() noexcept {
     rlimit limit{};
@@ -116,14 +118,13 @@ OpenFilePermit::~OpenFilePermit() {
 
 std::shared_ptr<File> OpenFilePermit::open(const std::string& path, Access access, Creation creation, bool expect_direct,
                                           ByteRange first_write) {
-    bool again = false;
-    while (true) {
+    for (int removed = 0; true;) {
         const std::uint64_t before = counter_->given_back();
         try {
             auto file = std::make_shared<File>(path, access, creation, expect_direct, false, first_write);
-            // What is written to a file without a name would be lost. Once: there may be file systems that count no names.
-            if (creation != Creation::provisional || again || !file->removed_meanwhile()) return file;
-            again = true;
+            // What is written to a file without a name would be lost. Some file systems may count no names.
+            if (creation != Creation::provisional || removed == kMostRemovals || !file->removed_meanwhile()) return file;
+            ++removed;
         } catch (const IoError& error) {
             if ((error.error() != EMFILE && error.error() != ENFILE) || !counter_->wait_for_descriptors(before)) throw;
         }
