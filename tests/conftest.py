@@ -62,6 +62,14 @@ def no_profiles_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield place
 
 
+@pytest.fixture
+def configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's configuration directory, without any drive profile."""
+    place = tmp_path / "configuration"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(place))
+    return place
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -17,15 +17,9 @@ from deepnvme.profiles import DriveProfile, default_settings, engine_for, profil
 
 from .support.drive_profiles import EngineSettings, default_for, engine_settings, engines_made
 
+pytestmark = pytest.mark.usefixtures("configuration")
+
 TUNED = AioConfig(block_size=262144, queue_depth=16, intra_op_parallelism=2, single_submit=True)
-
-
-@pytest.fixture(autouse=True)
-def configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's configuration directory, empty."""
-    place = tmp_path / "configuration"
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(place))
-    return place
 
 
 def some_drive(*disks: str, kind: str = "nvme", point: str = "/mnt/nvme", filesystem: str = "ext4") -> Drive:

@@ -148,7 +148,7 @@ private:
     UringBackend ordinary_;
     Ring polled_ring_;
     std::size_t polled_in_flight_ = 0;  // operations that the polled ring has
-    std::optional<bool> may_be_polled_;  // the drive of the first operation to be polled; a worker has but one
+    std::optional<bool> may_be_polled_;  // what the first drive says; those past kMostDrives share its workers
     std::vector<Operation*> refused_;
     int enter_error_ = 0;
 };

@@ -18,16 +18,13 @@ from ..support.drive_profiles import default_for, engine_settings, engines_made,
 from . import models
 from .sglang_stand_in import install
 
+pytestmark = pytest.mark.usefixtures("configuration")
+
 SGLANG = "deepnvme.integrations.sglang"
 TUNED = AioConfig(block_size=65536, queue_depth=3, intra_op_parallelism=2)
 GIVEN = AioConfig(block_size=131072, queue_depth=5, intra_op_parallelism=3)
 IN_FLIGHT = 32 << 20
 """Most bytes that a worker of an open store reads at a time, unless it was given settings."""
-
-
-@pytest.fixture(autouse=True)
-def own_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 
 @pytest.fixture(autouse=True)

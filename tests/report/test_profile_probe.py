@@ -22,17 +22,11 @@ from deepnvme.report.profile_probe import profile_fact
 
 from ..support.disks import Disk
 
+pytestmark = pytest.mark.usefixtures("configuration")
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 TUNE = "ds_nvme_tune --nvme_dir {} --save_profile"
 WORDS = "block_size 2097152, queue_depth 16, 2 workers, libaio; measured 2026-11-01: read 3.05, write 6.10 GB/s ({})"
-
-
-@pytest.fixture(autouse=True)
-def configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's configuration directory, without any profile."""
-    place = tmp_path / "configuration"
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(place))
-    return place
 
 
 @pytest.fixture

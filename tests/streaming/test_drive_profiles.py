@@ -18,15 +18,12 @@ from deepnvme.streaming.weights.weight_locations import weights_in
 from ..support.disks import Disk
 from ..support.drive_profiles import EngineSettings, default_for, engine_settings, engines_made, store_profile
 
+pytestmark = pytest.mark.usefixtures("configuration")
+
 TUNED = AioConfig(block_size=65536, queue_depth=3, intra_op_parallelism=2)
 GIVEN = AioConfig(block_size=131072, queue_depth=5, intra_op_parallelism=3)
 IN_FLIGHT = 32 << 20
 """Most bytes that a worker of an open store reads at a time, unless it was given settings."""
-
-
-@pytest.fixture(autouse=True)
-def own_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 
 def layers() -> nn.Module:

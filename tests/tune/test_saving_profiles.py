@@ -26,16 +26,10 @@ from ..support.disks import Disk
 from ..support.tunings import tuning_of
 from .conftest import Command
 
+pytestmark = pytest.mark.usefixtures("configuration")
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENDED = datetime(2026, 11, 1, 12, 30, tzinfo=timezone.utc)
-
-
-@pytest.fixture(autouse=True)
-def configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's configuration directory, without any profile."""
-    place = tmp_path / "configuration"
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(place))
-    return place
 
 
 @pytest.fixture
