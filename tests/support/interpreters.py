@@ -53,6 +53,8 @@ while True:
             opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(opened, descriptor)
             os.close(opened)
+        os.environ.clear()
+        os.environ.update(job["environment"])
         break
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -106,7 +108,12 @@ class Interpreters:
             )
             assert self._line(180.0) == "ready"
         assert self._server.stdin is not None
-        job = {"program": textwrap.dedent(program), "stdout": self._output("stdout"), "stderr": self._output("stderr")}
+        job = {
+            "program": textwrap.dedent(program),
+            "stdout": self._output("stdout"),
+            "stderr": self._output("stderr"),
+            "environment": dict(os.environ),  # of the test, not of the one that the server was started for
+        }
         self._server.stdin.write(json.dumps(job).encode() + b"\n")
         self._server.stdin.flush()
         self._started = time.monotonic()
