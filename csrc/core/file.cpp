@@ -97,6 +97,21 @@ void remove_if_unused_and_empty(const char* path, Inode inode, std::uint64_t siz
     ::fcntl(fd.get(), F_SETLEASE, F_UNLCK);
 }
 
+// Free what is allocated in [begin, end) and holds no data. What others have written there meanwhile stays; only what they write
+// between a look and the call after it is lost.
+void give_back_reserved(int file, off_t begin, off_t end) {
+    // The caller's descriptor may be a user's, whose position lseek would move.
+    const Fd fd(open_retrying(("/proc/self/fd/" + std::to_string(file)).c_str(), O_WRONLY));
+    while (fd && begin < end) {
+        off_t data = ::lseek(fd.get(), begin, SEEK_DATA);
+        if (data < 0 && errno != ENXIO) return;
+        if (data < 0 || data > end) data = end;
+        if (data > begin) ::fallocate(fd.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, data - begin);
+        begin = data < end ? ::lseek(fd.get(), data, SEEK_HOLE) : end;
+        if (begin < 0) return;
+    }
+}
+
 const char* verb_of(Access access) { return access == Access::read ? "open for reading" : "open for writing"; }
 
 int flags_of(Creation creation) {
@@ -155,9 +170,11 @@ File::File(std::string path, Access access, Creation creation, bool expect_direc
         if (!buffered_) throw IoError(errno, verb_of(access), path_);
     }
     if (created) created_by_ = process_generation();
-    if (!exists) {
+    // Of one that exists again: it may be somebody else's provisional file, which they remove just now.
+    if (!exists || creation == Creation::provisional) {
         if (const int why = facts.ask(any_descriptor(), "")) throw IoError(why, "statx", path_);
         learn(facts);
+        removed_meanwhile_ = facts.raw.stx_nlink == 0;
     }
     if (creation == Creation::truncate) known_size_ = 0;
 }
@@ -333,12 +350,6 @@ std::uint64_t File::size() {
     return static_cast<std::uint64_t>(now.st_size);
 }
 
-bool File::removed_meanwhile() const {
-    if (created_by_ || block_device_ || known_size_ > 0) return false;
-    struct stat now;
-    return ::fstat(any_descriptor(), &now) == 0 && now.st_nlink == 0;
-}
-
 bool File::covers(std::uint64_t end) {
     if (end <= known_size_.load(std::memory_order_relaxed)) return true;
     const std::uint64_t now = size();
@@ -398,15 +409,17 @@ void File::preallocate(std::uint64_t offset, std::uint64_t length) {
     int error;
     do error = ::fallocate(fd, 0, static_cast<off_t>(begin), static_cast<off_t>(needed)) == 0 ? 0 : errno;
     while (error == EINTR);
-    if (error == ENOSPC || error == EDQUOT || error == EFBIG) {
+    if (error == ENOSPC || error == EDQUOT) {
         // What was reserved before the room ran out goes back. The length stays as it is: others may be extending the file beside
         // us, and to cut it could cut off what they have written.
-        ::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin), static_cast<off_t>(needed));
+        give_back_reserved(fd, static_cast<off_t>(begin), static_cast<off_t>(end));
         struct stat now;
         if (size == 0 && ::fstat(fd, &now) == 0) empty_size_ = static_cast<std::uint64_t>(now.st_size);
-        if (error == ENOSPC) throw no_room({offset, length}, bytes_free_beside(fd), path_);
-        throw IoError(error, "write of " + std::to_string(length) + " bytes at offset " + std::to_string(offset), path_);
     }
+    if (error == ENOSPC) throw no_room({offset, length}, bytes_free_beside(fd), path_);
+    // Beyond a limit (EFBIG) nothing is reserved at all.
+    if (error == EDQUOT || error == EFBIG)
+        throw IoError(error, "write of " + std::to_string(length) + " bytes at offset " + std::to_string(offset), path_);
     // Anything else means "not supported here": the writes themselves then extend the file.
     if (error == 0) known_size_.store(end, std::memory_order_relaxed);
 }

@@ -49,8 +49,8 @@ public:
     // Something that was to create the file has succeeded: a provisional one stays.
     void keep() noexcept { keep_.store(true, std::memory_order_relaxed); }
 
-    // Whether its path was removed while it was being opened, as an empty provisional file's can be.
-    bool removed_meanwhile() const;
+    // Of a provisional file: whether its path was removed while it was being opened, as an empty one's can be.
+    bool removed_meanwhile() const noexcept { return removed_meanwhile_; }
 
     // Give up this owner. If it is the last, the file is closed, and an error of close() is returned: NFS and FUSE report failed
     // writes there. If several owners give up at once, exactly one gets the error.
@@ -109,6 +109,7 @@ private:
     std::uint64_t file_system_ = 0;  // of a block device, the one that its node lies on
     std::uint64_t inode_ = 0;
     bool block_device_ = false;
+    bool removed_meanwhile_ = false;
     std::optional<std::uint64_t> created_by_;  // of a provisional file that this open created, the process_generation()
     std::atomic<bool> keep_{false};
     std::atomic<std::uint64_t> empty_size_{0};  // which a reservation that failed has left it

@@ -78,7 +78,7 @@ def test_a_first_write_of_nothing_makes_an_empty_file(engine: deepnvme.Engine, d
 def test_a_write_that_succeeds_keeps_its_file_whatever_others_fail_meanwhile(interpreters: Any, limited: str) -> None:
     """Nor does it matter to the process that it opens a file which it is about to remove: the kernel then sends it a signal."""
     interpreters.run(limited + """
-for _ in range(300):
+for _ in range(1000):
     together = threading.Barrier(2)
     def fail():
         together.wait()
@@ -94,9 +94,12 @@ for _ in range(300):
 """).check()
 
 
-def test_a_write_whose_file_is_removed_as_it_opens_it_is_not_lost(engine: deepnvme.Engine, drive: Path) -> None:
-    """As by a request that has failed: it holds a lease, for which others wait with opening the file."""
+@pytest.mark.parametrize("size", [0, 8192])
+def test_a_write_whose_file_is_removed_as_it_opens_it_is_not_lost(engine: deepnvme.Engine, drive: Path, size: int) -> None:
+    """As by a request that has failed: it holds a lease, for which others wait with opening the file. A reservation that failed
+    may have left the file a size, without any data."""
     lease = os.open(drive / "file", os.O_WRONLY | os.O_CREAT)
+    os.truncate(lease, size)
     fcntl.fcntl(lease, fcntl.F_SETSIG, signal.SIGURG)
     fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     tensor = page_aligned(b"x" * 4096)
