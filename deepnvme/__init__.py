@@ -11,7 +11,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .checkpoint import CheckpointManager, NVMeReader, NVMeWriter, SaveFuture, async_save, load, save
     from .config import AioConfig
-    from .offload import OffloadedOptimizer
+    from .offload import OffloadedOptimizer, save_on_disk
     from .profiles import engine_for
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "engine_for",
     "load",
     "save",
+    "save_on_disk",
 ]
 
 _CHECKPOINT = ("CheckpointManager", "NVMeReader", "NVMeWriter", "SaveFuture", "async_save", "load", "save")
@@ -37,6 +38,7 @@ _LATER = {
     "AioConfig": "config",
     "OffloadedOptimizer": "offload",
     "engine_for": "profiles",
+    "save_on_disk": "offload",
     **dict.fromkeys(_CHECKPOINT, "checkpoint"),
 }
 """Names imported on first use, each with its submodule: they need torch, or pydantic, which takes a tenth of a second."""

@@ -1,5 +1,7 @@
-"""Train with optimizer states, gradients and float32 master weights on a drive."""
+"""Train with more than fits into memory: optimizer states, gradients, master weights and activations on a drive."""
 
+from .activation_report import ActivationReport
+from .activations import checkpoint_on_disk, save_on_disk
 from .optimizer import OffloadedOptimizer
 
-__all__ = ["OffloadedOptimizer"]
+__all__ = ["ActivationReport", "OffloadedOptimizer", "checkpoint_on_disk", "save_on_disk"]

@@ -16,6 +16,8 @@ from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.block import Block
 from deepnvme.transfer.gather import Transfers
 
+from .stopwatch import Stopwatch
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -98,31 +100,14 @@ class _TransferTimes:
         return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
-class _Stopwatch:
-    """Adds up the time spent in ``with`` bodies.
-
-    Not a generator: if Ctrl-C left one suspended, it would add all the time until it is garbage-collected.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._begun = 0.0
-
-    def __enter__(self) -> None:
-        self._begun = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._begun
-
-
 @dataclass
 class StepTimes:
     """How long one step computed and waited, and what it transferred."""
 
     begun: float | None = None
     """``time.perf_counter()`` when work for the step began; None before."""
-    computing: _Stopwatch = field(default_factory=_Stopwatch)
-    waiting: _Stopwatch = field(default_factory=_Stopwatch)
+    computing: Stopwatch = field(default_factory=Stopwatch)
+    waiting: Stopwatch = field(default_factory=Stopwatch)
     reads: _TransferTimes = field(default_factory=_TransferTimes)
     writes: _TransferTimes = field(default_factory=_TransferTimes)
 

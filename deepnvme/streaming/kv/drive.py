@@ -17,8 +17,8 @@ from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.lease import Computed, Lease, Transfer
 from deepnvme.memory.pool import BufferPool
 from deepnvme.profiles import engine_for
-from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.store.futures import StoreFuture
+from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.block import Block, Memory
 from deepnvme.transfer.block_cache import BlockCache, Use
@@ -100,8 +100,11 @@ class KVDrive:
         self._shown: tuple[int, Pair] | None = None  # the layer that the memory of whole() is filled with: its keys and values
         self._closed = False
         self._broken: BaseException | None = None
-        self.store = None if path is None else _open(Path(path), self.engine)
+        self.store: TensorStore | None = None
         """The store of the chunks; None for a cache with all layers in memory."""
+        self._directories: list[Path] = []
+        if path is not None:
+            self.store, self._directories = open_own_store([Path(path)], "deepnvme-kv", self.engine)
         self.cache = BlockCache(_Chunks(self.store), self._memory, retain=False, retain_written=False, write_bytes=_WRITING)
         """The chunks that are in memory: in use, read ahead, or being written."""
 
@@ -253,6 +256,7 @@ class KVDrive:
         if self.store is not None:
             with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
                 self.store.close()
+            remove_directories(self._directories)
         self.engine.close()
         self.pool.trim()
 
@@ -351,11 +355,3 @@ _INTERRUPTED = KeyboardInterrupt("a change was interrupted")
 def _without_traceback(error: BaseException) -> BaseException:
     """Return an error like this one without its traceback, which would keep the memory of all callers."""
     return copy.copy(error) if isinstance(error, OSError) else RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _open(path: Path, engine: Engine) -> TensorStore:
-    """Open a store in the first directory in ``path`` that no process uses. Files of a process that has died are removed."""
-    for number in itertools.count():
-        with contextlib.suppress(StoreLocked):
-            return TensorStore(path / f"deepnvme-kv-{number}", engine=engine)
-    raise AssertionError

@@ -1,0 +1,83 @@
+"""What saving activations on a drive did in a step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from .stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class ActivationReport:
+    """Bytes and times of one step of :class:`save_on_disk`: a forward, and the backward that followed it."""
+
+    saved_bytes: int
+    """Bytes of the storages that autograd saved, each counted once; not of parameters, and of tensors below ``min_bytes``."""
+    bytes_written: int
+    """Bytes that went to the drive. The others stayed in memory."""
+    bytes_read: int
+    """Bytes that came back: less than were written if tensors were still in memory, for any reason, when they were needed."""
+    peak_bytes: int
+    """Most bytes of saved tensors that were in memory at a time."""
+    seconds: float
+    """From the beginning of the step to the last tensor that the backward asked for, or that was saved."""
+    waiting_forward: float
+    """Seconds that the forward waited for writes to make room."""
+    waiting_backward: float
+    """Seconds that the backward waited for reads."""
+
+    @property
+    def waiting(self) -> float:
+        """Seconds that the computation waited for the drive."""
+        return self.waiting_forward + self.waiting_backward
+
+    def line(self) -> str:
+        """Return the report as one line of text. 1 GB is 10^9 bytes."""
+        return (
+            f"{_text(self.saved_bytes)} saved, {_text(self.bytes_written)} written, {_text(self.bytes_read)} read,"
+            f" at most {_text(self.peak_bytes)} in memory; {self.seconds:.3f} s, of which it waited"
+            f" {self.waiting_forward:.3f} s in the forward and {self.waiting_backward:.3f} s in the backward"
+        )
+
+
+class StepCounts:
+    """Counts what a step does, and times what it waits for.
+
+    Args:
+        written: Bytes that were written before it.
+        read: Bytes that were read before it.
+    """
+
+    def __init__(self, written: int = 0, read: int = 0) -> None:
+        self.waiting_forward = Stopwatch()
+        self.waiting_backward = Stopwatch()
+        self._written, self._read = written, read
+        self._saved_bytes = self._peak_bytes = 0
+        self._begun = self._ended = time.perf_counter()
+
+    def saved(self, nbytes: int, in_memory: int) -> None:
+        """Count bytes that were saved, and those that are in memory now."""
+        self._saved_bytes += nbytes
+        self.returned(in_memory)
+
+    def returned(self, in_memory: int) -> None:
+        """Note that a tensor was returned, and the bytes that are in memory now."""
+        self._peak_bytes = max(self._peak_bytes, in_memory)
+        self._ended = time.perf_counter()
+
+    def report(self, written: int, read: int) -> ActivationReport:
+        """Return the report, given all bytes that were written and read until now."""
+        return ActivationReport(
+            saved_bytes=self._saved_bytes,
+            bytes_written=written - self._written,
+            bytes_read=read - self._read,
+            peak_bytes=self._peak_bytes,
+            seconds=self._ended - self._begun,
+            waiting_forward=self.waiting_forward.seconds,
+            waiting_backward=self.waiting_backward.seconds,
+        )
+
+
+def _text(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

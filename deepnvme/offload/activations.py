@@ -1,0 +1,212 @@
+"""Tensors that autograd saves for the backward, on a drive."""
+
+from __future__ import annotations
+
+import atexit
+import operator
+import os
+import threading
+import types
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .activation_report import ActivationReport
+from .activation_store import ActivationStore
+from .saved_tensor import KeptTensor, Packed, PackedWrapper, is_parameter, is_plain
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
+    from deepnvme.profiles import AnyPath
+
+_MEMORY_BUDGET = 1 << 30
+_MIN_BYTES = 1 << 20
+_SLOW = 0.25
+"""A step that waits for the drive for a larger part of its time is worth a warning."""
+
+
+class save_on_disk:
+    """Context manager under which tensors that autograd saves for the backward go to a drive, and come back in time.
+
+    >>> activations = deepnvme.save_on_disk("/mnt/nvme/activations", memory_budget=4 << 30)
+    >>> for batch in loader:
+    ...     with activations:
+    ...         loss = model(batch).sum()
+    ...     loss.backward()
+
+    It is used like ``torch.autograd.graph.save_on_cpu``. What is saved stays in memory up to the budget. Beyond it, the oldest is
+    written while the forward goes on, and read again, in reverse order, while the backward does. Results are the same bits.
+
+    Not written are parameters and views of them, tensors that their user keeps in memory (from the second time they are saved
+    on), tensors of fewer than ``min_bytes`` bytes, and sparse, quantized and nested ones. A storage that several saved tensors
+    share is written once. The inner tensors of a subclass such as DTensor are saved each by itself. A tensor that was changed in
+    place after it was saved is an error in the backward, as without hooks. Bytes are forgotten when autograd drops the tensor:
+    at the end of a backward, or when a graph without one is dropped.
+
+    A device's tensors count with what they take on the device, so there the budget is of its memory.
+
+    An object may be entered once a step, as above, or for parts of the forward; several times at a time, and by several threads.
+    Objects with the same paths and options share their files, so a new one for each step is as good. The files are in a directory
+    of the process's own below each path. They are removed by :meth:`close` and at exit, and those of a process that was killed by
+    the next that uses the path.
+
+    If the drive fails a write, or is full, tensors stay in memory for the rest of the step, with a RuntimeWarning. If it fails a
+    read, the backward raises OSError with errno and file. If the computation waits for the drive for a quarter of a step, a
+    RuntimeWarning says so, once.
+
+    Args:
+        path: Directory, created if it is missing; or several, on several drives, over which large tensors are striped.
+        memory_budget: Bytes of saved tensors that are in memory at a time: those that stay, and those on the way to and from the
+            drive. More only for a single tensor that is larger.
+        min_bytes: Tensors that span fewer bytes stay in memory, and do not count for the budget.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+
+    Raises:
+        ValueError: If no path is given, or a number of bytes is negative.
+    """
+
+    def __init__(
+        self,
+        path: AnyPath | Iterable[AnyPath],
+        *,
+        memory_budget: int = _MEMORY_BUDGET,
+        min_bytes: int = _MIN_BYTES,
+        config: AioConfig | None = None,
+    ) -> None:
+        paths = [path] if isinstance(path, str | bytes | os.PathLike) else list(path)
+        if not paths:
+            raise ValueError("save_on_disk needs a directory on the drive, got none")
+        self._paths = tuple(Path(os.path.abspath(os.fsdecode(each))) for each in paths)
+        self._memory_budget = _natural(memory_budget, "memory_budget")
+        self._min_bytes = _natural(min_bytes, "min_bytes")
+        self._config = config
+        self._open = threading.local()
+        self._warned = False
+
+    def __enter__(self) -> save_on_disk:
+        """Raises OSError if the files cannot be created."""
+        store = self._shared_store()
+        last = store.enter()
+        try:
+            self._warn_if_slow(last)
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(store, tensor), _unpack)
+            hooks.__enter__()
+        except BaseException:
+            store.leave()
+            raise
+        if not hasattr(self._open, "contexts"):
+            self._open.contexts = []
+        self._open.contexts.append((hooks, store))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        hooks, store = self._open.contexts.pop()
+        hooks.__exit__()
+        store.leave()
+
+    def report(self) -> ActivationReport:
+        """Return what the newest step has done so far. A step is a forward in this context and the backward that follows."""
+        return self._shared_store().report()
+
+    def close(self) -> None:
+        """Wait for transfers, and remove the files. Idempotent; the object can be used again afterwards.
+
+        A backward that needs tensors on the drive raises RuntimeError then.
+        """
+        with _sharing:
+            store = _stores.pop(self._key(), None)
+        if store is not None:
+            store.close()
+
+    def _pack(self, store: ActivationStore, tensor: torch.Tensor) -> Packed:
+        if not is_plain(tensor):
+            if hasattr(tensor, "__tensor_flatten__"):
+                return PackedWrapper(tensor, lambda inner: self._pack(store, inner))
+            return KeptTensor(tensor)
+        saved = None if is_parameter(tensor) else store.pack(tensor, self._min_bytes)
+        return KeptTensor(tensor) if saved is None else saved
+
+    def _warn_if_slow(self, last: ActivationReport | None) -> None:
+        if self._warned or last is None or last.seconds < 0.1 or last.waiting < _SLOW * last.seconds:
+            return
+        self._warned = True
+        text = (
+            f"the drive sets the pace of save_on_disk: {last.line()}. A larger memory_budget (now {self._memory_budget}) keeps"
+            f" more in memory, a larger min_bytes (now {self._min_bytes}) leaves small tensors there, activation checkpointing"
+            f" (checkpoint_on_disk) saves less"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def _key(self) -> tuple[object, ...]:
+        return os.getpid(), self._paths, self._memory_budget, self._config
+
+    def _shared_store(self) -> ActivationStore:
+        """Return the store of all objects with these paths and options."""
+        with _sharing:
+            key = self._key()
+            if key not in _stores:
+                _stores[key] = ActivationStore(self._paths, self._memory_budget, self._config)
+            return _stores[key]
+
+
+def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | save_on_disk, **options: Any) -> nn.Module:
+    """Have a module save only its inputs for the backward, on a drive, and compute the rest again: activation checkpointing.
+
+    >>> for block in model.blocks:
+    ...     deepnvme.offload.checkpoint_on_disk(block, "/mnt/nvme/activations", memory_budget=1 << 30)
+
+    The module's ``forward`` then runs by ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` under
+    :class:`save_on_disk`, if gradients are enabled. Random numbers, as of dropout, are the same when it is computed again.
+
+    Args:
+        module: Changed in place: it gets a ``forward`` of its own. Its parameters keep their names.
+        path: Directories; or a :class:`save_on_disk`, which several modules may share.
+        **options: Those of :class:`save_on_disk`, if a path is given.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: If options are given along with a :class:`save_on_disk`.
+    """
+    if isinstance(path, save_on_disk) and options:
+        raise TypeError(f"a save_on_disk has its options already: {', '.join(options)} cannot be given with it")
+    saver = path if isinstance(path, save_on_disk) else save_on_disk(path, **options)
+    own = vars(module).get("forward")
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        compute = types.MethodType(type(self).forward, self) if own is None else own
+        if not torch.is_grad_enabled():
+            return compute(*args, **kwargs)
+        with saver:
+            return checkpoint(compute, *args, use_reentrant=False, **kwargs)
+
+    module.forward = types.MethodType(forward, module)  # a method, so that a copy of the module computes with its own weights
+    return module
+
+
+def _unpack(packed: Packed) -> torch.Tensor:
+    return packed.unpack()
+
+
+def _natural(value: int, name: str) -> int:
+    number = operator.index(value)
+    if number < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return number
+
+
+_stores: dict[tuple[object, ...], ActivationStore] = {}
+_sharing = threading.Lock()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Remove the files at the interpreter's exit."""
+    for store in list(_stores.values()):
+        store.close()

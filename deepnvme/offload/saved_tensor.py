@@ -1,0 +1,173 @@
+"""A tensor that autograd saves, as bytes of a storage and how to look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from deepnvme.memory.tensor_bytes import span_nbytes
+
+_ALIGNMENT = 64
+"""Of torch's memory on the CPU. Bytes come back at an address that is the same modulo this: sums may be done in another order
+otherwise."""
+
+
+class View(NamedTuple):
+    """How a tensor looks at bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Bytes from the beginning of the saved bytes to the first element."""
+    conjugated: bool
+    negated: bool
+
+    def on(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
+        """Return a new tensor over saved bytes that begin at byte ``start`` of a storage. It has a version counter of its own."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, (start + self.offset) // self.dtype.itemsize, self.shape, self.stride)
+        if self.conjugated:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if self.negated else tensor
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} tensor of shape {self.shape}"
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of bytes in host or CUDA memory: dense, not quantized, and of no subclass."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not (tensor.is_quantized or tensor.is_nested)
+    )
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter or a leaf that requires gradients, or a view of one: its user has it in memory."""
+    base = tensor if tensor._base is None else tensor._base
+    return isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
+
+
+def span_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Return which bytes of its storage are saved for a tensor: first and end.
+
+    All if the tensor spans at least half of them, since other views are often saved as well.
+    """
+    itemsize = tensor.element_size()
+    begin = int(tensor.storage_offset()) * itemsize
+    end = begin + span_nbytes(tensor.shape, tensor.stride(), itemsize)
+    begin -= begin % _ALIGNMENT
+    whole = storage.nbytes()
+    return (0, whole) if 2 * (end - begin) >= whole else (begin, end)
+
+
+def view_of(tensor: torch.Tensor, start: int) -> View:
+    """Return how a tensor looks at bytes that begin at byte ``start`` of its storage."""
+    offset = int(tensor.storage_offset()) * tensor.element_size() - start
+    return View(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
+
+
+class StorageReference:
+    """A weak reference to a storage. No other storage has its address as long as the reference is there.
+
+    Args:
+        storage: The storage.
+    """
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    @property
+    def address(self) -> int:
+        """Where the storage is, or was: what identifies it."""
+        return int(self._reference.cdata)
+
+    def expired(self) -> bool:
+        """Return whether the storage is gone."""
+        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Return the storage, or None if it is gone."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.address)
+        return found
+
+
+def version_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor that has the version counter of another, and nothing of its memory."""
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
+
+
+def check_version(view: object, now: int, saved: int) -> None:
+    """Check that a tensor was not changed in place since it was saved, as torch does where there are no hooks.
+
+    Raises:
+        RuntimeError: If it was.
+    """
+    if now != saved:
+        raise RuntimeError(
+            f"a variable needed for gradient computation was modified by an inplace operation: the {view} is at version {now},"
+            f" and was saved at version {saved}. torch.autograd.set_detect_anomaly(True) shows the operation that saved it"
+        )
+
+
+class KeptTensor:
+    """A tensor that autograd has saved, and that stays in memory.
+
+    Args:
+        tensor: The tensor.
+    """
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()  # without the graph, which this is a part of
+        self._version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor. Raises RuntimeError if it was changed in place since."""
+        check_version(f"tensor of shape {tuple(self._tensor.shape)}", self._tensor._version, self._version)
+        return self._tensor
+
+
+class Packed(Protocol):
+    """What autograd keeps in place of a tensor."""
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor."""
+
+
+class _Flattenable(Protocol):
+    """A subclass that wraps other tensors: see torch.utils._python_dispatch.TensorWithFlatten."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]: ...
+
+
+class PackedWrapper:
+    """A tensor of a subclass that wraps others, such as a DTensor. The inner tensors are saved each by itself.
+
+    Args:
+        tensor: The tensor, which has ``__tensor_flatten__``.
+        pack: Saves an inner tensor.
+    """
+
+    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Packed]) -> None:
+        flattenable: _Flattenable = tensor  # type: ignore[assignment]
+        names, self._context = flattenable.__tensor_flatten__()
+        self._inner = {name: pack(getattr(tensor, name)) for name in names}
+        self._kind, self._size, self._stride = type(tensor), tensor.size(), tensor.stride()
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor. Raises what unpacking the inner ones raises."""
+        inner = {name: packed.unpack() for name, packed in self._inner.items()}
+        unflatten: Callable[..., torch.Tensor] = self._kind.__tensor_unflatten__  # type: ignore[attr-defined]
+        return unflatten(inner, self._context, self._size, self._stride)

@@ -1,0 +1,22 @@
+"""Time spent in ``with`` bodies."""
+
+from __future__ import annotations
+
+import time
+
+
+class Stopwatch:
+    """Adds up the time spent in ``with`` bodies.
+
+    Not a generator: if Ctrl-C left one suspended, it would add all the time until it is garbage-collected.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._begun = 0.0
+
+    def __enter__(self) -> None:
+        self._begun = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._begun
