@@ -176,7 +176,7 @@ class ActivationStore:
             self._engine.close()
             raise
         self._memory = _Memory(memory_budget)
-        self._cache = BlockCache(_Backing(self._store), self._memory, retain_written=False)
+        self._cache = BlockCache(_Backing(self._store), self._memory)
 
     # Steps
 
@@ -352,7 +352,8 @@ class ActivationStore:
         room = self._memory.limit - sum(each.nbytes for each in self._partly_returned)
         for place in range(bisect_left(self._in_order, saved.order, key=lambda each: each.order) - 1, -1, -1):
             before = self._in_order[place]
-            if before.uses and before.stored and (before.state is not State.ABSENT or before.reference.expired()):
+            on_drive = before.stored or before.state is State.WRITING
+            if before.uses and on_drive and (before.in_memory or before.reference.expired()):
                 room -= before.nbytes
                 if room < 0 or len(uses) == _MOST_READ_AHEAD:
                     break

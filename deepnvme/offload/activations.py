@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 _MEMORY_BUDGET = 1 << 30
 _MIN_BYTES = 1 << 20
 _SLOW = 0.25
-"""A step that waits for the drive for a larger part of its time is worth a warning."""
+"""A step that waits for the drive for a larger part of its time is slow."""
+_SLOW_STEPS = 3
+"""So many slow steps in a row are worth a warning. The first one alone may be slow because it creates the files."""
 
 
 class save_on_disk:
@@ -56,8 +58,8 @@ class save_on_disk:
     the next that uses the path.
 
     If the drive fails a write, or is full, tensors stay in memory for the rest of the step, with a RuntimeWarning. If it fails a
-    read, the backward raises OSError with errno and file. If the computation waits for the drive for a quarter of a step, a
-    RuntimeWarning says so, once.
+    read, the backward raises OSError with errno and file. If the computation waits for the drive for a quarter of several steps,
+    a RuntimeWarning says so, once.
 
     Args:
         path: Directory, created if it is missing; or several, on several drives, over which large tensors are striped.
@@ -86,7 +88,7 @@ class save_on_disk:
         self._min_bytes = _natural(min_bytes, "min_bytes")
         self._config = config
         self._open = threading.local()
-        self._warned = False
+        self._slow_steps = 0
 
     def __enter__(self) -> save_on_disk:
         """Raises OSError if the files cannot be created."""
@@ -132,9 +134,12 @@ class save_on_disk:
         return KeptTensor(tensor) if saved is None else saved
 
     def _warn_if_slow(self, last: ActivationReport | None) -> None:
-        if self._warned or last is None or last.seconds < 0.1 or last.waiting < _SLOW * last.seconds:
+        """Warn once if the computation has waited for the drive in several steps."""
+        if last is None or self._slow_steps == _SLOW_STEPS:
             return
-        self._warned = True
+        self._slow_steps = self._slow_steps + 1 if last.seconds >= 0.1 and last.waiting >= _SLOW * last.seconds else 0
+        if self._slow_steps < _SLOW_STEPS:
+            return
         text = (
             f"the drive sets the pace of save_on_disk: {last.line()}. A larger memory_budget (now {self._memory_budget}) keeps"
             f" more in memory, a larger min_bytes (now {self._min_bytes}) leaves small tensors there, activation checkpointing"

@@ -163,11 +163,13 @@ class PackedWrapper:
     def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Packed]) -> None:
         flattenable: _Flattenable = tensor  # type: ignore[assignment]
         names, self._context = flattenable.__tensor_flatten__()
-        self._inner = {name: pack(getattr(tensor, name)) for name in names}
+        inner = {name: getattr(tensor, name) for name in names}
+        self._inner = {name: pack(each) for name, each in inner.items() if isinstance(each, torch.Tensor)}
+        self._others = {name: each for name, each in inner.items() if name not in self._inner}  # a DeviceMesh, for instance
         self._kind, self._size, self._stride = type(tensor), tensor.size(), tensor.stride()
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor. Raises what unpacking the inner ones raises."""
         inner = {name: packed.unpack() for name, packed in self._inner.items()}
         unflatten: Callable[..., torch.Tensor] = self._kind.__tensor_unflatten__  # type: ignore[attr-defined]
-        return unflatten(inner, self._context, self._size, self._stride)
+        return unflatten({**inner, **self._others}, self._context, self._size, self._stride)

@@ -539,9 +539,15 @@ class BlockCache(Monitor):
 
     def _drop_furthest(self, beyond: int | None = None) -> bool:
         """Drop the clean block that is needed last, if that is further away than ``beyond``. Returns whether there was one."""
-        clean = (block for block in self._idle() if block.state is State.CLEAN and not block.resident)
-        last = max(clean, key=self._distance, default=None)
-        if last is None or (beyond is not None and self._distance(last) <= beyond):
+        last, furthest = None, -1 if beyond is None else beyond
+        for block in self._held:
+            if block.state is State.CLEAN and not block.resident and self._is_idle(block):
+                distance = self._distance(block)
+                if distance > furthest:
+                    last, furthest = block, distance
+                    if distance == sys.maxsize:  # none is further away; there may be thousands to look at
+                        break
+        if last is None:
             return False
         self._drop(last)
         return True

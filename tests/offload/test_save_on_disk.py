@@ -1,0 +1,589 @@
+"""Tensors that autograd saves go to a drive and come back: the same bits, within a budget of memory, and nothing stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepnvme
+from deepnvme.offload import checkpoint_on_disk, save_on_disk
+
+pytestmark = pytest.mark.filterwarnings("ignore:the drive sets the pace")
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+@pytest.fixture
+def activations(drive: Path) -> Iterator[save_on_disk]:
+    """With memory for a quarter of what the models here save."""
+    with contextlib.closing(save_on_disk(drive / "activations", memory_budget=256 * KIB, min_bytes=1 * KIB)) as made:
+        yield made
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward network, with dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.feed = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [part.unflatten(-1, (4, -1)).transpose(-2, -3) for part in self.qkv(self.norm(x)).chunk(3, -1)]
+        x = x + self.out(nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(-2, -3).flatten(-2))
+        return x + self.feed(x)
+
+
+class Checkpointed(nn.Module):
+    """A layer that saves its input only."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+def model(layers: int = 3, width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(width) for _ in range(layers)))
+
+
+def batch(length: int = 64, width: int = 64) -> torch.Tensor:
+    return torch.randn(2, length, width, generator=torch.Generator().manual_seed(1))
+
+
+def train(
+    net: nn.Module, context: Callable[[], Any], steps: int = 3, autocast: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[list[float], list[torch.Tensor]]:
+    """The losses, and the weights after the last step."""
+    net = copy.deepcopy(net).to(dtype)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    torch.manual_seed(2)
+    losses = []
+    for _ in range(steps):
+        with context(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = net(batch().to(dtype)).float().square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [weight.detach() for weight in net.parameters()]
+
+
+def assert_same(ours: tuple[list[float], list[torch.Tensor]], theirs: tuple[list[float], list[torch.Tensor]]) -> None:
+    assert ours[0] == theirs[0]
+    assert all(map(torch.equal, ours[1], theirs[1]))
+
+
+def files_in(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if file.is_file()]
+
+
+def assert_forgotten(activations: save_on_disk) -> None:
+    """Nothing of earlier steps is in memory or on the drive. What was dropped in the midst of its transfer takes a moment."""
+    gc.collect()
+    store = activations._shared_store()
+    deadline = time.monotonic() + 10
+    while activations.report() and len(store._store) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert (len(store._store), store._cache.used, store._live, store._known, list(store._undecided)) == (0, 0, 0, {}, [])
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["all saved", "checkpointing"])
+@pytest.mark.parametrize(("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
+@pytest.mark.parametrize("budget", [0, 256 * KIB, 1 << 30])
+def test_losses_and_weights_are_the_same_bits(
+    drive: Path, dtype: torch.dtype, autocast: bool, recompute: bool, budget: int
+) -> None:
+    net = nn.Sequential(*map(Checkpointed, model())) if recompute else model()
+    options: Any = {"dtype": dtype, "autocast": autocast}
+    with contextlib.closing(save_on_disk(drive / "activations", memory_budget=budget, min_bytes=KIB)) as activations:
+        ours = train(net, lambda: activations, **options)
+        report = activations.report()
+        assert_forgotten(activations)
+    assert_same(ours, train(net, contextlib.nullcontext, **options))
+    assert report.saved_bytes > 40 * KIB
+    assert (report.bytes_written > 0) == (budget < report.saved_bytes)
+    assert not list(drive.rglob("*.data"))
+
+
+def test_a_backward_in_the_context_gives_the_same_bits(activations: save_on_disk) -> None:
+    net = model()
+    x = batch()
+    net.eval()
+    net(x).sum().backward()
+    theirs = [weight.grad for weight in net.parameters()]
+    net.zero_grad()
+    with activations:
+        net(x).sum().backward()
+    assert all(torch.equal(weight.grad, each) for weight, each in zip(net.parameters(), theirs, strict=True))
+    assert_forgotten(activations)
+
+
+# What is saved, and what not
+
+
+def passed_on(activations: save_on_disk, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as it comes back after autograd has saved it, and nothing else has kept it."""
+    class Keep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(kept)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            found.append(ctx.saved_tensors[0])
+            return gradient, None
+
+    found: list[torch.Tensor] = []
+    start = torch.ones(1, requires_grad=True)
+    with activations:
+        y = Keep.apply(start, tensor)
+        z = Keep.apply(y, torch.empty(256 * KIB, dtype=torch.uint8))  # has the first written
+    del tensor
+    z.backward()
+    return found[1]
+
+
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: torch.arange(10000.0).view(100, 100).t(),
+    "expanded": lambda: torch.arange(1000.0).unsqueeze(0).expand(50, 1000),
+    "a part": lambda: torch.arange(10000.0)[1111:3333],
+    "every third": lambda: torch.arange(10000.0)[1::3],
+    "most": lambda: torch.arange(10000.0)[1:9000],
+    "complex": lambda: torch.complex(torch.arange(5000.0), -torch.arange(5000.0)),
+    "conjugated": lambda: torch.complex(torch.arange(5000.0), -torch.arange(5000.0)).conj(),
+    "negated": lambda: torch.complex(torch.arange(5000.0), -torch.arange(5000.0)).conj().imag,
+    "bfloat16": lambda: torch.arange(10000.0).bfloat16(),
+    "booleans": lambda: torch.arange(10000) % 3 == 0,
+    "one byte more than pages": lambda: (torch.arange(4097) % 251).to(torch.uint8),
+    "a scalar's worth": lambda: torch.ones(()),
+    "nothing": lambda: torch.empty(0, 5),
+    "sparse": lambda: torch.eye(64).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(300), torch.zeros(700)], layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_of_any_kind_keeps_its_meaning(activations: save_on_disk, name: str) -> None:
+    wanted = TENSORS[name]()
+    found = passed_on(activations, TENSORS[name]())
+    assert type(found) is type(wanted)
+    assert (found.dtype, found.layout) == (wanted.dtype, wanted.layout)
+    if wanted.layout is torch.strided and not wanted.is_nested:
+        assert found.shape == wanted.shape
+        assert found.stride() == wanted.stride()
+        assert (found.is_conj(), found.is_neg()) == (wanted.is_conj(), wanted.is_neg())
+        assert torch.equal(found, wanted)
+    else:
+        dense = [each.to_padded_tensor(0.0) if each.is_nested else each.to_dense() for each in (found, wanted)]
+        assert torch.equal(*dense)
+    assert_forgotten(activations)
+
+
+@pytest.mark.filterwarnings("ignore:.*barrier.*|.*device_id.*")
+def test_a_dtensor_comes_back_as_one(activations: save_on_disk, gloo: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    local = torch.arange(10000.0)
+    found = passed_on(activations, distribute_tensor(local.clone(), gloo, [Replicate()]))
+    assert isinstance(found, DTensor)
+    assert torch.equal(found.to_local(), local)
+    assert activations.report().bytes_read >= local.nbytes
+
+
+@pytest.fixture
+def gloo(tmp_path: Path) -> Iterator[Any]:
+    """The device mesh of a process group of one."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_parameters_and_their_views_are_not_saved(activations: save_on_disk) -> None:
+    weight = nn.Parameter(torch.randn(100, 100))
+    frozen = nn.Parameter(torch.randn(100, 100), requires_grad=False)
+    leaf = torch.randn(100, 100, requires_grad=True)
+    with activations:
+        y = (weight.t() @ frozen) @ leaf[:, ::2]
+    assert activations.report().saved_bytes == 100 * 100 * 4  # of the product
+    y.sum().backward()
+    assert weight.grad is not None
+
+
+def test_a_storage_that_is_saved_often_is_written_once(activations: save_on_disk) -> None:
+    x = torch.randn(1000, requires_grad=True)
+    with activations:
+        y = x * 2
+        z = sum((y.view(10, 100) ** power).sum() + (y[:900] ** power).sum() for power in range(2, 9))
+        del y
+    assert activations.report().saved_bytes == 4000
+    z.backward()
+    assert_forgotten(activations)
+
+
+def test_a_small_part_of_a_large_storage_is_saved_alone(activations: save_on_disk) -> None:
+    large = torch.randn(1 << 20)
+    x = torch.randn(1000, requires_grad=True)
+    with activations:
+        y = x * large[5000:6000]
+    del large
+    assert 4000 <= activations.report().saved_bytes < 8192
+    y.sum().backward()
+
+
+def test_what_is_alive_elsewhere_is_not_read(activations: save_on_disk) -> None:
+    data = [torch.randn(64 * KIB) for _ in range(8)]
+    x = torch.randn(64 * KIB, requires_grad=True)
+
+    def step() -> Any:
+        y = x
+        with activations:
+            for each in data:
+                y = y * each
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        return activations.report()
+
+    first, second = step(), step()
+    assert first.bytes_written > 0
+    assert first.bytes_read == 0
+    assert second.bytes_written == 0  # by then it is known that they stay
+
+
+def test_tensors_below_min_bytes_stay_in_memory(drive: Path) -> None:
+    with contextlib.closing(save_on_disk(drive, memory_budget=0, min_bytes=4001)) as activations:
+        x = torch.randn(1000, requires_grad=True)
+        with activations:
+            y = (x * 2).exp().exp()
+        assert activations.report().saved_bytes == 0
+        y.sum().backward()
+        assert activations.report().bytes_read == 0
+
+
+# Changes in place
+
+
+def test_a_change_in_place_is_an_error_as_without_hooks(activations: save_on_disk) -> None:
+    for size in (100, 10000):  # one that stays in memory, and one that does not
+        x = torch.randn(size, requires_grad=True)
+        with activations:
+            y = x.exp()
+            z = y.exp()
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+
+
+def test_a_change_of_a_parameter_before_the_backward_is_an_error(activations: save_on_disk) -> None:
+    linear = nn.Linear(100, 100)
+    with activations:
+        y = linear(linear(torch.randn(100, 100)))
+    with torch.no_grad():
+        linear.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_both_versions_of_a_storage_can_be_saved(activations: save_on_disk) -> None:
+    """The first is never asked for: relu_ saves what it has made."""
+    x = torch.randn(10000, requires_grad=True)
+    y = x * 1
+    with activations:
+        z = y.sum() * 0 + nn.functional.relu_(y).square().sum()
+    del y
+    z.backward()
+    assert torch.equal(x.grad, 2 * x.detach().relu())
+
+
+# Graphs
+
+
+def test_a_graph_that_is_retained_is_read_again(activations: save_on_disk) -> None:
+    net = model().eval()
+    x = batch()
+    with activations:
+        loss = net(x).square().mean()
+    loss.backward(retain_graph=True)
+    first = [weight.grad.clone() for weight in net.parameters()]
+    net.zero_grad()
+    loss.backward()
+    assert all(torch.equal(weight.grad, each) for weight, each in zip(net.parameters(), first, strict=True))
+    del loss
+    assert_forgotten(activations)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_double_backward_gives_the_same_bits(activations: save_on_disk, inside: bool) -> None:
+    def penalty(context: Any) -> torch.Tensor:
+        torch.manual_seed(3)
+        first, second = nn.Linear(50, 500).double(), nn.Linear(500, 1).double()
+        x = torch.randn(40, 50, dtype=torch.double, requires_grad=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(context)
+            y = second(first(x).tanh().exp())
+            if not inside:
+                stack.close()
+            (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            norm = gradient.square().sum()
+        norm.backward()
+        assert first.weight.grad is not None
+        return first.weight.grad
+
+    assert torch.equal(penalty(activations), penalty(contextlib.nullcontext()))
+    assert_forgotten(activations)
+
+
+def test_several_losses_of_one_forward(activations: save_on_disk) -> None:
+    x = torch.randn(10000, requires_grad=True)
+
+    def gradient(context: Any) -> torch.Tensor:
+        with context:
+            shared = x.exp().sin()
+            first, second = shared.square().sum(), shared.exp().sum()
+        first.backward(retain_graph=True)
+        second.backward()
+        found, x.grad = x.grad, None
+        assert found is not None
+        return found
+
+    assert torch.equal(gradient(activations), gradient(contextlib.nullcontext()))
+
+
+def test_without_a_backward_nothing_stays(activations: save_on_disk) -> None:
+    net = model()
+    with activations:
+        loss = net(batch()).square().mean()
+    assert activations.report().bytes_written > 0
+    del loss
+    assert_forgotten(activations)
+
+
+def test_an_exception_in_the_forward_leaves_nothing(activations: save_on_disk) -> None:
+    net = model()
+    x = batch()
+    x[0] = torch.nan
+
+    def check(layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        assert not output.isnan().any(), "not a number"
+
+    net[2].register_forward_hook(check)  # type: ignore[index]
+    with pytest.raises(AssertionError, match="not a number"), activations:
+        net(x)
+    assert_forgotten(activations)
+
+
+def test_the_graph_is_not_kept_by_what_it_saves(activations: save_on_disk) -> None:
+    """Neither small tensors, which stay as they are, nor large ones."""
+    for size in (10, 10000):
+        x = torch.randn(size, requires_grad=True)
+        with activations:
+            y = x.exp()
+        storage = y.untyped_storage()._weak_ref()
+        del y
+        assert torch.UntypedStorage._expired(storage)
+        torch.UntypedStorage._free_weak_ref(storage)
+
+
+# Contexts
+
+
+def test_contexts_may_be_nested_and_new_ones_share_the_files(drive: Path) -> None:
+    path = drive / "activations"
+    options: Any = {"memory_budget": 0, "min_bytes": KIB}
+    x = torch.randn(10000, requires_grad=True)
+    with save_on_disk(path, **options) as outer, save_on_disk([path], **options), outer:
+        y = x.exp().exp().exp()
+    assert len(files_in(path)) == 2  # the data and the lock
+    y.sum().backward()
+    assert outer.report().saved_bytes == 3 * x.nbytes
+    outer.close()
+    assert not path.exists()
+
+
+def test_saving_ends_with_the_context(activations: save_on_disk) -> None:
+    x = torch.randn(10000, requires_grad=True)
+    with activations:
+        pass
+    x.exp().exp().sum().backward()
+    assert activations.report().saved_bytes == 0
+
+
+def test_it_works_over_several_directories(drive: Path) -> None:
+    paths = [drive / "a", drive / "b"]
+    with contextlib.closing(save_on_disk(paths, memory_budget=0)) as activations:
+        x = torch.randn(4 * MIB, requires_grad=True)
+        with activations:
+            y = x.exp().exp()
+        assert {file.parent.parent for file in files_in(drive)} == set(paths)
+        y.sum().backward()
+        assert torch.equal(x.grad, x.exp() * x.exp().exp())
+    assert not list(drive.iterdir())
+
+
+def test_after_close_what_is_in_memory_is_returned_and_what_is_not_is_an_error(drive: Path) -> None:
+    def saved(budget: int) -> torch.Tensor:
+        activations = save_on_disk(drive / "activations", memory_budget=budget, min_bytes=KIB)
+        x = torch.randn(10000, requires_grad=True)
+        with activations:
+            y = x.exp().exp().exp()
+        activations.close()
+        assert not files_in(drive)
+        return y.sum()
+
+    saved(1 << 20).backward()
+    with pytest.raises(RuntimeError, match="its directory was closed"):
+        saved(0).backward()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [({"path": []}, "needs a directory"), ({"memory_budget": -1}, "memory_budget must not"), ({"min_bytes": -1}, "min_bytes")],
+)
+def test_wrong_arguments_are_refused(drive: Path, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        save_on_disk(**{"path": drive, **arguments})
+
+
+# Memory and order
+
+
+class Counted(torch.autograd.Function):
+    """Saves a tensor of its own, and notes how many of those are in memory when it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, nbytes: int, note: Callable[[], None]) -> torch.Tensor:
+        ctx.save_for_backward(torch.full((nbytes,), 7, dtype=torch.uint8))
+        ctx.note = note
+        note()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (saved,) = ctx.saved_tensors
+        assert saved.min() == saved.max() == 7
+        ctx.note()
+        return gradient, None, None
+
+
+@pytest.mark.parametrize("budget", [4 * MIB, 8 * MIB])
+def test_memory_stays_within_the_budget_and_two_tensors(drive: Path, budget: int) -> None:
+    with contextlib.closing(save_on_disk(drive, memory_budget=budget, min_bytes=KIB)) as activations:
+        used = []
+        x = torch.ones(1, requires_grad=True)
+        for _ in range(2):
+            with activations:
+                y = x
+                for _ in range(32):
+                    y = Counted.apply(y, MIB, lambda: used.append(activations._shared_store()._cache.used))
+            y.backward()
+        report = activations.report()
+    assert max(used) <= report.peak_bytes <= budget
+    assert report.saved_bytes == 32 * MIB
+    # What stays is not written, but for half of the budget at most.
+    assert 32 * MIB - budget <= report.bytes_written <= 32 * MIB - budget // 2
+    assert report.bytes_read <= report.bytes_written
+
+
+def test_with_memory_for_all_nothing_is_written(drive: Path) -> None:
+    with contextlib.closing(save_on_disk(drive, memory_budget=1 << 30, min_bytes=KIB)) as activations:
+        net = model()
+        with activations:
+            loss = net(batch()).mean()
+        loss.backward()
+        report = activations.report()
+        assert report.saved_bytes == report.peak_bytes > 0
+        assert report.bytes_written == report.bytes_read == 0
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_says_once_that_the_drive_sets_the_pace(drive: Path) -> None:
+    with contextlib.closing(save_on_disk(drive, memory_budget=0, min_bytes=KIB)) as activations:
+
+        def step() -> None:
+            x = torch.ones(MIB, requires_grad=True)
+            with activations:
+                y = x
+                for _ in range(100):
+                    y = y * y
+            y.sum().backward()
+
+        for _ in range(3):
+            step()
+            assert activations.report().seconds > 0.1
+        with pytest.warns(RuntimeWarning, match="the drive sets the pace of save_on_disk.*memory_budget"):
+            step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step()
+
+
+# Checkpointing
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_only_the_inputs_of_a_checkpointed_module_are_saved(drive: Path, as_object: bool) -> None:
+    net = model()
+    options: Any = {"memory_budget": 0, "min_bytes": KIB}
+    theirs = train(net, contextlib.nullcontext)
+    with contextlib.closing(save_on_disk(drive, **options)) as activations:
+        ours = copy.deepcopy(net)
+        for layer in ours:
+            same = checkpoint_on_disk(layer, activations) if as_object else checkpoint_on_disk(layer, drive, **options)
+            assert same is layer
+        assert list(ours.state_dict()) == list(net.state_dict())
+        assert_same(train(ours, contextlib.nullcontext), theirs)
+        report = activations.report()
+    assert report.saved_bytes == 3 * batch().nbytes
+
+
+def test_a_checkpointed_module_saves_nothing_without_gradients(activations: save_on_disk) -> None:
+    net = checkpoint_on_disk(model(), activations)
+    with torch.no_grad():
+        net(batch())
+    assert activations.report().saved_bytes == 0
+
+
+def test_options_are_those_of_the_object(activations: save_on_disk) -> None:
+    with pytest.raises(TypeError, match="memory_budget cannot be given"):
+        checkpoint_on_disk(model(), activations, memory_budget=1)
+
+
+# Compiled modules
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_save_on_disk_too(activations: save_on_disk) -> None:
+    net = model()
+    net.eval()
+    compiled = nn.Sequential(*(torch.compile(layer, backend="aot_eager") for layer in copy.deepcopy(net)))
+    assert_same(train(compiled, lambda: activations), train(nn.Sequential(*net), contextlib.nullcontext))
+    assert activations.report().bytes_written > 0
+    assert_forgotten(activations)
+
+
+def test_it_is_a_name_of_the_package() -> None:
+    assert deepnvme.save_on_disk is save_on_disk
