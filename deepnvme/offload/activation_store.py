@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import sys
 import threading
 import warnings
+import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -132,6 +134,35 @@ class _WriteFailed(OSError):
     """An error of writing. Errors of reading are other OSErrors."""
 
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def _locked(
+    method: Callable[Concatenate[ActivationStore, Parameters], Result],
+) -> Callable[Concatenate[ActivationStore, Parameters], Result]:
+    """Call a method of the store with its lock held, and forget what was dropped before and meanwhile.
+
+    It raises RuntimeError in a forked child, where the lock may be held by a thread that is not there.
+
+    Not a generator: if Ctrl-C left one suspended, its traceback would keep the lock, which :meth:`ActivationStore.leave` takes
+    while the KeyboardInterrupt is on its way.
+    """
+
+    @functools.wraps(method)
+    def locked(self: ActivationStore, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if os.getpid() != self._process:
+            raise RuntimeError("activations on disk are the parent process's: a forked child cannot save or use them")
+        try:
+            with self._lock:
+                self._forget()
+                return method(self, *args, **kwargs)
+        finally:
+            self._forget_dropped()
+
+    return locked
+
+
 class ActivationStore:
     """Keeps the bytes of saved tensors, in memory and on drives. Thread-safe.
 
@@ -166,7 +197,7 @@ class ActivationStore:
         self._ending: list[SavedBytes] = []  # dropped, but in transfer
         self._saves = 0
         self._suspended = False
-        self._contexts = 0  # that are open
+        self._contexts: weakref.WeakSet[object] = weakref.WeakSet()  # that are open: an interrupted one may never be left
         self._step = StepCounts()
         self._returned = True  # something, in this step: the next context begins a new one
         self._engine = engine_for(list(paths), config)
@@ -180,35 +211,37 @@ class ActivationStore:
 
     # Steps
 
-    def enter(self) -> ActivationReport | None:
-        """Note that a context is open. It begins a new step if it is the only one, and the last step has come to its backward.
+    @_locked
+    def enter(self, context: object) -> ActivationReport | None:
+        """Note that a context is open, until it is left or dropped. It begins a new step if it is the only one, and the last step has come to its backward.
 
         Returns:
             The report of the last step, if a new one has begun.
         """
-        self._check_process()
         last = None
-        with self._locked():
-            self._contexts += 1
-            if self._contexts == 1 and (self._returned or self._live == 0):
-                last = self._report()
-                self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
-                self._returned = False
-                self._suspended = False
-                self._memory.limit = self._budget
+        self._contexts.add(context)
+        if len(self._contexts) == 1 and (self._returned or self._live == 0):
+            last = self._report()
+            self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
+            self._returned = False
+            self._suspended = False
+            self._memory.limit = self._budget
         return last
 
-    def leave(self) -> None:
-        """Note that a context was left. Never blocks."""
+    def leave(self, context: object) -> None:
+        """Note that a context was left. Idempotent."""
         if os.getpid() == self._process:
-            with self._locked():
-                self._contexts -= 1
-                self._cache.poll()
+            self._leave(context)
 
+    @_locked
+    def _leave(self, context: object) -> None:
+        self._contexts.discard(context)
+        self._cache.poll()
+
+    @_locked
     def report(self) -> ActivationReport:
         """Return what the newest step has done so far."""
-        with self._locked():
-            return self._report()
+        return self._report()
 
     def _report(self) -> ActivationReport:
         return self._step.report(self._cache.bytes_written, self._cache.bytes_read)
@@ -227,30 +260,31 @@ class ActivationStore:
         """
         storage = tensor.untyped_storage()
         span = span_of(tensor, storage)
-        if span[1] - span[0] < max(min_bytes, 1):
-            return None
-        self._check_process()
-        with self._locked():
-            if self.closed:
-                raise RuntimeError("activations cannot be saved: their directory was closed")
-            saved = self._known.get((storage._cdata, *span))
-            new = saved is None or not saved.has_bytes_of(tensor)
-            if new:
-                if self._suspended or storage in self._lasting:
-                    return None
-                saved = SavedBytes(str(self._saves), storage, span, tensor, self._saves)
-                self._saves += 1
-            assert saved is not None
-            with defer_interrupts():
-                packed = SavedTensor(self, saved, view_of(tensor, saved.begin))
-                saved.uses += 1  # until `packed` is dropped, also by an error below
-            try:
-                if new:
-                    self._take_over(saved)
-            except _WriteFailed as error:
-                self._suspend(error)
+        return None if span[1] - span[0] < max(min_bytes, 1) else self._pack(tensor, storage, span)
+
+    @_locked
+    def _pack(self, tensor: torch.Tensor, storage: torch.UntypedStorage, span: tuple[int, int]) -> SavedTensor | None:
+        if self.closed:
+            raise RuntimeError("activations cannot be saved: their directory was closed")
+        saved = self._known.get((storage._cdata, *span))
+        new = saved is None or not saved.has_bytes_of(tensor)
+        if new:
+            if self._suspended or storage in self._lasting:
                 return None
-            return packed
+            saved = SavedBytes(str(self._saves), storage, span, tensor, self._saves)
+            self._saves += 1
+        assert saved is not None
+        with defer_interrupts():
+            packed = SavedTensor(self, saved, view_of(tensor, saved.begin))
+            saved.uses += 1  # until `packed` is dropped, also by an error below
+            self._live += new
+        try:
+            if new:
+                self._take_over(saved)
+        except _WriteFailed as error:
+            self._suspend(error)
+            return None
+        return packed
 
     def _take_over(self, saved: SavedBytes) -> None:
         """Hold the bytes in memory, once there is room for them."""
@@ -261,7 +295,6 @@ class ActivationStore:
             self._cache.release([saved], changed=True, write=False)
             self._known[saved.key] = saved
             self._in_order.append(saved)
-            self._live += 1
             self._undecided.append(saved)
             self._undecided_bytes += saved.nbytes
             saved.undecided = True
@@ -293,6 +326,8 @@ class ActivationStore:
 
     # Returning
 
+    @_locked
+    @torch.no_grad()
     def unpack(self, saved: SavedBytes, view: View) -> torch.Tensor:
         """Return a tensor as it was saved. Blocks until its bytes are in memory.
 
@@ -300,22 +335,22 @@ class ActivationStore:
             RuntimeError: If it was changed in place since; in a forked child; or if it is on the drive and the store is closed.
             OSError: From reading.
         """
-        self._check_process()
-        with torch.no_grad(), self._locked():
-            check_version(view, saved.current_version, saved.version)
-            in_memory = saved.storage()
+        check_version(view, saved.current_version, saved.version)
+        in_memory = saved.storage()
+        try:
             storage = self._read(saved, view) if in_memory is None else in_memory
             saved.returned += 1
             if not self.closed:
                 self._cache.expect(self._upcoming(saved))
+        finally:
             if in_memory is None:
                 self._cache.release([saved])
-            tensor = view.on(storage, saved.begin)
-            if saved.handed_version is not None and tensor.is_cuda:  # another stream than this one's may have allocated it
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            self._returned = True
-            self._step.returned(self._cache.used)
-            return tensor
+        tensor = view.on(storage, saved.begin)
+        if saved.handed_version is not None and tensor.is_cuda:  # another stream than this one's may have allocated it
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        self._returned = True
+        self._step.returned(self._cache.used)
+        return tensor
 
     def _read(self, saved: SavedBytes, view: View) -> torch.UntypedStorage:
         """Begin a use of bytes that are on the drive, and return a storage with them."""
@@ -370,11 +405,14 @@ class ActivationStore:
 
     def _forget_dropped(self) -> None:
         """Forget what was dropped, unless another call is under way, which then does it."""
-        while self._dropped and self._lock.acquire(blocking=False):
-            try:
-                self._forget()
-            finally:
-                self._lock.release()
+        while self._dropped:
+            with defer_interrupts():
+                if not self._lock.acquire(blocking=False):
+                    return
+                try:
+                    self._forget()
+                finally:
+                    self._lock.release()
 
     def _forget(self) -> None:
         """Forget what nobody has any more. Never waits for a transfer. Call with the lock held."""
@@ -421,29 +459,17 @@ class ActivationStore:
         """Wait for transfers, and remove the files. What is in memory can still be unpacked. Idempotent."""
         if os.getpid() != self._process:
             return
-        with self._locked():
-            if self.closed:
-                return
-            self._cache.drain()
-            self.closed = True
+        self._end_transfers()
         with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
             self._store.close()
         self._engine.close()
         remove_directories(self._directories)
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise RuntimeError("activations on disk are the parent process's: a forked child cannot save or use them")
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the lock, and forget what was dropped before and meanwhile."""
-        try:
-            with self._lock:
-                self._forget()
-                yield
-        finally:
-            self._forget_dropped()
+    @_locked
+    def _end_transfers(self) -> None:
+        if not self.closed:
+            self._cache.drain()
+            self.closed = True
 
 
 class _LastingStorages:

@@ -9,12 +9,15 @@ import threading
 import types
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from deepnvme._interrupts import defer_interrupts
 
 from .activation_report import ActivationReport
 from .activation_store import ActivationStore
@@ -93,23 +96,41 @@ class save_on_disk:
     def __enter__(self) -> save_on_disk:
         """Raises OSError if the files cannot be created."""
         store = self._shared_store()
-        last = store.enter()
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(store, tensor), _unpack)
+        context = _Context(store, hooks)
         try:
-            self._warn_if_slow(last)
-            hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(store, tensor), _unpack)
-            hooks.__enter__()
+            self._warn_if_slow(store.enter(context))
+            with defer_interrupts():
+                hooks.__enter__()
+                self._open_contexts().append(context)
         except BaseException:
-            store.leave()
+            self._leave(context)
             raise
-        if not hasattr(self._open, "contexts"):
-            self._open.contexts = []
-        self._open.contexts.append((hooks, store))
         return self
 
     def __exit__(self, *_: object) -> None:
-        hooks, store = self._open.contexts.pop()
-        hooks.__exit__()
-        store.leave()
+        context: _Context = self._open.contexts[-1]
+        try:
+            self._leave(context)
+        except BaseException:  # Ctrl-C, possibly before anything was left
+            self._leave(context)
+            raise
+
+    def _leave(self, context: _Context) -> None:
+        """Leave a context, as far as it was entered."""
+        contexts = self._open_contexts()
+        with defer_interrupts():
+            if context in contexts:
+                contexts.remove(context)
+                context.hooks.__exit__()
+        context.store.leave(context)
+
+    def _open_contexts(self) -> list[_Context]:
+        """Return this thread's open contexts, the innermost last."""
+        if not hasattr(self._open, "contexts"):
+            self._open.contexts = []
+        contexts: list[_Context] = self._open.contexts
+        return contexts
 
     def report(self) -> ActivationReport:
         """Return what the newest step has done so far. A step is a forward in this context and the backward that follows."""
@@ -120,10 +141,14 @@ class save_on_disk:
 
         A backward that needs tensors on the drive raises RuntimeError then.
         """
+        key = self._key()
         with _sharing:
-            store = _stores.pop(self._key(), None)
+            store = _stores.get(key)
         if store is not None:
-            store.close()
+            store.close()  # Ctrl-C can interrupt it: then it is still there to be closed
+            with _sharing:
+                if _stores.get(key) is store:
+                    del _stores[key]
 
     def _pack(self, store: ActivationStore, tensor: torch.Tensor) -> Packed:
         if not is_plain(tensor):
@@ -154,7 +179,7 @@ class save_on_disk:
         """Return the store of all objects with these paths and options."""
         with _sharing:
             key = self._key()
-            if key not in _stores:
+            if key not in _stores or _stores[key].closed:
                 _stores[key] = ActivationStore(self._paths, self._memory_budget, self._config)
             return _stores[key]
 
@@ -193,6 +218,14 @@ def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | sa
 
     module.forward = types.MethodType(forward, module)  # a method, so that a copy of the module computes with its own weights
     return module
+
+
+@dataclass(eq=False)
+class _Context:
+    """A ``with`` statement of :class:`save_on_disk` that is under way."""
+
+    store: ActivationStore
+    hooks: torch.autograd.graph.saved_tensors_hooks
 
 
 def _unpack(packed: Packed) -> torch.Tensor:
