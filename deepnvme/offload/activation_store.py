@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
+import itertools
 import os
-import sys
 import threading
 import warnings
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from deepnvme._interrupts import defer_interrupts
-from deepnvme.memory.alignment import padded
-from deepnvme.memory.host import empty_aligned
-from deepnvme.memory.lease import Transfer
-from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.profiles import engine_for
-from deepnvme.store.futures import StoreFuture
 from deepnvme.store.own_directory import open_own_store, remove_directories
-from deepnvme.store.tensor_store import TensorStore
-from deepnvme.transfer.block import Block, Memory, State
+from deepnvme.transfer.block import State
 from deepnvme.transfer.block_cache import BlockCache, Use
-from deepnvme.transfer.block_memory import OwnMemory
 
 from .activation_report import ActivationReport, StepCounts
-from .saved_tensor import StorageReference, View, check_version, span_of, version_of, view_of
+from .return_order import ReturnOrder
+from .saved_bytes import SavedBytes, SavedBytesIO, SavedMemory, WriteFailed
+from .saved_tensor import StorageReference, View, check_version, span_of, view_of
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
@@ -41,72 +34,9 @@ _WRITE_AHEAD = 128 << 20
 """Bytes that are written before their memory is needed, at most half of the budget: enough to keep a drive busy meanwhile."""
 _MOST_READ_AHEAD = 128
 """Saved storages that are read ahead at a time: to list more takes longer than to read a small one."""
+_MOST_LOOKED_AT = 4096
+"""Numbers of saves that are looked at to find those. Some were dropped, or are in memory."""
 _PREFIX = "deepnvme-activations"
-
-class SavedBytes(Block):
-    """Bytes of a storage, as they were when autograd saved a tensor over them.
-
-    Args:
-        name: Name in the store.
-        storage: The storage.
-        span: First byte and end.
-        tensor: The tensor, whose version counter tells of changes.
-        order: Number of storages saved before.
-    """
-
-    __slots__ = (
-        "_probe", "begin", "handed_version", "key", "order", "reference", "returned", "source", "undecided", "uses", "version",
-    )  # fmt: skip
-
-    def __init__(
-        self, name: str, storage: torch.UntypedStorage, span: tuple[int, int], tensor: torch.Tensor, order: int
-    ) -> None:
-        super().__init__(name, span[1] - span[0])
-        self.source: torch.Tensor | None = flat_bytes(storage)[span[0] : span[1]]
-        """The bytes, until the block has them as its memory."""
-        self.begin = span[0]
-        """Where they begin in the storage that ``reference`` refers to."""
-        self.reference = StorageReference(storage)
-        """The storage that was saved, or the one that the bytes were read into last."""
-        self.key = (storage._cdata, *span)
-        self.order = order
-        self.uses = 0
-        """Number of saved tensors over these bytes that autograd has."""
-        self.returned = 0
-        """Number of these that were returned since the bytes were read."""
-        self.undecided = False
-        """Whether they are in memory only, and it is not settled if they are to be written."""
-        self.version = tensor._version
-        self.handed_version: int | None = None
-        """Version of tensors over the storage that the bytes were read into; None before they were."""
-        self._probe = version_of(tensor)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the bytes are used."""
-        return self._probe.device
-
-    @property
-    def current_version(self) -> int:
-        """The version that the tensor has now. Another than ``version`` means that it was changed in place."""
-        return self._probe._version
-
-    def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage with the bytes if anything keeps it in memory."""
-        return self.reference.storage()
-
-    def has_bytes_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether the bytes are still those of a tensor over the same storage."""
-        if self.handed_version is not None:
-            return tensor._version == self.handed_version
-        return tensor._version == self.version == self.current_version
-
-    def refer_to(self, storage: torch.UntypedStorage, begin: int, version: int) -> None:
-        """Note where the bytes were read to, and the version of tensors over that."""
-        self.reference, self.begin, self.handed_version = StorageReference(storage), begin, version
-        self.returned = 0
-        self.key = (storage._cdata, 0, storage.nbytes())
-
 
 class SavedTensor:
     """A tensor that autograd has saved. Its bytes are kept until it is dropped.
@@ -130,10 +60,6 @@ class SavedTensor:
         self._store.dropped(self._saved)
 
 
-class _WriteFailed(OSError):
-    """An error of writing. Errors of reading are other OSErrors."""
-
-
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -149,8 +75,7 @@ def _locked(
     while the KeyboardInterrupt is on its way.
     """
 
-    @functools.wraps(method)
-    def locked(self: ActivationStore, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def locked(self: ActivationStore, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         if os.getpid() != self._process:
             raise RuntimeError("activations on disk are the parent process's: a forked child cannot save or use them")
         try:
@@ -160,6 +85,7 @@ def _locked(
         finally:
             self._forget_dropped()
 
+    functools.update_wrapper(locked, method)
     return locked
 
 
@@ -184,13 +110,12 @@ class ActivationStore:
     def __init__(self, paths: Sequence[Path], memory_budget: int, config: AioConfig | None) -> None:
         self.closed = False
         self._process = os.getpid()
-        self._budget = memory_budget
         self._lock = threading.Lock()
         self._known: dict[tuple[int, int, int], SavedBytes] = {}  # storage, first byte and end -> the newest bytes saved of it
         self._lasting = _LastingStorages()
         self._partly_returned: list[SavedBytes] = []  # read for the first of their tensors, the others of which are still wanted
-        self._in_order: list[SavedBytes] = []  # as they were saved; some were dropped since
-        self._live = 0  # of these, those that were not dropped
+        self._live: dict[int, SavedBytes] = {}  # number -> what was not dropped yet, in the order of saving
+        self._order = ReturnOrder()
         self._undecided: deque[SavedBytes] = deque()  # oldest first; some were dropped since
         self._undecided_bytes = 0
         self._dropped: deque[SavedBytes] = deque()
@@ -206,26 +131,29 @@ class ActivationStore:
         except BaseException:
             self._engine.close()
             raise
-        self._memory = _Memory(memory_budget)
-        self._cache = BlockCache(_Backing(self._store), self._memory)
+        self._memory = SavedMemory(memory_budget)
+        self._cache = BlockCache(SavedBytesIO(self._store), self._memory)
 
     # Steps
 
     @_locked
     def enter(self, context: object) -> ActivationReport | None:
-        """Note that a context is open, until it is left or dropped. It begins a new step if it is the only one, and the last step has come to its backward.
+        """Note that a context is open, until it is left or dropped.
+
+        It begins a new step if it is the only one, and the last step has come to its backward.
 
         Returns:
             The report of the last step, if a new one has begun.
         """
         last = None
         self._contexts.add(context)
-        if len(self._contexts) == 1 and (self._returned or self._live == 0):
+        if len(self._contexts) == 1 and (self._returned or not self._live):
             last = self._report()
             self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
             self._returned = False
             self._suspended = False
-            self._memory.limit = self._budget
+            self._memory.set_limited(True)
+            self._order.begin_step(self._saves)
         return last
 
     def leave(self, context: object) -> None:
@@ -248,8 +176,13 @@ class ActivationStore:
 
     # Saving
 
-    def pack(self, tensor: torch.Tensor, min_bytes: int) -> SavedTensor | None:
+    def pack(self, tensor: torch.Tensor, versioned: torch.Tensor, min_bytes: int) -> SavedTensor | None:
         """Take over the bytes of a plain tensor. May block until others are written.
+
+        Args:
+            tensor: The tensor.
+            versioned: The tensor whose version counter tells of changes of the bytes: the same, or one that wraps it.
+            min_bytes: Bytes from which it is taken over.
 
         Returns:
             What stands for the tensor; None if it has fewer than ``min_bytes`` bytes, its user keeps it in memory anyway, or the
@@ -260,28 +193,30 @@ class ActivationStore:
         """
         storage = tensor.untyped_storage()
         span = span_of(tensor, storage)
-        return None if span[1] - span[0] < max(min_bytes, 1) else self._pack(tensor, storage, span)
+        return None if span[1] - span[0] < max(min_bytes, 1) else self._pack(tensor, storage, span, versioned)
 
     @_locked
-    def _pack(self, tensor: torch.Tensor, storage: torch.UntypedStorage, span: tuple[int, int]) -> SavedTensor | None:
+    def _pack(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, span: tuple[int, int], versioned: torch.Tensor
+    ) -> SavedTensor | None:
         if self.closed:
             raise RuntimeError("activations cannot be saved: their directory was closed")
         saved = self._known.get((storage._cdata, *span))
-        new = saved is None or not saved.has_bytes_of(tensor)
+        new = saved is None or not saved.has_bytes_of(versioned)
         if new:
             if self._suspended or storage in self._lasting:
                 return None
-            saved = SavedBytes(str(self._saves), storage, span, tensor, self._saves)
+            saved = SavedBytes(self._saves, storage, span, versioned)
             self._saves += 1
         assert saved is not None
         with defer_interrupts():
             packed = SavedTensor(self, saved, view_of(tensor, saved.begin))
             saved.uses += 1  # until `packed` is dropped, also by an error below
-            self._live += new
+            self._live[saved.order] = saved
         try:
             if new:
                 self._take_over(saved)
-        except _WriteFailed as error:
+        except WriteFailed as error:
             self._suspend(error)
             return None
         return packed
@@ -294,15 +229,14 @@ class ActivationStore:
         with defer_interrupts():
             self._cache.release([saved], changed=True, write=False)
             self._known[saved.key] = saved
-            self._in_order.append(saved)
             self._undecided.append(saved)
             self._undecided_bytes += saved.nbytes
             saved.undecided = True
-        self._step.saved(saved.nbytes, self._cache.used)
+        self._step.saved(saved.nbytes, self._memory.held(self._cache.used))
 
     def _write_excess(self, nbytes: int) -> None:
         """Start to write the oldest if there is no room for ``nbytes`` more, and some ahead of that."""
-        keep = self._budget - min(self._budget // 2, _WRITE_AHEAD)
+        keep = self._memory.limit - min(self._memory.limit // 2, _WRITE_AHEAD)
         while self._undecided and self._undecided_bytes + nbytes > keep:
             oldest = self._undecided[0]
             if oldest.undecided:
@@ -320,7 +254,7 @@ class ActivationStore:
         """Save no more until the next step, and have all that is in memory stay there, since writing has failed."""
         if not self._suspended:
             self._suspended = True
-            self._memory.limit = sys.maxsize
+            self._memory.set_limited(False)
             text = f"activations stay in memory for the rest of this step, since they cannot be written: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
 
@@ -340,6 +274,7 @@ class ActivationStore:
         try:
             storage = self._read(saved, view) if in_memory is None else in_memory
             saved.returned += 1
+            self._order.note(saved.order)
             if not self.closed:
                 self._cache.expect(self._upcoming(saved))
         finally:
@@ -349,7 +284,7 @@ class ActivationStore:
         if saved.handed_version is not None and tensor.is_cuda:  # another stream than this one's may have allocated it
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self._returned = True
-        self._step.returned(self._cache.used)
+        self._step.returned(self._memory.held(self._cache.used))
         return tensor
 
     def _read(self, saved: SavedBytes, view: View) -> torch.UntypedStorage:
@@ -377,22 +312,23 @@ class ActivationStore:
         while True:
             try:
                 return self._cache.acquire([saved])
-            except _WriteFailed as error:
+            except WriteFailed as error:
                 self._suspend(error)
 
     def _upcoming(self, saved: SavedBytes) -> list[Use]:
-        """Return what is wanted next: bytes of which other tensors were returned, then what was saved before, newest first."""
+        """Return what is wanted next: bytes of which some tensors were returned and others not, then what is on the drive."""
         self._partly_returned = [each for each in self._partly_returned if each.returned < each.uses and each.in_memory]
         uses = [Use(each) for each in self._partly_returned]
-        room = self._memory.limit - sum(each.nbytes for each in self._partly_returned)
-        for place in range(bisect_left(self._in_order, saved.order, key=lambda each: each.order) - 1, -1, -1):
-            before = self._in_order[place]
-            on_drive = before.stored or before.state is State.WRITING
-            if before.uses and on_drive and (before.in_memory or before.reference.expired()):
-                room -= before.nbytes
+        room = max(self._memory.readable, saved.nbytes)
+        for number in itertools.islice(self._order.after(saved.order), _MOST_LOOKED_AT):
+            following = self._live.get(number)
+            if following is None or not (following.stored or following.state is State.WRITING):
+                continue
+            if following.in_memory or following.reference.expired():
+                room -= following.nbytes
                 if room < 0 or len(uses) == _MOST_READ_AHEAD:
                     break
-                uses.append(Use(before))
+                uses.append(Use(following))
         return uses
 
     # Forgetting
@@ -426,12 +362,11 @@ class ActivationStore:
                 if saved.uses == 0:
                     self._decide(saved)
                     self._forget_storage(saved)
-                    self._live -= 1
+                    self._live.pop(saved.order, None)
                     self._ending.append(saved)
             while self._undecided and not self._undecided[-1].undecided:
                 self._undecided.pop()
-            if len(self._in_order) > 2 * self._live:
-                self._in_order = [each for each in self._in_order if each.uses]
+            if len(self._undecided) > 2 * len(self._live):
                 self._undecided = deque(each for each in self._undecided if each.undecided)
             self._cache.poll()
             ended = [saved for saved in self._ending if saved.state not in (State.READING, State.WRITING)]
@@ -463,6 +398,7 @@ class ActivationStore:
         with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
             self._store.close()
         self._engine.close()
+        self._memory.trim()
         remove_directories(self._directories)
 
     @_locked
@@ -492,75 +428,3 @@ class _LastingStorages:
             del self._references[storage._cdata]
             return False
         return reference is not None
-
-
-class _Memory:
-    """Memory of saved bytes: that which they were saved in, or new memory to read them into.
-
-    Args:
-        limit: Bytes of both.
-    """
-
-    separate_residents = False
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-
-    def take(self, block: Block) -> OwnMemory:
-        """Return the bytes that were saved, or memory to read them into. Raises MemoryError if there is none."""
-        assert isinstance(block, SavedBytes)
-        source, block.source = block.source, None
-        if source is not None:
-            return OwnMemory(source)
-        try:
-            if block.device.type == "cpu":
-                return OwnMemory(empty_aligned(padded(block.nbytes))[: block.nbytes])
-            return OwnMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.device))
-        except (OSError, RuntimeError) as error:  # mmap's and torch's
-            raise MemoryError(f"no memory for {block.nbytes} bytes that autograd has saved: {error}") from error
-
-    def grow(self, block: Block, held: Sequence[Memory]) -> OwnMemory:
-        """Like :meth:`take`: a tensor larger than the budget is saved as well."""
-        return self.take(block)
-
-
-class _Backing:
-    """Reads and writes saved bytes in a store."""
-
-    def __init__(self, store: TensorStore) -> None:
-        self._store = store
-
-    def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Start filling the buffer."""
-        return _Reading(self._store.get(block.name, out=buffer))
-
-    def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Start storing the buffer. Raises _WriteFailed."""
-        try:
-            return _Writing(self._store.put(block.name, buffer))
-        except OSError as error:
-            raise _WriteFailed(error.errno, error.strerror, error.filename) from None
-
-
-class _Reading:
-    """A read of a store. Its errors are copies, because the traceback of the one that the store keeps would keep memory."""
-
-    def __init__(self, future: StoreFuture[Any]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Return whether the transfer has ended."""
-        return self._future.done()
-
-    def exception(self, timeout: float | None = None) -> OSError | None:
-        """Wait until the transfer has ended, and return a copy of its error, or None."""
-        return copy.copy(self._future.exception(timeout))
-
-
-class _Writing(_Reading):
-    """A write to a store."""
-
-    def exception(self, timeout: float | None = None) -> OSError | None:
-        """Wait until the transfer has ended, and return its error as a _WriteFailed, or None."""
-        error = super().exception(timeout)
-        return error and _WriteFailed(error.errno, error.strerror, error.filename)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import operator
 import os
 import threading
-import types
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from deepnvme._interrupts import defer_interrupts
 
 from .activation_report import ActivationReport
 from .activation_store import ActivationStore
-from .saved_tensor import KeptTensor, Packed, PackedWrapper, is_parameter, is_plain
+from .saved_tensor import KeptTensor, Packed, SavedDTensor, is_distributed, is_parameter, is_plain
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
@@ -48,9 +46,10 @@ class save_on_disk:
     written while the forward goes on, and read again, in reverse order, while the backward does. Results are the same bits.
 
     Not written are parameters and views of them, tensors that their user keeps in memory (from the second time they are saved
-    on), tensors of fewer than ``min_bytes`` bytes, and sparse, quantized and nested ones. A storage that several saved tensors
-    share is written once. The inner tensors of a subclass such as DTensor are saved each by itself. A tensor that was changed in
-    place after it was saved is an error in the backward, as without hooks. Bytes are forgotten when autograd drops the tensor:
+    on), tensors of fewer than ``min_bytes`` bytes, and sparse, quantized and nested ones, or those of a subclass other than
+    DTensor; nor what a backward inside of the context saves, such as layers that ``torch.utils.checkpoint`` with
+    ``use_reentrant=True`` computes again. A storage that several saved tensors share is written once. A tensor that was changed
+    in place after it was saved is an error in the backward, as without hooks. Bytes are forgotten when autograd drops the tensor:
     at the end of a backward, or when a graph without one is dropped.
 
     A device's tensors count with what they take on the device, so there the budget is of its memory.
@@ -92,6 +91,13 @@ class save_on_disk:
         self._config = config
         self._open = threading.local()
         self._slow_steps = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle what it was made with. Objects made with the same share their files."""
+        make = functools.partial(
+            save_on_disk, memory_budget=self._memory_budget, min_bytes=self._min_bytes, config=self._config
+        )
+        return make, (self._paths,)
 
     def __enter__(self) -> save_on_disk:
         """Raises OSError if the files cannot be created."""
@@ -151,11 +157,15 @@ class save_on_disk:
                     del _stores[key]
 
     def _pack(self, store: ActivationStore, tensor: torch.Tensor) -> Packed:
-        if not is_plain(tensor):
-            if hasattr(tensor, "__tensor_flatten__"):
-                return PackedWrapper(tensor, lambda inner: self._pack(store, inner))
-            return KeptTensor(tensor)
-        saved = None if is_parameter(tensor) else store.pack(tensor, self._min_bytes)
+        in_backward = torch._C._current_graph_task_id() >= 0  # and wants at once what it saves
+        saved: Packed | None = None
+        if in_backward or is_parameter(tensor):
+            pass
+        elif is_plain(tensor):
+            saved = store.pack(tensor, tensor, self._min_bytes)
+        elif is_distributed(tensor) and is_plain(local := tensor.to_local()):
+            saved = store.pack(local, tensor, self._min_bytes)
+            saved = saved and SavedDTensor(tensor, saved)
         return KeptTensor(tensor) if saved is None else saved
 
     def _warn_if_slow(self, last: ActivationReport | None) -> None:
@@ -182,42 +192,6 @@ class save_on_disk:
             if key not in _stores or _stores[key].closed:
                 _stores[key] = ActivationStore(self._paths, self._memory_budget, self._config)
             return _stores[key]
-
-
-def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | save_on_disk, **options: Any) -> nn.Module:
-    """Have a module save only its inputs for the backward, on a drive, and compute the rest again: activation checkpointing.
-
-    >>> for block in model.blocks:
-    ...     deepnvme.offload.checkpoint_on_disk(block, "/mnt/nvme/activations", memory_budget=1 << 30)
-
-    The module's ``forward`` then runs by ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` under
-    :class:`save_on_disk`, if gradients are enabled. Random numbers, as of dropout, are the same when it is computed again.
-
-    Args:
-        module: Changed in place: it gets a ``forward`` of its own. Its parameters keep their names.
-        path: Directories; or a :class:`save_on_disk`, which several modules may share.
-        **options: Those of :class:`save_on_disk`, if a path is given.
-
-    Returns:
-        The module.
-
-    Raises:
-        TypeError: If options are given along with a :class:`save_on_disk`.
-    """
-    if isinstance(path, save_on_disk) and options:
-        raise TypeError(f"a save_on_disk has its options already: {', '.join(options)} cannot be given with it")
-    saver = path if isinstance(path, save_on_disk) else save_on_disk(path, **options)
-    own = vars(module).get("forward")
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        compute = types.MethodType(type(self).forward, self) if own is None else own
-        if not torch.is_grad_enabled():
-            return compute(*args, **kwargs)
-        with saver:
-            return checkpoint(compute, *args, use_reentrant=False, **kwargs)
-
-    module.forward = types.MethodType(forward, module)  # a method, so that a copy of the module computes with its own weights
-    return module
 
 
 @dataclass(eq=False)

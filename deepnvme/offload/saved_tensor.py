@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+import sys
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepnvme.memory.tensor_bytes import span_nbytes
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _ALIGNMENT = 64
 """Of torch's memory on the CPU. Bytes come back at an address that is the same modulo this: sums may be done in another order
@@ -46,6 +49,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and tensor.device.type in ("cpu", "cuda")
         and not (tensor.is_quantized or tensor.is_nested)
     )
+
+
+def is_distributed(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # without it there is none
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
@@ -103,6 +112,9 @@ class StorageReference:
 def version_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor that has the version counter of another, and nothing of its memory."""
     probe = tensor.detach()
+    if is_distributed(tensor):
+        probe.__dict__["_local_tensor"] = torch.empty(0)
+        return probe
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe
 
@@ -130,7 +142,8 @@ class KeptTensor:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # without the graph, which this is a part of
+        # Without the graph, which this is a part of. A leaf as it is: FSDP and ZeRO replace the memory of parameters.
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
         self._version = tensor._version
 
     def unpack(self) -> torch.Tensor:
@@ -146,30 +159,29 @@ class Packed(Protocol):
         """Return the tensor."""
 
 
-class _Flattenable(Protocol):
-    """A subclass that wraps other tensors: see torch.utils._python_dispatch.TensorWithFlatten."""
+class SavedDTensor:
+    """A DTensor that autograd has saved by its local tensor.
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]: ...
-
-
-class PackedWrapper:
-    """A tensor of a subclass that wraps others, such as a DTensor. The inner tensors are saved each by itself.
+    Other subclasses stay in memory: nothing says how changes in place show in their inner tensors, and one that is made of these
+    may be another (a jagged one has a new symbolic size then).
 
     Args:
-        tensor: The tensor, which has ``__tensor_flatten__``.
-        pack: Saves an inner tensor.
+        tensor: The DTensor.
+        local: Its local tensor, as saved.
     """
 
-    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Packed]) -> None:
-        flattenable: _Flattenable = tensor  # type: ignore[assignment]
-        names, self._context = flattenable.__tensor_flatten__()
-        inner = {name: getattr(tensor, name) for name in names}
-        self._inner = {name: pack(each) for name, each in inner.items() if isinstance(each, torch.Tensor)}
-        self._others = {name: each for name, each in inner.items() if name not in self._inner}  # a DeviceMesh, for instance
-        self._kind, self._size, self._stride = type(tensor), tensor.size(), tensor.stride()
+    __slots__ = ("_kind", "_local", "_mesh", "_placements", "_shape", "_stride")
+
+    def __init__(self, tensor: DTensor, local: Packed) -> None:
+        self._kind, self._local = type(tensor), local
+        self._mesh, self._placements = tensor.device_mesh, tensor.placements
+        self._shape, self._stride = tensor.size(), tensor.stride()
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor. Raises what unpacking the inner ones raises."""
-        inner = {name: packed.unpack() for name, packed in self._inner.items()}
-        unflatten: Callable[..., torch.Tensor] = self._kind.__tensor_unflatten__  # type: ignore[attr-defined]
-        return unflatten({**inner, **self._others}, self._context, self._size, self._stride)
+        """Return the tensor. Raises what unpacking the local one raises."""
+        local = self._local.unpack()
+        with torch.no_grad():
+            made: torch.Tensor = self._kind.from_local(
+                local, self._mesh, self._placements, run_check=False, shape=self._shape, stride=self._stride
+            )
+        return made

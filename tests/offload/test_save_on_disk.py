@@ -104,7 +104,7 @@ def assert_forgotten(activations: save_on_disk) -> None:
     deadline = time.monotonic() + 10
     while activations.report() and len(store._store) and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert (len(store._store), store._cache.used, store._live, store._known, list(store._undecided)) == (0, 0, 0, {}, [])
+    assert (len(store._store), store._cache.used, store._live, store._known, list(store._undecided)) == (0, 0, {}, {}, [])
 
 
 # The same bits
@@ -124,7 +124,10 @@ def test_losses_and_weights_are_the_same_bits(
         assert_forgotten(activations)
     assert_same(ours, train(net, contextlib.nullcontext, **options))
     assert report.saved_bytes > 40 * KIB
-    assert (report.bytes_written > 0) == (budget < report.saved_bytes)
+    if budget < report.saved_bytes:
+        assert report.bytes_written > 0
+    if budget > 2 * report.saved_bytes + MIB:
+        assert report.bytes_written == 0
     assert not list(drive.rglob("*.data"))
 
 
@@ -211,7 +214,7 @@ def test_a_dtensor_comes_back_as_one(activations: save_on_disk, gloo: Any) -> No
     found = passed_on(activations, distribute_tensor(local.clone(), gloo, [Replicate()]))
     assert isinstance(found, DTensor)
     assert torch.equal(found.to_local(), local)
-    assert activations.report().bytes_read >= local.nbytes
+    assert activations.report().bytes_written >= local.nbytes
 
 
 @pytest.fixture
@@ -502,8 +505,8 @@ def test_memory_stays_within_the_budget_and_two_tensors(drive: Path, budget: int
         report = activations.report()
     assert max(used) <= report.peak_bytes <= budget
     assert report.saved_bytes == 32 * MIB
-    # What stays is not written, but for half of the budget at most.
-    assert 32 * MIB - budget <= report.bytes_written <= 32 * MIB - budget // 2
+    # What stays is not written, but for a quarter that is for reading, and half of the rest at most, which is written ahead.
+    assert 32 * MIB - budget <= report.bytes_written <= 32 * MIB - budget * 3 // 8 + MIB
     assert report.bytes_read <= report.bytes_written
 
 

@@ -1,0 +1,45 @@
+"""In which order a backward wants what the forward has saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class ReturnOrder:
+    """Predicts what is wanted next: what followed in the last step, or, in the first step, what was saved before.
+
+    Saves are numbered. A step is expected to save what the last one did, so its saves are known by their numbers from its
+    beginning. The order is not simply reversed: all tensors of a compiled block are wanted together, in the order of saving.
+    """
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._returned: dict[int, None] = {}  # numbers in the step, in the order of their first return
+        self._last: list[int] = []
+        self._places: dict[int, int] = {}
+
+    def begin_step(self, first: int) -> None:
+        """Begin a step, which what is noted from now on belongs to.
+
+        Args:
+            first: Number of the step's first save.
+        """
+        if self._returned:
+            self._last = list(self._returned)
+            self._places = {number: place for place, number in enumerate(self._last)}
+        self._returned = {}
+        self._first = first
+
+    def note(self, number: int) -> None:
+        """Note that a save was returned."""
+        if number >= self._first:
+            self._returned.setdefault(number - self._first)
+
+    def after(self, number: int) -> Iterator[int]:
+        """Yield the numbers of the saves that are wanted after this one, some of which may be gone."""
+        place = self._places.get(number - self._first)
+        if place is None:
+            yield from range(number - 1, -1, -1)
+            return
+        for following in range(place + 1, len(self._last)):
+            yield self._first + self._last[following]

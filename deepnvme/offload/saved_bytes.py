@@ -1,0 +1,213 @@
+"""Bytes of a storage that autograd has saved: a block with its memory, and how it is read and written."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from deepnvme.memory.alignment import padded
+from deepnvme.memory.host import empty_aligned
+from deepnvme.memory.lease import Lease, Transfer
+from deepnvme.memory.pool import BufferPool, OutOfBuffers
+from deepnvme.memory.tensor_bytes import flat_bytes
+from deepnvme.store.futures import StoreFuture
+from deepnvme.store.tensor_store import TensorStore
+from deepnvme.transfer.block import Block, Memory
+from deepnvme.transfer.block_memory import OwnMemory
+
+from .saved_tensor import StorageReference, version_of
+
+
+class SavedBytes(Block):
+    """Bytes of a storage, as they were when autograd saved a tensor over them.
+
+    Args:
+        order: Number of storages saved before: identifies the bytes, in the store as well.
+        storage: The storage.
+        span: First byte and end.
+        versioned: The tensor whose version counter tells of changes.
+    """
+
+    __slots__ = (
+        "_probe", "begin", "device", "handed_version", "key", "order", "reference", "returned", "source", "undecided", "uses",
+        "version",
+    )  # fmt: skip
+
+    def __init__(
+        self, order: int, storage: torch.UntypedStorage, span: tuple[int, int], versioned: torch.Tensor
+    ) -> None:
+        super().__init__(str(order), span[1] - span[0])
+        self.source: torch.Tensor | None = flat_bytes(storage)[span[0] : span[1]]
+        """The bytes, until the block has them as its memory."""
+        self.begin = span[0]
+        """Where they begin in the storage that ``reference`` refers to."""
+        self.reference = StorageReference(storage)
+        """The storage that was saved, or the one that the bytes were read into last."""
+        self.key = (storage._cdata, *span)
+        self.order = order
+        self.device = storage.device
+        """Where the bytes are used."""
+        self.uses = 0
+        """Number of saved tensors over these bytes that autograd has."""
+        self.returned = 0
+        """Number of these that were returned since the bytes were read."""
+        self.undecided = False
+        """Whether they are in memory only, and it is not settled if they are to be written."""
+        self.version = versioned._version
+        self.handed_version: int | None = None
+        """Version of tensors over the storage that the bytes were read into; None before they were."""
+        self._probe = version_of(versioned)
+
+    @property
+    def current_version(self) -> int:
+        """The version that the tensor has now. Another than ``version`` means that it was changed in place."""
+        return self._probe._version
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Return the storage with the bytes if anything keeps it in memory."""
+        return self.reference.storage()
+
+    def has_bytes_of(self, versioned: torch.Tensor) -> bool:
+        """Return whether the bytes are still those of a tensor over the same storage."""
+        if self.handed_version is not None:
+            return versioned._version == self.handed_version
+        return versioned._version == self.version == self.current_version
+
+    def refer_to(self, storage: torch.UntypedStorage, begin: int, version: int) -> None:
+        """Note where the bytes were read to, and the version of tensors over that."""
+        self.reference, self.begin, self.handed_version = StorageReference(storage), begin, version
+        self.returned = 0
+        self.key = (storage._cdata, 0, storage.nbytes())
+
+
+class SavedMemory:
+    """Memory of saved bytes: that which they were saved in, or memory to read them into.
+
+    A quarter of the budget is a pool that bytes are read into, as far as it has room: to give new memory its pages takes as long
+    as a third of the reading. Pinned memory is also read faster.
+
+    Args:
+        budget: Bytes of both.
+    """
+
+    separate_residents = False
+
+    def __init__(self, budget: int) -> None:
+        self.readable = budget // 4
+        """Bytes that should be read ahead at most."""
+        self._most = budget - self.readable
+        self.limit = self._most
+        """Bytes of blocks: the budget without the pool, since the pool may keep all of its memory while little is read."""
+        self._pool = BufferPool(self.readable)
+        self._leased = 0
+
+    def set_limited(self, limited: bool) -> None:
+        """Set whether blocks have a limit of memory at all."""
+        self.limit = self._most if limited else sys.maxsize
+
+    def held(self, used: int) -> int:
+        """Return how many bytes are held, given how many blocks use: with those that the pool keeps, or autograd in it."""
+        return used - self._leased + self._pool.allocated
+
+    def take(self, block: Block) -> Memory:
+        """Return the bytes that were saved, or memory to read them into. Raises MemoryError if there is none."""
+        assert isinstance(block, SavedBytes)
+        source, block.source = block.source, None
+        if source is not None:
+            return OwnMemory(source)
+        try:
+            if block.device.type != "cpu":
+                return OwnMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.device))
+            lease = None
+            if block.nbytes <= self.readable:
+                with contextlib.suppress(OutOfBuffers):  # the system has not so much memory to pin
+                    lease = self._pool.try_lease(block.nbytes)
+            if lease is not None:
+                return _Leased(lease, self._count)
+            return OwnMemory(empty_aligned(padded(block.nbytes))[: block.nbytes])
+        except (OSError, RuntimeError) as error:  # mmap's and torch's
+            raise MemoryError(f"no memory for {block.nbytes} bytes that autograd has saved: {error}") from error
+
+    def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
+        """Like :meth:`take`: a tensor larger than the limit is saved as well."""
+        return self.take(block)
+
+    def trim(self) -> None:
+        """Give up memory that the pool keeps for reuse."""
+        self._pool.trim()
+
+    def _count(self, nbytes: int) -> None:
+        self._leased += nbytes
+
+
+class _Leased:
+    """Memory of the pool, counted while a block has it. Tensors over it may be alive for longer."""
+
+    def __init__(self, lease: Lease, count: Callable[[int], None]) -> None:
+        self._lease, self._count = lease, count
+        self.nbytes = lease.nbytes
+        count(self.nbytes)
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The memory as a one-dimensional uint8 tensor."""
+        return self._lease.buffer
+
+    def release(self) -> None:
+        """Give the memory back. It is lent again when no tensor over it is left."""
+        self._count(-self.nbytes)
+        self._lease.release()
+
+
+class WriteFailed(OSError):
+    """An error of writing. Errors of reading are other OSErrors."""
+
+
+class SavedBytesIO:
+    """Reads and writes saved bytes in a store."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+
+    def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start filling the buffer."""
+        return _Reading(self._store.get(block.name, out=buffer))
+
+    def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start storing the buffer. Raises WriteFailed."""
+        if buffer.untyped_storage().nbytes() == 0:
+            raise WriteFailed(errno.EFAULT, "the storage of a saved tensor was resized to nothing")
+        try:
+            return _Writing(self._store.put(block.name, buffer))
+        except OSError as error:
+            raise WriteFailed(error.errno, error.strerror, error.filename) from None
+
+
+class _Reading:
+    """A read of a store. Its errors are copies, because the traceback of the one that the store keeps would keep memory."""
+
+    def __init__(self, future: StoreFuture[Any]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Return whether the transfer has ended."""
+        return self._future.done()
+
+    def exception(self, timeout: float | None = None) -> OSError | None:
+        """Wait until the transfer has ended, and return a copy of its error, or None."""
+        return copy.copy(self._future.exception(timeout))
+
+
+class _Writing(_Reading):
+    """A write to a store."""
+
+    def exception(self, timeout: float | None = None) -> OSError | None:
+        """Wait until the transfer has ended, and return its error as a WriteFailed, or None."""
+        error = super().exception(timeout)
+        return error and WriteFailed(error.errno, error.strerror, error.filename)
