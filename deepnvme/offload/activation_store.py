@@ -36,10 +36,13 @@ _MOST_READ_AHEAD = 128
 """Saved storages that are read ahead at a time: to list more takes longer than to read a small one."""
 _MOST_LOOKED_AT = 4096
 """Numbers of saves that are looked at to find those. Some were dropped, or are in memory."""
+_FORGET_SECONDS = 0.01
+"""Until what autograd drops is forgotten if nobody saves or returns a tensor meanwhile."""
 _PREFIX = "deepnvme-activations"
 
+
 class SavedTensor:
-    """A tensor that autograd has saved. Its bytes are kept until it is dropped.
+    """A tensor that autograd has saved. Its bytes are kept until it is dropped, see :class:`_Claim`.
 
     Args:
         store: Has the bytes.
@@ -47,7 +50,7 @@ class SavedTensor:
         view: How the tensor looks at them.
     """
 
-    __slots__ = ("_saved", "_store", "_view")
+    __slots__ = ("__weakref__", "_saved", "_store", "_view")
 
     def __init__(self, store: ActivationStore, saved: SavedBytes, view: View) -> None:
         self._store, self._saved, self._view = store, saved, view
@@ -56,8 +59,17 @@ class SavedTensor:
         """Return the tensor. Raises like :meth:`ActivationStore.unpack`."""
         return self._store.unpack(self._saved, self._view)
 
-    def __del__(self) -> None:
-        self._store.dropped(self._saved)
+
+class _Claim(weakref.ref[SavedTensor]):
+    """A saved tensor's claim to its bytes.
+
+    Its callback notes that the tensor was dropped, and must run no Python code. A Ctrl-C that comes while torch computes is
+    raised by the Python code that runs next, and a finalizer would swallow it.
+    """
+
+    __slots__ = ("saved",)
+
+    saved: SavedBytes
 
 
 Parameters = ParamSpec("Parameters")
@@ -67,7 +79,7 @@ Result = TypeVar("Result")
 def _locked(
     method: Callable[Concatenate[ActivationStore, Parameters], Result],
 ) -> Callable[Concatenate[ActivationStore, Parameters], Result]:
-    """Call a method of the store with its lock held, and forget what was dropped before and meanwhile.
+    """Call a method of the store with its lock held, after forgetting what was dropped.
 
     It raises RuntimeError in a forked child, where the lock may be held by a thread that is not there.
 
@@ -78,12 +90,9 @@ def _locked(
     def locked(self: ActivationStore, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         if os.getpid() != self._process:
             raise RuntimeError("activations on disk are the parent process's: a forked child cannot save or use them")
-        try:
-            with self._lock:
-                self._forget()
-                return method(self, *args, **kwargs)
-        finally:
-            self._forget_dropped()
+        with self._lock:
+            self._forget()
+            return method(self, *args, **kwargs)
 
     functools.update_wrapper(locked, method)
     return locked
@@ -95,8 +104,8 @@ class ActivationStore:
     The oldest are written, as far as the memory is needed; the newest, which a backward wants first, stay. When a backward wants
     some, those saved before them are read as far as there is room.
 
-    Finalizers of saved tensors may run anywhere, in the middle of any method. So they only note what was dropped, and whoever
-    has the lock, or can take it at once, forgets it.
+    What autograd drops is only noted at first, since that may happen anywhere, in the middle of any method. The next call that
+    takes the lock forgets it. If there is none, a thread does, which runs as long as anything is kept.
 
     Args:
         paths: Directories, on one or several drives.
@@ -118,8 +127,10 @@ class ActivationStore:
         self._order = ReturnOrder()
         self._undecided: deque[SavedBytes] = deque()  # oldest first; some were dropped since
         self._undecided_bytes = 0
-        self._dropped: deque[SavedBytes] = deque()
+        self._dropped: deque[_Claim] = deque()
         self._ending: list[SavedBytes] = []  # dropped, but in transfer
+        self._helper: threading.Thread | None = None  # forgets what is dropped
+        self._ended = threading.Event()  # the helper is to end
         self._saves = 0
         self._suspended = False
         self._contexts: weakref.WeakSet[object] = weakref.WeakSet()  # that are open: an interrupted one may never be left
@@ -211,7 +222,9 @@ class ActivationStore:
         assert saved is not None
         with defer_interrupts():
             packed = SavedTensor(self, saved, view_of(tensor, saved.begin))
-            saved.uses += 1  # until `packed` is dropped, also by an error below
+            claim = _Claim(packed, self._dropped.append)  # until `packed` is dropped, also by an error below
+            claim.saved = saved
+            saved.claims.add(claim)
             self._live[saved.order] = saved
         try:
             if new:
@@ -333,22 +346,14 @@ class ActivationStore:
 
     # Forgetting
 
-    def dropped(self, saved: SavedBytes) -> None:
-        """Note that a tensor over these bytes was dropped. Called by finalizers, in any thread at any point."""
-        if os.getpid() == self._process:
-            self._dropped.append(saved)
-            self._forget_dropped()
-
-    def _forget_dropped(self) -> None:
-        """Forget what was dropped, unless another call is under way, which then does it."""
-        while self._dropped:
-            with defer_interrupts():
-                if not self._lock.acquire(blocking=False):
+    def _forget_behind(self) -> None:
+        """Forget what is dropped while nobody calls, until nothing is left. Runs in a thread."""
+        while not self._ended.wait(_FORGET_SECONDS):
+            with self._lock:
+                self._forget()
+                if not self._live and not self._ending:
+                    self._helper = None
                     return
-                try:
-                    self._forget()
-                finally:
-                    self._lock.release()
 
     def _forget(self) -> None:
         """Forget what nobody has any more. Never waits for a transfer. Call with the lock held."""
@@ -356,8 +361,9 @@ class ActivationStore:
             return
         with defer_interrupts():
             while self._dropped:
-                saved = self._dropped.popleft()
-                saved.uses -= 1
+                claim = self._dropped.popleft()
+                saved = claim.saved
+                saved.claims.discard(claim)
                 saved.returned = max(saved.returned - 1, 0)
                 if saved.uses == 0:
                     self._decide(saved)
@@ -395,6 +401,10 @@ class ActivationStore:
         if os.getpid() != self._process:
             return
         self._end_transfers()
+        self._ended.set()
+        helper = self._helper
+        if helper is not None:
+            helper.join()
         with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
             self._store.close()
         self._engine.close()

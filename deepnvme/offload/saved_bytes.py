@@ -35,7 +35,7 @@ class SavedBytes(Block):
     """
 
     __slots__ = (
-        "_probe", "begin", "device", "handed_version", "key", "order", "reference", "returned", "source", "undecided", "uses",
+        "_probe", "begin", "claims", "device", "handed_version", "key", "order", "reference", "returned", "source", "undecided",
         "version",
     )  # fmt: skip
 
@@ -53,8 +53,8 @@ class SavedBytes(Block):
         self.order = order
         self.device = storage.device
         """Where the bytes are used."""
-        self.uses = 0
-        """Number of saved tensors over these bytes that autograd has."""
+        self.claims: set[object] = set()
+        """Those of the saved tensors over these bytes that autograd has."""
         self.returned = 0
         """Number of these that were returned since the bytes were read."""
         self.undecided = False
@@ -63,6 +63,11 @@ class SavedBytes(Block):
         self.handed_version: int | None = None
         """Version of tensors over the storage that the bytes were read into; None before they were."""
         self._probe = version_of(versioned)
+
+    @property
+    def uses(self) -> int:
+        """Number of saved tensors over these bytes that autograd has."""
+        return len(self.claims)
 
     @property
     def current_version(self) -> int:
