@@ -79,7 +79,7 @@ class _Offload:
             "activations_written_gb": report.bytes_written / 1e9,
             "activations_read_gb": report.bytes_read / 1e9,
             "activations_peak_gb": report.peak_bytes / 1e9,
-            "activations_waiting_s": report.waiting_forward + report.waiting_backward,
+            "activations_waiting_s": report.waiting,
         }
 
     def close(self) -> None:
