@@ -34,7 +34,7 @@ _WRITE_AHEAD = 128 << 20
 """Bytes that are written before their memory is needed, at most half of the budget: enough to keep a drive busy meanwhile."""
 _MOST_READ_AHEAD = 128
 """Saved storages that are read ahead at a time: to list more takes longer than to read a small one."""
-_MOST_LOOKED_AT = 4096
+_MOST_LOOKED_AT = 512
 """Numbers of saves that are looked at to find those. Some were dropped, or are in memory."""
 _FORGET_SECONDS = 0.01
 """Until what autograd drops is forgotten if nobody saves or returns a tensor meanwhile."""
@@ -282,7 +282,7 @@ class ActivationStore:
             RuntimeError: If it was changed in place since; in a forked child; or if it is on the drive and the store is closed.
             OSError: From reading.
         """
-        check_version(view, saved.current_version, saved.version)
+        check_version(saved.current_version, saved.version, lambda: str(view))
         in_memory = saved.storage()
         try:
             storage = self._read(saved, view) if in_memory is None else in_memory

@@ -6,24 +6,28 @@ import atexit
 import functools
 import operator
 import os
+import sys
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
 from deepnvme._interrupts import defer_interrupts
 
-from .activation_report import ActivationReport
+from .activation_report import ActivationReport, StepCounts
 from .activation_store import ActivationStore
 from .saved_tensor import KeptTensor, Packed, SavedDTensor, is_distributed, is_parameter, is_plain
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
     from deepnvme.profiles import AnyPath
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 _MEMORY_BUDGET = 1 << 30
 _MIN_BYTES = 1 << 20
@@ -83,8 +87,8 @@ class save_on_disk:
         config: AioConfig | None = None,
     ) -> None:
         paths = [path] if isinstance(path, str | bytes | os.PathLike) else list(path)
-        if not paths:
-            raise ValueError("save_on_disk needs a directory on the drive, got none")
+        if not paths or not all(map(os.fspath, paths)):
+            raise ValueError(f"save_on_disk needs a directory on the drive, got {path!r}")
         self._paths = tuple(Path(os.path.abspath(os.fsdecode(each))) for each in paths)
         self._memory_budget = _natural(memory_budget, "memory_budget")
         self._min_bytes = _natural(min_bytes, "min_bytes")
@@ -101,8 +105,13 @@ class save_on_disk:
 
     def __enter__(self) -> save_on_disk:
         """Raises OSError if the files cannot be created."""
+        _uncompiled(self._enter)()
+        return self
+
+    def _enter(self) -> None:
         store = self._shared_store()
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(store, tensor), _unpack)
+        pack, unpack = _uncompiled(lambda tensor: self._pack(store, tensor)), _uncompiled(_unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         context = _Context(store, hooks)
         try:
             self._warn_if_slow(store.enter(context))
@@ -112,9 +121,11 @@ class save_on_disk:
         except BaseException:
             self._leave(context)
             raise
-        return self
 
     def __exit__(self, *_: object) -> None:
+        _uncompiled(self._exit)()
+
+    def _exit(self) -> None:
         context: _Context = self._open.contexts[-1]
         try:
             self._leave(context)
@@ -140,12 +151,15 @@ class save_on_disk:
 
     def report(self) -> ActivationReport:
         """Return what the newest step has done so far. A step is a forward in this context and the backward that follows."""
-        return self._shared_store().report()
+        with _sharing:
+            store = _stores.get(self._key())
+        return StepCounts().report(0, 0) if store is None else store.report()
 
     def close(self) -> None:
         """Wait for transfers, and remove the files. Idempotent; the object can be used again afterwards.
 
-        A backward that needs tensors on the drive raises RuntimeError then.
+        A backward that needs tensors on the drive raises RuntimeError then, also if another object with the same paths and
+        options has saved them.
         """
         key = self._key()
         with _sharing:
@@ -206,8 +220,19 @@ def _unpack(packed: Packed) -> torch.Tensor:
     return packed.unpack()
 
 
+def _uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return a function that torch.compile does not look into, also if what calls it is compiled."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
+        return function
+    disabled: Callable[Parameters, Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
 def _natural(value: int, name: str) -> int:
-    number = operator.index(value)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number of bytes, got {value!r}") from None
     if number < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
     return number

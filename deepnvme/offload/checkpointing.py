@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
+import inspect
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from .activations import save_on_disk
@@ -48,28 +50,43 @@ def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | sa
 
 
 class _CheckpointedForward:
-    """The ``forward`` of a module, checkpointed. An object, not a function: a copy of the module gets one for its own weights.
+    """The ``forward`` of a module, checkpointed. An object, not a function: a deep copy of the module gets one for its own weights.
 
     Args:
-        module: The module.
+        module: The module. Not kept alive.
         own: The ``forward`` that the module had as its attribute; None for that of its class.
         saver: Where the inputs go.
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, saver: save_on_disk) -> None:
         self.own = own
-        self._module, self._saver = module, saver
-        functools.update_wrapper(self, type(module).forward.__get__(module) if own is None else own, updated=())
+        self._module, self._saver = weakref.ref(module), saver
+        self.__signature__ = inspect.signature(self._forward())  # transformers' Trainer chooses a dataset's columns by it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compute = type(self._module).forward.__get__(self._module) if self.own is None else self.own
+        forward = self._forward()
         if not torch.is_grad_enabled():
-            return compute(*args, **kwargs)
+            return forward(*args, **kwargs)
+        # One by one, because torch's checkpoint saves only tensors that are arguments themselves, and takes some keywords for its own.
+        leaves, spec = tree_flatten((args, kwargs))
+
+        def compute(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, spec)
+            return forward(*args, **kwargs)
+
         with self._saver:
-            return checkpoint(compute, *args, use_reentrant=False, **kwargs)
+            return checkpoint(compute, *leaves, use_reentrant=False)
+
+    def _forward(self) -> Callable[..., Any]:
+        if self.own is not None:
+            return self.own
+        module = self._module()
+        assert module is not None  # it is called
+        forward: Callable[..., Any] = type(module).forward.__get__(module)
+        return forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CheckpointedForward:
-        return _CheckpointedForward(copy.deepcopy(self._module, memo), copy.deepcopy(self.own, memo), self._saver)
+        return _CheckpointedForward(copy.deepcopy(self._module(), memo), copy.deepcopy(self.own, memo), self._saver)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _CheckpointedForward, (self._module, self.own, self._saver)
+        return _CheckpointedForward, (self._module(), self.own, self._saver)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepnvme.memory.alignment import padded
-from deepnvme.memory.host import empty_aligned
+from deepnvme.memory.host import give_pages, huge_pages
 from deepnvme.memory.lease import Lease, Transfer
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.memory.tensor_bytes import flat_bytes
@@ -43,7 +43,9 @@ class SavedBytes(Block):
         self, order: int, storage: torch.UntypedStorage, span: tuple[int, int], versioned: torch.Tensor
     ) -> None:
         super().__init__(str(order), span[1] - span[0])
-        self.source: torch.Tensor | None = flat_bytes(storage)[span[0] : span[1]]
+        source = flat_bytes(storage)[span[0] : span[1]]
+        # A part would keep all of its storage in memory.
+        self.source: torch.Tensor | None = source if source.nbytes == storage.nbytes() else source.clone()
         """The bytes, until the block has them as its memory."""
         self.begin = span[0]
         """Where they begin in the storage that ``reference`` refers to."""
@@ -135,12 +137,15 @@ class SavedMemory:
                     lease = self._pool.try_lease(block.nbytes)
             if lease is not None:
                 return _Leased(lease, self._count)
-            return OwnMemory(empty_aligned(padded(block.nbytes))[: block.nbytes])
+            memory = huge_pages(padded(block.nbytes))  # whose storage begins with the bytes, as the one that was saved does
+            give_pages(memory.data_ptr(), memory.nbytes)
+            return OwnMemory(memory[: block.nbytes])
         except (OSError, RuntimeError) as error:  # mmap's and torch's
             raise MemoryError(f"no memory for {block.nbytes} bytes that autograd has saved: {error}") from error
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
-        """Like :meth:`take`: a tensor larger than the limit is saved as well."""
+        """Like :meth:`take`: a tensor larger than the limit is saved as well. The pool gives up for it what it does not need."""
+        self._pool.trim()
         return self.take(block)
 
     def trim(self) -> None:
@@ -186,8 +191,8 @@ class SavedBytesIO:
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start storing the buffer. Raises WriteFailed."""
-        if buffer.untyped_storage().nbytes() == 0:
-            raise WriteFailed(errno.EFAULT, "the storage of a saved tensor was resized to nothing")
+        if buffer.untyped_storage().nbytes() < buffer.nbytes:  # as FSDP does with what it gathers again for the backward
+            raise WriteFailed(errno.EFAULT, "the storage of a saved tensor was resized")
         try:
             return _Writing(self._store.put(block.name, buffer))
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
 
 import torch
@@ -119,7 +120,7 @@ def version_of(tensor: torch.Tensor) -> torch.Tensor:
     return probe
 
 
-def check_version(view: object, now: int, saved: int) -> None:
+def check_version(now: int, saved: int, description: Callable[[], str]) -> None:
     """Check that a tensor was not changed in place since it was saved, as torch does where there are no hooks.
 
     Raises:
@@ -127,7 +128,7 @@ def check_version(view: object, now: int, saved: int) -> None:
     """
     if now != saved:
         raise RuntimeError(
-            f"a variable needed for gradient computation was modified by an inplace operation: the {view} is at version {now},"
+            f"a variable needed for gradient computation was modified by an inplace operation: the {description()} is at version {now},"
             f" and was saved at version {saved}. torch.autograd.set_detect_anomaly(True) shows the operation that saved it"
         )
 
@@ -148,7 +149,7 @@ class KeptTensor:
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor. Raises RuntimeError if it was changed in place since."""
-        check_version(f"tensor of shape {tuple(self._tensor.shape)}", self._tensor._version, self._version)
+        check_version(self._tensor._version, self._version, lambda: f"{self._tensor.dtype} tensor")
         return self._tensor
 
 

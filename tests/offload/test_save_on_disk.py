@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
+import pickle
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,6 +238,46 @@ def test_parameters_and_their_views_are_not_saved(activations: save_on_disk) -> 
     assert activations.report().saved_bytes == 100 * 100 * 4  # of the product
     y.sum().backward()
     assert weight.grad is not None
+
+
+@pytest.mark.parametrize("size", [1000, 2 << 20])
+def test_a_tensor_comes_back_at_its_offset(activations: save_on_disk, size: int) -> None:
+    """Compiled code looks at storages by absolute offsets."""
+    for begin in (0, 16, 17):
+        found = passed_on(activations, torch.arange(float(size))[begin:])
+        assert found.storage_offset() == begin
+        assert torch.equal(found.as_strided((3,), (1,), begin), torch.arange(begin, begin + 3.0))
+
+
+def test_a_dtensor_that_was_changed_in_place_is_an_error(activations: save_on_disk, gloo: Any) -> None:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    def both(context: Any, first: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        weight = distribute_tensor(torch.randn(100, 100), gloo, [Replicate()]).requires_grad_()
+        x = distribute_tensor(torch.randn(100, 100), gloo, [Replicate()]) * 1.0
+        with context:
+            one = (x * weight).sum()
+            x.mul_(2)
+            two = (x * weight).sum()
+        (gradient,) = torch.autograd.grad(one if first else two, weight)
+        return gradient.to_local()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        both(activations, True)
+    assert torch.equal(both(activations, False), both(contextlib.nullcontext(), False))
+
+
+def test_a_parameter_whose_memory_is_replaced_is_not_kept(activations: save_on_disk) -> None:
+    """As ZeRO-3 does with what it has gathered."""
+    weight = nn.Parameter(torch.randn(10000))
+    storage = weight.untyped_storage()._weak_ref()
+    with activations:
+        y = weight * weight
+    weight.data = torch.empty(0)
+    assert torch.UntypedStorage._expired(storage)
+    torch.UntypedStorage._free_weak_ref(storage)
+    del y
 
 
 def test_a_storage_that_is_saved_often_is_written_once(activations: save_on_disk) -> None:
@@ -466,7 +509,7 @@ def test_after_close_what_is_in_memory_is_returned_and_what_is_not_is_an_error(d
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [({"path": []}, "needs a directory"), ({"memory_budget": -1}, "memory_budget must not"), ({"min_bytes": -1}, "min_bytes")],
+    [({"path": []}, "needs a directory"), ({"path": ""}, "needs a directory"), ({"memory_budget": -1}, "memory_budget must not"), ({"min_bytes": -1}, "min_bytes")],
 )
 def test_wrong_arguments_are_refused(drive: Path, arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
@@ -572,6 +615,45 @@ def test_a_checkpointed_module_saves_nothing_without_gradients(activations: save
     assert activations.report().saved_bytes == 0
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_copy_of_a_checkpointed_module_computes_with_its_own_weights(activations: save_on_disk, times: int) -> None:
+    net = nn.Linear(100, 100)
+    for _ in range(times):
+        checkpoint_on_disk(net, activations)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        with torch.no_grad():
+            other.weight.zero_()
+        assert torch.equal(other(torch.ones(3, 100)), other.bias.expand(3, 100))
+        other(torch.ones(3, 100)).sum().backward()
+        assert other.weight.grad is not None
+        assert net.weight.grad is None
+
+
+def test_a_checkpointed_module_is_called_as_before(activations: save_on_disk) -> None:
+    """Tensors in containers and by keyword are saved, and keywords that torch's checkpoint has as well are the module's."""
+
+    class Sum(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor], *, debug: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+            return (pair[0] * pair[1] + debug.exp()) * scale
+
+    net = Sum()
+    signature = inspect.signature(net.forward)
+    checkpoint_on_disk(net, activations)
+    assert inspect.signature(net.forward) == signature
+    x = torch.ones(1000, requires_grad=True)
+    y = net((x * 2, x * 3), debug=x * 0, scale=0.5)
+    assert activations.report().saved_bytes == 3 * x.nbytes
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((1000,), 6.0))
+
+
+def test_a_module_is_freed_when_it_is_dropped(activations: save_on_disk) -> None:
+    net = checkpoint_on_disk(nn.Linear(10, 10), activations)
+    gone = weakref.ref(net)
+    del net
+    assert gone() is None
+
+
 def test_options_are_those_of_the_object(activations: save_on_disk) -> None:
     with pytest.raises(TypeError, match="memory_budget cannot be given"):
         checkpoint_on_disk(model(), activations, memory_budget=1)
@@ -589,6 +671,24 @@ def test_compiled_layers_save_on_disk_too(activations: save_on_disk) -> None:
     assert_same(train(compiled, lambda: activations), train(nn.Sequential(*net), contextlib.nullcontext))
     assert activations.report().bytes_written > 0
     assert_forgotten(activations)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_may_enter_it(activations: save_on_disk) -> None:
+    """That part of it is not compiled."""
+    net = model().eval()
+
+    def loss() -> torch.Tensor:
+        with activations:
+            return net(batch()).square().mean()  # type: ignore[no-any-return]
+
+    loss().backward()
+    theirs = [weight.grad for weight in net.parameters()]
+    net.zero_grad()
+    torch.compile(loss, backend="aot_eager")().backward()
+    assert all(torch.equal(weight.grad, each) for weight, each in zip(net.parameters(), theirs, strict=True))
+    assert activations.report().bytes_written > 0
 
 
 def test_it_is_a_name_of_the_package() -> None:
