@@ -226,6 +226,7 @@ class ActivationStore:
             claim.saved = saved
             saved.claims.add(claim)
             self._live[saved.order] = saved
+            self._start_helper()
         try:
             if new:
                 self._take_over(saved)
@@ -345,6 +346,14 @@ class ActivationStore:
         return uses
 
     # Forgetting
+
+    def _start_helper(self) -> None:
+        """Start the thread that forgets, unless it runs. Without it, as where the system has no more threads, callers forget."""
+        if self._helper is None and not self._ended.is_set():
+            helper = threading.Thread(target=self._forget_behind, name=_PREFIX, daemon=True)
+            with contextlib.suppress(RuntimeError):
+                helper.start()
+                self._helper = helper
 
     def _forget_behind(self) -> None:
         """Forget what is dropped while nobody calls, until nothing is left. Runs in a thread."""

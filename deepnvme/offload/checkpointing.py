@@ -50,7 +50,9 @@ def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | sa
 
 
 class _CheckpointedForward:
-    """The ``forward`` of a module, checkpointed. An object, not a function: a deep copy of the module gets one for its own weights.
+    """The ``forward`` of a module, checkpointed.
+
+    An object, not a function: a deep copy of the module gets one for its own weights.
 
     Args:
         module: The module. Not kept alive.
@@ -67,7 +69,7 @@ class _CheckpointedForward:
         forward = self._forward()
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # One by one, because torch's checkpoint saves only tensors that are arguments themselves, and takes some keywords for its own.
+        # torch's checkpoint saves only tensors that are arguments themselves, and takes some keywords for its own.
         leaves, spec = tree_flatten((args, kwargs))
 
         def compute(*leaves: Any) -> Any:
@@ -80,13 +82,18 @@ class _CheckpointedForward:
     def _forward(self) -> Callable[..., Any]:
         if self.own is not None:
             return self.own
-        module = self._module()
-        assert module is not None  # it is called
-        forward: Callable[..., Any] = type(module).forward.__get__(module)
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
         return forward
 
+    @property
+    def module(self) -> nn.Module:
+        """The module, whose attribute this is."""
+        module = self._module()
+        assert module is not None
+        return module
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _CheckpointedForward:
-        return _CheckpointedForward(copy.deepcopy(self._module(), memo), copy.deepcopy(self.own, memo), self._saver)
+        return _CheckpointedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.own, memo), self._saver)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _CheckpointedForward, (self._module(), self.own, self._saver)
+        return _CheckpointedForward, (self.module, self.own, self._saver)

