@@ -136,6 +136,7 @@ void ManyTransfers::start(Engine& engine, ManyParts& many) {
 
 // Start the transfers from `begin` on in the order of the files, whose memory is given. Without the GIL.
 void ManyTransfers::start(Engine& engine, std::span<const Memory> memory, std::size_t begin, ManyParts& many) {
+    RequestGroup group;
     for (std::size_t i = 0; i < memory.size();) {
         const std::uint32_t file = file_of(transfer(begin + i));
         std::size_t end = i + 1;
@@ -149,7 +150,7 @@ void ManyTransfers::start(Engine& engine, std::span<const Memory> memory, std::s
         try {
             Part& part = many.parts.back();
             for (std::size_t j = i; j < end && !order_.empty(); ++j) part.indices.push_back(order_[begin + j]);
-            part.request = start(engine, memory.subspan(i, end - i), begin + i);
+            part.request = start(engine, memory.subspan(i, end - i), begin + i, group);
         } catch (...) {
             many.parts.pop_back();
             throw;
@@ -162,20 +163,24 @@ void ManyTransfers::start(Engine& engine, std::span<const Memory> memory, std::s
 }
 
 // One request for transfers of one file and device.
-std::shared_ptr<Request> ManyTransfers::start(Engine& engine, std::span<const Memory> memory, std::size_t begin) {
+std::shared_ptr<Request> ManyTransfers::start(Engine& engine, std::span<const Memory> memory, std::size_t begin,
+                                              RequestGroup& group) {
     SharedFile& target = targets_[current_];
     if (counts_[current_] == 1) {  // as read() and write() do
         const auto& [data, nbytes, device] = memory[0];
         const std::int64_t offset = offsets_[transfer(begin)];
         const auto& [file, path, by_path] = target;
         if (direction_ == Direction::read)
-            return file ? engine.read(data, nbytes, file, offset, device) : engine.read(data, nbytes, path, offset, device);
-        return file ? engine.write(data, nbytes, file, offset, device) : engine.write(data, nbytes, path, offset, device);
+            return file ? engine.read(data, nbytes, file, offset, device, &group)
+                        : engine.read(data, nbytes, path, offset, device, &group);
+        return file ? engine.write(data, nbytes, file, offset, device, &group)
+                    : engine.write(data, nbytes, path, offset, device, &group);
     }
     std::vector<Piece> pieces;
     pieces.reserve(memory.size());
     for (std::size_t i = 0; i < memory.size(); ++i)
         pieces.push_back({memory[i].data, static_cast<std::uint64_t>(offsets_[transfer(begin + i)]), memory[i].nbytes});
+    group.hand_over();  // the file is waited for otherwise
     const auto kind = direction_ == Direction::read ? Request::Kind::read : Request::Kind::write;
     started_ += memory.size();
     const bool last = started_ == counts_[current_];

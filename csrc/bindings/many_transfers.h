@@ -38,7 +38,7 @@ private:
     std::uint32_t file_of(std::size_t transfer) const { return files_.empty() ? 0 : files_[transfer]; }
     Memory memory_of(std::size_t transfer);
     void start(Engine& engine, std::span<const Memory> memory, std::size_t begin, ManyParts& many);
-    std::shared_ptr<Request> start(Engine& engine, std::span<const Memory> memory, std::size_t begin);
+    std::shared_ptr<Request> start(Engine& engine, std::span<const Memory> memory, std::size_t begin, RequestGroup& group);
 
     const Direction direction_;
     py::tuple tensors_;

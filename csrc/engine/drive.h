@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -48,6 +49,8 @@ public:
     void dismiss(Request& request) noexcept;
     // Hand an admitted request to the workers; an fsync once the writes before it have ended.
     void start(Request& request) noexcept;
+    // Several at once; none is an fsync, and each has bytes to move.
+    void start(std::span<Request* const> requests) noexcept { queue_.push(requests); }
     // End a request whose last outstanding count the caller has given up. May close its file here, which can block.
     void end(Request& request) noexcept;
     // The same for threads that serve other drives as well, or must not wait for this one. Its file is closed by the drive's own

@@ -75,6 +75,15 @@ void check_covered(File& file, std::uint64_t begin, std::uint64_t length) {
                        size);
 }
 
+// A request that is ready waits for others of its group at most so long.
+constexpr auto kLongestDelay = std::chrono::microseconds(200);
+
+// What is kept back has files open that others may wait for.
+std::function<void()> hand_over(RequestGroup* group) {
+    if (!group) return {};
+    return [group] { group->hand_over(); };
+}
+
 // Its permit is given back when it is closed.
 struct FileWithPermit {
     explicit FileWithPermit(OpenFilePermit taken) : permit(std::move(taken)) {}
@@ -185,24 +194,27 @@ void Engine::check_usable() const {
 }
 
 std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
-                                     std::optional<DeviceMemory> device) {
+                                     std::optional<DeviceMemory> device, RequestGroup* group) {
     check_usable();
     check_range(length, offset);
     auto fence = fence_before(Request::Kind::read, length, offset, device, path);
-    auto permit = OpenFilePermit::take();
-    auto file = permit.open(path, Access::read, Creation::must_exist, holds_a_page(offset, length, limits_.page_size));
-    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, std::move(fence), std::move(permit));
+    const auto before_waiting = hand_over(group);
+    auto permit = OpenFilePermit::take(before_waiting);
+    auto file = permit.open(path, Access::read, Creation::must_exist, holds_a_page(offset, length, limits_.page_size), {},
+                           before_waiting);
+    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, std::move(fence), std::move(permit), group);
 }
 
 std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
-                                     std::optional<DeviceMemory> device) {
+                                     std::optional<DeviceMemory> device, RequestGroup* group) {
     check_usable();
     check_range(length, offset);
     auto fence = fence_before(Request::Kind::write, length, offset, device, path);
-    auto permit = OpenFilePermit::take();
+    const auto before_waiting = hand_over(group);
+    auto permit = OpenFilePermit::take(before_waiting);
     auto file = permit.open(path, Access::write, Creation::provisional, holds_a_page(offset, length, limits_.page_size),
-                           {static_cast<std::uint64_t>(offset), length});
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), std::move(permit));
+                           {static_cast<std::uint64_t>(offset), length}, before_waiting);
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), std::move(permit), group);
 }
 
 std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset,
@@ -223,17 +235,17 @@ std::shared_ptr<Request> Engine::sync(const std::string& path) {
 }
 
 std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
-                                     std::optional<DeviceMemory> device) {
+                                     std::optional<DeviceMemory> device, RequestGroup* group) {
     if (!file->readable()) throw std::invalid_argument("'" + file->path() + "' was not opened for reading");
     auto fence = fence_before(Request::Kind::read, length, offset, device, file->path());
-    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, std::move(fence), {});
+    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, std::move(fence), {}, group);
 }
 
 std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
-                                     std::optional<DeviceMemory> device) {
+                                     std::optional<DeviceMemory> device, RequestGroup* group) {
     if (!file->writable()) throw std::invalid_argument("'" + file->path() + "' was not opened for writing");
     auto fence = fence_before(Request::Kind::write, length, offset, device, file->path());
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), {});
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), {}, group);
 }
 
 std::shared_ptr<Request> Engine::sync(std::shared_ptr<File> file) {
@@ -263,7 +275,8 @@ std::unique_ptr<const DeviceFence> Engine::fence_before(Request::Kind kind, std:
 
 std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
                                         std::int64_t offset, std::optional<DeviceMemory> device,
-                                        std::unique_ptr<const DeviceFence> fence, OpenFilePermit permit) {
+                                        std::unique_ptr<const DeviceFence> fence, OpenFilePermit permit,
+                                        RequestGroup* group) {
     check_usable();
     check_range(length, offset);
     const auto begin = static_cast<std::uint64_t>(offset);
@@ -288,7 +301,7 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
         request->cursor_ = begin;
         if (!limits && length > 0) note_and_warn(*request->file_, kBuffered, request->file_->refusal());
     }
-    launch(drive, request, std::move(fence));
+    launch(drive, request, std::move(fence), group);
     return request;
 }
 
@@ -330,7 +343,8 @@ std::shared_ptr<Request> Engine::transfer(Request::Kind kind, std::unique_ptr<Pi
 }
 
 // Hand a request that is complete to its drive, or to what it has to wait for.
-void Engine::launch(Drive& drive, const std::shared_ptr<Request>& request, std::unique_ptr<const DeviceFence> fence) {
+void Engine::launch(Drive& drive, const std::shared_ptr<Request>& request, std::unique_ptr<const DeviceFence> fence,
+                    RequestGroup* group) {
     request->self_ = request;
     const bool fenced = fence != nullptr;
     bool admitted = false;
@@ -343,7 +357,24 @@ void Engine::launch(Drive& drive, const std::shared_ptr<Request>& request, std::
         request->self_.reset();
         throw;
     }
-    if (!fenced) drive.start(*request);
+    if (fenced) return;
+    if (group && request->length > 0) group->add(drive, *request);
+    else drive.start(*request);
+}
+
+void RequestGroup::add(Drive& drive, Request& request) noexcept {
+    if (drive_ != &drive) hand_over();
+    drive_ = &drive;
+    requests_[count_++] = &request;
+    const auto now = Clock::now();
+    if (count_ == 1) since_ = now;
+    if (count_ < enough_ && now - since_ < kLongestDelay) return;
+    enough_ = std::min(2 * enough_, requests_.size());
+    hand_over();
+}
+
+void RequestGroup::hand_over() noexcept {
+    if (count_ > 0) drive_->start(std::span(requests_).first(std::exchange(count_, 0)));
 }
 
 // No lock on the way of a transfer.

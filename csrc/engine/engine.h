@@ -1,6 +1,7 @@
 // Transfers between memory and files, asynchronously: what the bindings, and any C++ caller, use.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -57,6 +58,30 @@ struct SharedFile {
     bool by_path;
 };
 
+// Requests of one call on their way to their drive: handed over some at a time, so that a worker that sleeps is woken less often
+// and what it gives the kernel is more than one block. Not thread-safe.
+class RequestGroup {
+public:
+    RequestGroup() = default;
+    RequestGroup(const RequestGroup&) = delete;
+    RequestGroup& operator=(const RequestGroup&) = delete;
+    ~RequestGroup() { hand_over(); }
+
+    // The request is admitted, no fsync, and has bytes to move. From here on it may end at any time.
+    void add(Drive& drive, Request& request) noexcept;
+    // Before anything that waits for requests to end.
+    void hand_over() noexcept;
+
+private:
+    using Clock = std::chrono::steady_clock;
+
+    std::array<Request*, 16> requests_;
+    std::size_t count_ = 0;
+    std::size_t enough_ = 1;  // grows, so that the drive has work at once
+    Drive* drive_ = nullptr;  // of them
+    Clock::time_point since_;
+};
+
 // Which drive a file lies on. Files with the same number share a queue.
 using DriveOf = std::function<std::uint64_t(const File&)>;
 
@@ -82,13 +107,13 @@ public:
     // file) and a closed engine, IoError for what opening or reserving space says, std::runtime_error in a forked child: nothing
     // has been transferred then. std::runtime_error also where there is no CUDA for device memory.
     std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
-                                  std::optional<DeviceMemory> device = {});
+                                  std::optional<DeviceMemory> device = {}, RequestGroup* group = nullptr);
     std::shared_ptr<Request> read(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
-                                  std::optional<DeviceMemory> device = {});
+                                  std::optional<DeviceMemory> device = {}, RequestGroup* group = nullptr);
     std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
-                                  std::optional<DeviceMemory> device = {});
+                                  std::optional<DeviceMemory> device = {}, RequestGroup* group = nullptr);
     std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, std::shared_ptr<File> file, std::int64_t offset,
-                                  std::optional<DeviceMemory> device = {});
+                                  std::optional<DeviceMemory> device = {}, RequestGroup* group = nullptr);
     // The descriptor may be closed once this returns.
     std::shared_ptr<Request> write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset,
                                   std::optional<DeviceMemory> device = {});
@@ -147,8 +172,9 @@ private:
                                                     const std::optional<DeviceMemory>& device, const std::string& path);
     std::shared_ptr<Request> submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
                                     std::int64_t offset, std::optional<DeviceMemory> device,
-                                    std::unique_ptr<const DeviceFence> fence, OpenFilePermit permit);
-    void launch(Drive& drive, const std::shared_ptr<Request>& request, std::unique_ptr<const DeviceFence> fence);
+                                    std::unique_ptr<const DeviceFence> fence, OpenFilePermit permit, RequestGroup* group = nullptr);
+    void launch(Drive& drive, const std::shared_ptr<Request>& request, std::unique_ptr<const DeviceFence> fence,
+                RequestGroup* group = nullptr);
     std::shared_ptr<void> open_for_device(File& file);
     void fence_passed(Request& request, const std::optional<IoError>& error) noexcept;
     void note_and_warn(File& file, const char* consequence, const std::string& reason);

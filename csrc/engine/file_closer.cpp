@@ -12,6 +12,26 @@ FileCloser::FileCloser(std::function<void(Request&)> end) : end_(std::move(end))
 
 bool FileCloser::take(Request& request) noexcept {
     std::lock_guard lock(mutex_);
+    if (!append(request)) return false;
+    // Under the lock: once the thread has the request, it may end, and the engine with it.
+    if (std::exchange(asleep_, false)) changed_.notify_one();
+    return true;
+}
+
+bool FileCloser::take_quietly(Request& request) noexcept {
+    std::lock_guard lock(mutex_);
+    return append(request);
+}
+
+void FileCloser::wake() noexcept {
+    {
+        std::lock_guard lock(mutex_);
+        if (!first_ || !std::exchange(asleep_, false)) return;
+    }
+    changed_.notify_one();
+}
+
+bool FileCloser::append(Request& request) noexcept {
     if (no_thread_ || stopping_) return false;
     if (!thread_.joinable()) {
         try {
@@ -25,8 +45,6 @@ bool FileCloser::take(Request& request) noexcept {
     (first_ ? last_->next_ : first_) = &request;
     last_ = &request;
     count_.fetch_add(1, std::memory_order_relaxed);
-    // Under the lock: once the thread has the request, it may end, and the engine with it.
-    if (std::exchange(asleep_, false)) changed_.notify_one();
     return true;
 }
 

@@ -23,6 +23,9 @@ public:
     // Have the thread end the request, in the order taken. False, and nothing is done, if there is none to be had: then the
     // caller has to.
     bool take(Request& request) noexcept;
+    // The same, but the thread may sleep on until wake(), which the caller has to call soon.
+    bool take_quietly(Request& request) noexcept;
+    void wake() noexcept;
     // Whether it has so many requests to end that others should rather end theirs themselves, if they can.
     bool behind() const noexcept { return count_.load(std::memory_order_relaxed) >= kEnough; }
 
@@ -32,6 +35,7 @@ public:
 private:
     static constexpr std::size_t kEnough = 64;
 
+    bool append(Request& request) noexcept;
     void serve() noexcept;
 
     const std::function<void(Request&)> end_;

@@ -45,8 +45,9 @@ public:
         return *current;
     }
 
-    void take() {
+    void take(const std::function<void()>& before_waiting) {
         if (try_take()) return;
+        if (before_waiting) before_waiting();
         std::unique_lock lock(mutex_);
         const WaiterCount counted(waiters_);
         changed_.wait(lock, [this] {
@@ -104,10 +105,10 @@ private:
     std::uint64_t without_descriptor_ = 0;  // of the permits taken
 };
 
-OpenFilePermit OpenFilePermit::take() {
+OpenFilePermit OpenFilePermit::take(const std::function<void()>& before_waiting) {
     OpenFilePermit permit;
     Counter& counter = Counter::get();
-    counter.take();
+    counter.take(before_waiting);
     permit.counter_ = &counter;
     return permit;
 }
@@ -117,7 +118,7 @@ OpenFilePermit::~OpenFilePermit() {
 }
 
 std::shared_ptr<File> OpenFilePermit::open(const std::string& path, Access access, Creation creation, bool expect_direct,
-                                          ByteRange first_write) {
+                                          ByteRange first_write, const std::function<void()>& before_waiting) {
     for (int removed = 0; true;) {
         const std::uint64_t before = counter_->given_back();
         try {
@@ -126,7 +127,9 @@ std::shared_ptr<File> OpenFilePermit::open(const std::string& path, Access acces
             if (creation != Creation::provisional || removed == kMostRemovals || !file->removed_meanwhile()) return file;
             ++removed;
         } catch (const IoError& error) {
-            if ((error.error() != EMFILE && error.error() != ENFILE) || !counter_->wait_for_descriptors(before)) throw;
+            if (error.error() != EMFILE && error.error() != ENFILE) throw;
+            if (before_waiting) before_waiting();
+            if (!counter_->wait_for_descriptors(before)) throw;
         }
     }
 }

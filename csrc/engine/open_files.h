@@ -4,6 +4,7 @@
 // descriptor the process has, and an innocent open elsewhere in the program would fail.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -18,8 +19,8 @@ class OpenFilePermit {
 public:
     OpenFilePermit() noexcept = default;
     // Blocks while the process's requests hold a quarter of the descriptors that RLIMIT_NOFILE allows. A limit that is lowered
-    // later is noticed within 16 permits.
-    static OpenFilePermit take();
+    // later is noticed within 16 permits. `before_waiting`: called first; has requests of the caller's end that it keeps back.
+    static OpenFilePermit take(const std::function<void()>& before_waiting = {});
     OpenFilePermit(OpenFilePermit&& other) noexcept : counter_(std::exchange(other.counter_, nullptr)) {}
     OpenFilePermit& operator=(OpenFilePermit&& other) noexcept {
         std::swap(counter_, other.counter_);
@@ -30,7 +31,7 @@ public:
     // Open a file with this permit, like File's constructor. When descriptors run out all the same, waits until a pending request
     // has given some back, and throws EMFILE only if none holds any.
     std::shared_ptr<File> open(const std::string& path, Access access, Creation creation, bool expect_direct,
-                               ByteRange first_write = {});
+                               ByteRange first_write = {}, const std::function<void()>& before_waiting = {});
 
     explicit operator bool() const noexcept { return counter_ != nullptr; }
 

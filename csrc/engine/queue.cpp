@@ -19,12 +19,14 @@ std::size_t blocks_of(const Plan& plan) {
 
 }  // namespace
 
-void Queue::push(Request& request) noexcept {
-    const std::size_t blocks = request.pieces_ ? request.pieces_->most_blocks() : blocks_of(request.plan_);
+void Queue::push(std::span<Request* const> requests) noexcept {
+    std::size_t blocks = 0;
+    for (const Request* request : requests)
+        blocks += std::max<std::size_t>(request->pieces_ ? request->pieces_->most_blocks() : blocks_of(request->plan_), 1);
     // Sleepers are woken under the lock: once stop() has had it, nobody is about to wake a backend that is going away.
     std::lock_guard lock(mutex_);
-    insert_before(nullptr, request);
-    wake(blocks > 0 ? blocks : 1);
+    for (Request* request : requests) insert_before(nullptr, *request);
+    wake(blocks);
 }
 
 void Queue::push_early(Request& request) noexcept {

@@ -1,6 +1,7 @@
 // The requests of a drive that still have blocks to start, and the workers that wait for some.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <mutex>
@@ -30,7 +31,8 @@ public:
     explicit Queue(std::size_t workers) : workers_(workers) { sleepers_.reserve(workers); }
 
     // The request has a plan with at least one span, or is an fsync.
-    void push(Request& request) noexcept;
+    void push(Request& request) noexcept { push(std::array{&request}); }
+    void push(std::span<Request* const> requests) noexcept;
     // Before every request that no worker has begun.
     void push_early(Request& request) noexcept;
 

@@ -117,8 +117,9 @@ void Worker::serve() {
         fill();
         if (free_.size() == slots_.size()) {
             if (!drained_) continue;  // what was prepared has failed at once, and there is room for more
-            if (queue_.stopped()) return;
+            if (queue_.stopped()) return events_.resting();
         }
+        events_.resting();
         const std::size_t count = reap();
         const auto reaped = Clock::now();
         under_way_ -= count;
@@ -536,11 +537,13 @@ void Worker::give_up(const IoError& error) noexcept {
     }
     for (const Block& block : backlog_)
         if (!queue_.give_back(block)) end_with_error(block);
+    events_.resting();
     if (!queue_.leave()) return;
     while (!queue_.stopped()) {
         backlog_.resize(kBatch);
         backlog_.resize(queue_.take(backlog_, std::numeric_limits<std::uint64_t>::max(), *backend_));
         for (const Block& block : backlog_) end_with_error(block);
+        events_.resting();
         if (backlog_.empty()) std::this_thread::sleep_for(10 * kPause);
     }
 }

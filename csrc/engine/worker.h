@@ -51,6 +51,7 @@ inline constexpr char kBuffered[] = "go through the page cache, without direct I
 // What a worker tells the engine, from its thread.
 struct WorkerEvents {
     std::function<void(Request&)> ended;                              // every block of the request has ended
+    std::function<void()> resting;   // of some requests `ended` was called, and what there is to start has been started
     FallbackEvent fallback;
 };
 

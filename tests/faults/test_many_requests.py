@@ -98,6 +98,33 @@ def test_one_call_for_thousands_of_files_needs_few_descriptors(interpreters: Any
     """, timeout=120).check()  # fmt: skip
 
 
+@pytest.mark.parametrize(("limit", "free"), [(40, None), (256, 6)])
+def test_one_call_never_waits_for_what_it_keeps_back(interpreters: Any, drive: Path, limit: int, free: int | None) -> None:
+    """Its requests go to the drive some at a time: with fewer permits than that, and with fewer descriptors."""
+    interpreters.run(f"""
+        import deepnvme, resource
+        from tests.support.memory import page_aligned
+        tensors = [page_aligned(bytes([index]) * 4096) for index in range(200)]
+        paths = [{str(drive)!r} + "/" + str(index) for index in range(200)]
+        with deepnvme.Engine() as engine:
+            engine.write(tensors[0], paths[0]).result()
+            resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
+            taken = []
+            if {free}:
+                try:
+                    while True:
+                        taken.append(os.open(os.devnull, os.O_RDONLY))
+                except OSError:
+                    pass
+                for descriptor in taken[-({free} or 0):]:
+                    os.close(descriptor)
+            assert engine.write_many(tensors, paths).result() == 200 * 4096
+            back = [page_aligned(bytes(4096)) for _ in tensors]
+            assert engine.read_many(back, paths).result() == 200 * 4096
+        assert all(torch.equal(a, b) for a, b in zip(tensors, back))
+    """, timeout=60).check()  # fmt: skip
+
+
 @pytest.mark.timeout(60)
 def test_one_descriptor_short_is_an_error_and_not_a_hang(interpreters: Any, drive: Path) -> None:
     """Others hold every descriptor there is; two threads ask at once, and neither may wait for the other."""
