@@ -202,7 +202,8 @@ std::shared_ptr<Request> Engine::read(std::byte* memory, std::uint64_t length, c
     auto permit = OpenFilePermit::take(before_waiting);
     auto file = permit.open(path, Access::read, Creation::must_exist, holds_a_page(offset, length, limits_.page_size), {},
                            before_waiting);
-    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, std::move(fence), std::move(permit), group);
+    return submit(Request::Kind::read, memory, length, std::move(file), offset, device, std::move(fence), std::move(permit),
+                  group);
 }
 
 std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, const std::string& path, std::int64_t offset,
@@ -214,7 +215,8 @@ std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, 
     auto permit = OpenFilePermit::take(before_waiting);
     auto file = permit.open(path, Access::write, Creation::provisional, holds_a_page(offset, length, limits_.page_size),
                            {static_cast<std::uint64_t>(offset), length}, before_waiting);
-    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), std::move(permit), group);
+    return submit(Request::Kind::write, memory, length, std::move(file), offset, device, std::move(fence), std::move(permit),
+                  group);
 }
 
 std::shared_ptr<Request> Engine::write(std::byte* memory, std::uint64_t length, int fd, std::int64_t offset,

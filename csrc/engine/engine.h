@@ -172,7 +172,8 @@ private:
                                                     const std::optional<DeviceMemory>& device, const std::string& path);
     std::shared_ptr<Request> submit(Request::Kind kind, std::byte* memory, std::uint64_t length, std::shared_ptr<File> file,
                                     std::int64_t offset, std::optional<DeviceMemory> device,
-                                    std::unique_ptr<const DeviceFence> fence, OpenFilePermit permit, RequestGroup* group = nullptr);
+                                    std::unique_ptr<const DeviceFence> fence, OpenFilePermit permit,
+                                    RequestGroup* group = nullptr);
     void launch(Drive& drive, const std::shared_ptr<Request>& request, std::unique_ptr<const DeviceFence> fence,
                 RequestGroup* group = nullptr);
     std::shared_ptr<void> open_for_device(File& file);
