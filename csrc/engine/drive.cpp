@@ -78,6 +78,7 @@ void Drive::start(Request& request) noexcept {
     if (request.behind_barrier_) return;
     if (request.kind != Request::Kind::sync && request.length == 0) {
         if (request.release()) end(request);
+        closer_.wake();  // no worker does
         return;
     }
     queue_.push(request);
