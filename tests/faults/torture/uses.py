@@ -7,6 +7,7 @@ import copy
 import itertools
 import random as randoms
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from deepnvme.checkpoint import NVMeReader, NVMeWriter, verify
 from deepnvme.streaming import WeightStore, stream
 from deepnvme.swap import TensorStore
 
+from ...support.activations import Training
 from . import Torn, Wrong
 from .parts.fuse_faults import Failed, FailingDrive
 
@@ -516,6 +518,31 @@ def _train(
     reference.zero_grad()
 
 
+def activations(drive: FailingDrive, random: randoms.Random) -> None:
+    """save_on_disk: steps whose gradients are those in memory. A failed write is a warning, a failed read an error."""
+    paths = [drive.path / name for name in random.choice((["one"], ["one", "two"]))]
+    nbytes = random.choice((8, 64, 512)) << 10
+    training = Training(paths, nbytes, memory_budget=random.randrange(4) * nbytes)
+
+    def step() -> None:
+        output = training.forward()
+        if not same(training.gradients(output), training.expected):
+            raise Wrong("the gradients are not those without a drive")
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            for _ in range(random.randrange(3, 12)):
+                drive.tries("a step", step, drive.path)
+                if random.random() < 0.3:
+                    drive.history.append("again, healed")
+                    step()
+                    if random.random() < 0.3:
+                        drive.tries("close", training.activations.close)
+    finally:
+        training.activations.close()
+
+
 USES: tuple[Callable[[FailingDrive, randoms.Random], None], ...] = (
-    transfers, store, checkpoint, manager, distributed, weights, optimizer,
+    transfers, store, checkpoint, manager, distributed, weights, optimizer, activations,
 )  # fmt: skip
