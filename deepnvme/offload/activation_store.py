@@ -214,13 +214,13 @@ class ActivationStore:
             raise RuntimeError("activations cannot be saved: their directory was closed")
         saved = self._known.get((storage._cdata, *span))
         new = saved is None or not saved.has_bytes_of(versioned)
-        if new:
-            if self._suspended or storage in self._lasting:
-                return None
-            saved = SavedBytes(self._saves, storage, span, versioned)
-            self._saves += 1
-        assert saved is not None
+        if new and (self._suspended or storage in self._lasting):
+            return None
         with defer_interrupts():
+            if new:
+                saved = SavedBytes(self._saves, storage, span, versioned)
+                self._saves += 1
+            assert saved is not None
             packed = SavedTensor(self, saved, view_of(tensor, saved.begin))
             claim = _Claim(packed, self._dropped.append)  # until `packed` is dropped, also by an error below
             claim.saved = saved
@@ -366,28 +366,30 @@ class ActivationStore:
 
     def _forget(self) -> None:
         """Forget what nobody has any more. Never waits for a transfer. Call with the lock held."""
-        if not self._dropped and not self._ending:
-            return
-        with defer_interrupts():
-            while self._dropped:
-                claim = self._dropped.popleft()
-                saved = claim.saved
-                saved.claims.discard(claim)
-                saved.returned = max(saved.returned - 1, 0)
-                if saved.uses == 0:
-                    self._decide(saved)
-                    self._forget_storage(saved)
-                    self._live.pop(saved.order, None)
-                    self._ending.append(saved)
-            while self._undecided and not self._undecided[-1].undecided:
-                self._undecided.pop()
-            if len(self._undecided) > 2 * len(self._live):
-                self._undecided = deque(each for each in self._undecided if each.undecided)
-            self._cache.poll()
-            ended = [saved for saved in self._ending if saved.state not in (State.READING, State.WRITING)]
-            self._ending = [saved for saved in self._ending if saved.state in (State.READING, State.WRITING)]
-            for saved in ended:
-                self._discard(saved)
+        if self._dropped or self._ending:
+            with defer_interrupts():
+                self._forget_dropped()  # whose variables go meanwhile too: finalizers of torch's would swallow a Ctrl-C
+
+    def _forget_dropped(self) -> None:
+        while self._dropped:
+            claim = self._dropped.popleft()
+            saved = claim.saved
+            saved.claims.discard(claim)
+            saved.returned = max(saved.returned - 1, 0)
+            if saved.uses == 0:
+                self._decide(saved)
+                self._forget_storage(saved)
+                self._live.pop(saved.order, None)
+                self._ending.append(saved)
+        while self._undecided and not self._undecided[-1].undecided:
+            self._undecided.pop()
+        if len(self._undecided) > 2 * len(self._live):
+            self._undecided = deque(each for each in self._undecided if each.undecided)
+        self._cache.poll()
+        ended = [saved for saved in self._ending if saved.state not in (State.READING, State.WRITING)]
+        self._ending = [saved for saved in self._ending if saved.state in (State.READING, State.WRITING)]
+        for saved in ended:
+            self._discard(saved)
 
     def _forget_storage(self, saved: SavedBytes) -> None:
         """Do not take these bytes for those of their storage any more."""
