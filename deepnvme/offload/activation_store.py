@@ -239,7 +239,7 @@ class ActivationStore:
         """Hold the bytes in memory, once there is room for them."""
         with self._step.waiting_forward:
             self._write_excess(saved.nbytes)
-            self._cache.create(saved)
+            self._create(saved)
         with defer_interrupts():
             self._cache.release([saved], changed=True, write=False)
             self._known[saved.key] = saved
@@ -247,6 +247,15 @@ class ActivationStore:
             self._undecided_bytes += saved.nbytes
             saved.undecided = True
         self._step.saved(saved.nbytes, self._memory.held(self._cache.used))
+
+    def _create(self, saved: SavedBytes) -> None:
+        """Give the block its bytes. Raises WriteFailed if something could not be written that is still wanted."""
+        while True:
+            try:
+                return self._cache.create(saved)
+            except WriteFailed as error:
+                if error.saved.uses:
+                    raise
 
     def _write_excess(self, nbytes: int) -> None:
         """Start to write the oldest if there is no room for ``nbytes`` more, and some ahead of that."""
@@ -327,7 +336,8 @@ class ActivationStore:
             try:
                 return self._cache.acquire([saved])
             except WriteFailed as error:
-                self._suspend(error)
+                if error.saved.uses:
+                    self._suspend(error)
 
     def _upcoming(self, saved: SavedBytes) -> list[Use]:
         """Return what is wanted next: bytes of which some tensors were returned and others not, then what is on the drive."""

@@ -105,30 +105,24 @@ class save_on_disk:
 
     def __enter__(self) -> save_on_disk:
         """Raises OSError if the files cannot be created."""
-        _uncompiled(self._enter)()
-        return self
-
-    def _enter(self) -> None:
-        store = self._shared_store()
+        store = _uncompiled(self._shared_store)()
         pack, unpack = _uncompiled(lambda tensor: self._pack(store, tensor)), _uncompiled(_unpack)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         context = _Context(store, hooks)
         try:
-            self._warn_if_slow(store.enter(context))
+            self._warn_if_slow(_uncompiled(store.enter)(context))
             with defer_interrupts():
                 hooks.__enter__()
                 self._open_contexts().append(context)
         except BaseException:
             self._leave(context)
             raise
+        return self
 
     def __exit__(self, *_: object) -> None:
-        _uncompiled(self._exit)()
-
-    def _exit(self) -> None:
         context: _Context = self._open.contexts[-1]
         try:
-            self._leave(context)
+            _uncompiled(self._leave)(context)
         except BaseException:  # Ctrl-C, possibly before anything was left
             self._leave(context)
             raise

@@ -176,7 +176,16 @@ class _Leased:
 
 
 class WriteFailed(OSError):
-    """An error of writing. Errors of reading are other OSErrors."""
+    """An error of writing. Errors of reading are other OSErrors.
+
+    Args:
+        error: The error.
+        saved: What was to be written, and is still in memory.
+    """
+
+    def __init__(self, error: OSError, saved: SavedBytes) -> None:
+        super().__init__(error.errno, error.strerror, error.filename)
+        self.saved = saved
 
 
 class SavedBytesIO:
@@ -191,12 +200,13 @@ class SavedBytesIO:
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start storing the buffer. Raises WriteFailed."""
+        assert isinstance(block, SavedBytes)
         if buffer.untyped_storage().nbytes() < buffer.nbytes:  # as FSDP does with what it gathers again for the backward
-            raise WriteFailed(errno.EFAULT, "the storage of a saved tensor was resized")
+            raise WriteFailed(OSError(errno.EFAULT, "the storage of a saved tensor was resized"), block)
         try:
-            return _Writing(self._store.put(block.name, buffer))
+            return _Writing(self._store.put(block.name, buffer), block)
         except OSError as error:
-            raise WriteFailed(error.errno, error.strerror, error.filename) from None
+            raise WriteFailed(error, block) from None
 
 
 class _Reading:
@@ -217,7 +227,11 @@ class _Reading:
 class _Writing(_Reading):
     """A write to a store."""
 
+    def __init__(self, future: StoreFuture[Any], saved: SavedBytes) -> None:
+        super().__init__(future)
+        self._saved = saved
+
     def exception(self, timeout: float | None = None) -> OSError | None:
         """Wait until the transfer has ended, and return its error as a WriteFailed, or None."""
         error = super().exception(timeout)
-        return error and WriteFailed(error.errno, error.strerror, error.filename)
+        return error and WriteFailed(error, self._saved)
