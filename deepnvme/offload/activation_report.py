@@ -53,12 +53,12 @@ class StepCounts:
         self.waiting_forward = Stopwatch()
         self.waiting_backward = Stopwatch()
         self._written, self._read = written, read
-        self._saved_bytes = self._peak_bytes = 0
+        self.saved_bytes = self._peak_bytes = 0
         self._begun = self._ended = time.perf_counter()
 
     def saved(self, nbytes: int, in_memory: int) -> None:
         """Count bytes that were saved, and those that are in memory now."""
-        self._saved_bytes += nbytes
+        self.saved_bytes += nbytes
         self.returned(in_memory)
 
     def returned(self, in_memory: int) -> None:
@@ -69,7 +69,7 @@ class StepCounts:
     def report(self, written: int, read: int) -> ActivationReport:
         """Return the report, given all bytes that were written and read until now."""
         return ActivationReport(
-            saved_bytes=self._saved_bytes,
+            saved_bytes=self.saved_bytes,
             bytes_written=written - self._written,
             bytes_read=read - self._read,
             peak_bytes=self._peak_bytes,

@@ -127,6 +127,8 @@ class ActivationStore:
         self._order = ReturnOrder()
         self._undecided: deque[SavedBytes] = deque()  # oldest first; some were dropped since
         self._undecided_bytes = 0
+        self._step_decided_bytes = 0  # in this step, to be written
+        self._last_saved_bytes = 0  # in the last step
         self._dropped: deque[_Claim] = deque()
         self._ending: list[SavedBytes] = []  # dropped, but in transfer
         self._helper: threading.Thread | None = None  # forgets what is dropped
@@ -160,6 +162,8 @@ class ActivationStore:
         self._contexts.add(context)
         if len(self._contexts) == 1 and (self._returned or not self._live):
             last = self._report()
+            self._last_saved_bytes = last.saved_bytes
+            self._step_decided_bytes = 0
             self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
             self._returned = False
             self._suspended = False
@@ -237,6 +241,7 @@ class ActivationStore:
 
     def _take_over(self, saved: SavedBytes) -> None:
         """Hold the bytes in memory, once there is room for them."""
+        self._memory.begin_saving()
         with self._step.waiting_forward:
             self._write_excess(saved.nbytes)
             self._create(saved)
@@ -258,13 +263,21 @@ class ActivationStore:
                     raise
 
     def _write_excess(self, nbytes: int) -> None:
-        """Start to write the oldest if there is no room for ``nbytes`` more, and some ahead of that."""
-        keep = self._memory.limit - min(self._memory.limit // 2, _WRITE_AHEAD)
-        while self._undecided and self._undecided_bytes + nbytes > keep:
+        """Start to write the oldest if there is no room for ``nbytes`` more.
+
+        A step is expected to save as much as the last. So what it will have no room for is written from its beginning on, and no
+        more than that. If it saves more than the last, or is the first, some is written ahead of the need.
+        """
+        limit = self._memory.limit
+        if self._step.saved_bytes + nbytes > self._last_saved_bytes:
+            limit -= min(limit // 2, _WRITE_AHEAD)
+        certain = self._last_saved_bytes - self._memory.limit
+        while self._undecided and (self._undecided_bytes + nbytes > limit or self._step_decided_bytes < certain):
             oldest = self._undecided[0]
             if oldest.undecided:
                 self._cache.write(oldest)
                 self._decide(oldest)
+                self._step_decided_bytes += oldest.nbytes
             self._undecided.popleft()
 
     def _decide(self, saved: SavedBytes) -> None:
@@ -294,6 +307,7 @@ class ActivationStore:
         """
         check_version(saved.current_version, saved.version, lambda: str(view))
         in_memory = saved.storage()
+        self._memory.begin_returning()
         try:
             storage = self._read(saved, view) if in_memory is None else in_memory
             saved.returned += 1

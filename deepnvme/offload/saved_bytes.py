@@ -97,7 +97,8 @@ class SavedMemory:
     """Memory of saved bytes: that which they were saved in, or memory to read them into.
 
     A quarter of the budget is a pool that bytes are read into, as far as it has room: to give new memory its pages takes as long
-    as a third of the reading. Pinned memory is also read faster.
+    as a third of the reading. Pinned memory is also read faster. The pool keeps its memory from step to step, so a forward has
+    only the rest of the budget.
 
     Args:
         budget: Bytes of both.
@@ -108,15 +109,27 @@ class SavedMemory:
     def __init__(self, budget: int) -> None:
         self.readable = budget // 4
         """Bytes that should be read ahead at most."""
-        self._most = budget - self.readable
-        self.limit = self._most
-        """Bytes of blocks: the budget without the pool, since the pool may keep all of its memory while little is read."""
+        self.savable = budget - self.readable
+        """Bytes of blocks in a forward."""
+        self.limit = self.savable
+        """Bytes of blocks now."""
+        self._budget = budget
+        self._limited = True
         self._pool = BufferPool(self.readable)
         self._leased = 0
 
     def set_limited(self, limited: bool) -> None:
         """Set whether blocks have a limit of memory at all."""
-        self.limit = self._most if limited else sys.maxsize
+        self._limited = limited
+        self.begin_saving()
+
+    def begin_saving(self) -> None:
+        """Set the limit of a forward."""
+        self.limit = self.savable if self._limited else sys.maxsize
+
+    def begin_returning(self) -> None:
+        """Set the limit of a backward."""
+        self.limit = self._budget if self._limited else sys.maxsize
 
     def held(self, used: int) -> int:
         """Return how many bytes are held, given how many blocks use: with those that the pool keeps, or autograd in it."""

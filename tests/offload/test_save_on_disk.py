@@ -556,8 +556,8 @@ def test_memory_stays_within_the_budget_and_two_tensors(drive: Path, budget: int
         report = activations.report()
     assert max(used) <= report.peak_bytes <= budget
     assert report.saved_bytes == 32 * MIB
-    # What stays is not written, but for a quarter that is for reading, and half of the rest at most, which is written ahead.
-    assert 32 * MIB - budget <= report.bytes_written <= 32 * MIB - budget * 3 // 8 + MIB
+    # What stays is not written: the budget without the quarter that is for reading.
+    assert 32 * MIB - budget <= report.bytes_written <= 32 * MIB - budget * 3 // 4
     assert report.bytes_read <= report.bytes_written
 
 
