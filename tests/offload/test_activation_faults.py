@@ -475,6 +475,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_interpreter_ends_without_a_word_and_leaves_no_files(interpreters: Interpreters, drive: Path, moment: str) -> None:
     program = f"path = {str(drive)!r}\ntraining = Training(path)\n{MOMENTS[moment]}\n"
@@ -484,6 +485,7 @@ def test_an_interpreter_ends_without_a_word_and_leaves_no_files(interpreters: In
     assert files_below(drive) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["if True", "with training.activations"])
 def test_sys_exit_in_the_midst_of_writes_leaves_no_files(interpreters: Interpreters, drive: Path, context: str) -> None:
     program = f"training = Training({str(drive)!r}, nbytes=1 << 22)\noutput = training.forward()\n"
@@ -492,6 +494,7 @@ def test_sys_exit_in_the_midst_of_writes_leaves_no_files(interpreters: Interpret
     assert files_below(drive) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [key for key in MOMENTS if "cycle" not in key])
 def test_what_a_killed_process_leaves_is_removed_by_the_next_that_uses_the_path(
     interpreters: Interpreters, drive: Path, moment: str
@@ -505,6 +508,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_that_uses_the_path(
     assert files_below(drive) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paths", [1, 2])
 def test_what_several_killed_processes_leave_is_removed_and_what_a_live_one_has_stays(
     interpreters: Interpreters, drive: Path, paths: int
@@ -553,6 +557,7 @@ def test_what_several_killed_processes_leave_is_removed_and_what_a_live_one_has_
     assert [each for each in files_below(drive) if "/" in each] == []
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_told_and_its_parent_goes_on(interpreters: Interpreters, drive: Path) -> None:
     interpreters.run(
         PROGRAM + f"""
