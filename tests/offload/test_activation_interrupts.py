@@ -213,7 +213,7 @@ def test_a_drive_that_failed_in_an_interrupted_forward_is_tried_again_by_the_nex
             interrupt(number, training.forward)
         training.check_nothing_is_held()
         training.step()
-        assert training.activations.report().bytes_written > 0
+        assert training.activations.report().bytes_read > 0
 
 
 @pytest.mark.parametrize("nbytes", [1 << 14, 1 << 20])
