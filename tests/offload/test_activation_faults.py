@@ -361,6 +361,16 @@ def test_after_close_what_is_in_memory_is_usable_and_what_is_on_the_drive_is_an_
     training.check_nothing_is_held()
 
 
+def test_a_report_before_the_first_step_or_after_close_creates_no_files(drive: Path) -> None:
+    with training_in(drive / "activations") as training:
+        assert training.activations.report().saved_bytes == 0
+        assert files_below(drive) == []
+        training.step()
+        training.activations.close()
+        assert training.activations.report().bytes_written == 0
+        assert files_below(drive) == []
+
+
 def test_close_of_a_graph_that_is_all_in_memory_harms_nothing(drive: Path) -> None:
     with training_in(drive, memory_budget=MIB) as training:
         output = training.forward()

@@ -179,7 +179,8 @@ def test_ctrl_c_while_files_are_created_leaves_none(training: Training, drive: P
     training.activations.close()
 
     def create() -> None:
-        training.activations.report()
+        with training.activations:
+            pass
 
     for number in points_of(create, 40):
         interrupt(number, create)
