@@ -221,7 +221,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    # What is freed is to leave the process, so that its memory shows what is in use. By default glibc keeps pieces of up to 32 MiB.
+    # What is freed is to leave the process, so that its memory shows what is in use. By default glibc keeps much of it.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     console = Console()
     small = argparse.Namespace(**{**vars(arguments), "tokens": 64, "layers": 1, "steps": 1})
@@ -233,7 +233,8 @@ def main() -> None:
         with each_way(arguments, Path(directory) / "large") as ways, Progress(console=console) as progress:
             trainings = {way.name: train(arguments, way, progress) for way in ways}
 
-    table = Table("", "peak MiB", "s/step", "MB to the drive", "loss, first", "last", title="Memory is that beyond model and gradients")
+    columns = ("peak MiB", "s/step", "MB to the drive", "loss, first", "last")
+    table = Table("", *columns, title="Memory is that beyond model and gradients")
     for name, training in trainings.items():
         seconds = statistics.median(training.step_seconds[1:])
         first, last = (f"{training.losses[index]:.4f}" for index in (0, -1))

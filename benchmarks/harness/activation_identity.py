@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,8 @@ def train(case: Case, checkpointing: Checkpointing, steps: int, directory: Path 
     torch.manual_seed(0)
     shape = GPTShape(**_SHAPE, dropout=case.dropout)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "the drive sets the pace")  # with no budget, and so little to compute
         model = GPT(shape, checkpointed=checkpointing == "torch" or (checkpointing == "on disk" and directory is None))
         model.to(case.dtype)
         offloading: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
