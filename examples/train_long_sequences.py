@@ -121,7 +121,7 @@ def each_way(arguments: argparse.Namespace, directory: Path) -> Iterator[list[Wa
             Way("save_on_cpu", False, save_on_cpu(pin_memory=True)),
             Way("checkpointing", True, contextlib.nullcontext()),
             Way("save_on_disk", False, on_disk),
-            Way("checkpointing and save_on_disk", True, checkpoints_on_disk),
+            Way("checkpoints on disk", True, checkpoints_on_disk),
         ]
 
 
@@ -233,7 +233,7 @@ def main() -> None:
         with each_way(arguments, Path(directory) / "large") as ways, Progress(console=console) as progress:
             trainings = {way.name: train(arguments, way, progress) for way in ways}
 
-    columns = ("peak MiB", "s/step", "MB to the drive", "loss, first", "last")
+    columns = ("peak MiB", "s/step", "MB written", "loss, first", "last")
     table = Table("", *columns, title="Memory is that beyond model and gradients")
     for name, training in trainings.items():
         seconds = statistics.median(training.step_seconds[1:])

@@ -1,0 +1,141 @@
+"""The benchmark of activations on the drive: complete, tidy, and able to see what it looks for. Its figures are not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import activations
+import pytest
+import torch
+from harness import activation_identity
+from harness.activation_models import ChainShape, SavedBytes, make
+from harness.activation_worker import OFFLOADED, OFFLOADED_WITH_ROOM
+from harness.torch_save_hooks import TorchSaveHooks
+
+pytestmark = pytest.mark.slow
+
+ACTIVATIONS = Path(__file__).resolve().parents[2] / "benchmarks" / "activations.py"
+
+
+@dataclass(frozen=True)
+class Run:
+    document: dict[str, Any]
+    printed: str
+    left_behind: list[Path]
+
+
+def run(place: Path, *parts: str) -> Run:
+    drive, report = place / "drive", place / "report.json"
+    drive.mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, ACTIVATIONS, "--quick", "--dir", drive, "--json", report]
+        + [argument for part in parts for argument in ("--only", part)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        # Many threads for so small a model do nothing but wait for one another where there are fewer cores.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Run(json.loads(report.read_text()), done.stdout, list(drive.iterdir()))
+
+
+@pytest.fixture(scope="module")
+def quick(io_dir: Path) -> Run:
+    return run(io_dir / "activations", "compute", "drive", "memory")
+
+
+def test_everyone_takes_every_turn(quick: Run) -> None:
+    comparisons = quick.document["comparisons"].values()
+    assert [len(comparison["samples"]) for comparison in comparisons] == [4, 7]
+    for comparison in comparisons:
+        assert not comparison["absent"]
+        assert all(len(samples) == 2 for samples in comparison["samples"].values())
+        assert all(sample["seconds"] > 0 for samples in comparison["samples"].values() for sample in samples)
+
+
+def test_activations_go_to_the_drive_and_no_gradient_changes(quick: Run) -> None:
+    for comparison in quick.document["comparisons"].values():
+        for sample in comparison["samples"][OFFLOADED]:
+            assert sample["bytes_written"] > sample["saved_bytes"] / 2
+            assert sample["differs"] == 0
+    chain = quick.document["comparisons"]["drive-bound: element-wise functions"]["samples"]
+    assert all(sample["bytes_written"] == 0 for sample in chain[OFFLOADED_WITH_ROOM])
+
+
+def test_memory_is_seen_from_outside(quick: Run) -> None:
+    in_memory, offloaded = quick.document["memory"]
+    if in_memory["growth"] is None:
+        pytest.skip("the kernel does not let peak memory be reset: /proc/self/clear_refs")
+    assert in_memory["growth"] >= in_memory["saved_bytes"]
+    assert offloaded["growth"] < in_memory["growth"]
+
+
+def test_every_target_has_a_line_and_the_directory_is_empty_afterwards(quick: Run) -> None:
+    targets = quick.document["targets"]
+    assert len(targets) == 10
+    assert all(target["what"] in quick.printed for target in targets)
+    assert quick.left_behind == []
+
+
+def test_the_trainer_has_the_same_losses_with_and_without(drive: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install transformers accelerate")
+    done = run(drive, "transformers")
+    (target,) = done.document["targets"]
+    assert target["met"]
+    assert all(len(taken["losses"]) == 2 for taken in done.document["trainer"].values())
+    assert done.left_behind == []
+
+
+@pytest.mark.parametrize("case", activation_identity.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("checkpointing", ["none", "torch", "on disk"])
+def test_bits_are_compared(case: activation_identity.Case, checkpointing: Any, drive: Path) -> None:
+    offloaded = activation_identity.train(case, checkpointing, 2, drive)
+    assert activation_identity.differences(activation_identity.train(case, checkpointing, 2), offloaded) == 0
+    assert offloaded.bytes_written
+    assert list(drive.iterdir()) == []
+
+
+def test_a_single_wrong_bit_is_counted() -> None:
+    case = activation_identity.CASES[0]
+    one, other = (activation_identity.train(case, "none", 2) for _ in range(2))
+    other.weights[0].view(torch.int32).view(-1)[0] += 1
+    assert activation_identity.differences(one, other) == 1
+    other.losses[1] = torch.nan
+    assert activation_identity.differences(one, other) == 2
+
+
+def test_a_step_is_measured_against_the_slower_of_drive_and_memory() -> None:
+    limits = {"seconds": 1, "read": 2e9, "write": 4e9}
+    offloaded = {"seconds": 3.0, "bytes_read": 2e9, "bytes_written": 2e9}
+    assert activations.over_limit(offloaded, limits, {"seconds": 1.0}) == pytest.approx(2.0)
+    assert activations.over_limit(offloaded, limits, {"seconds": 3.0}) == pytest.approx(1.0)
+
+
+def test_what_autograd_saves_is_counted_once_for_each_storage() -> None:
+    model, given = make(ChainShape(nbytes=1 << 12, length=5))
+    counted = SavedBytes(model, min_bytes=1)
+    with counted:
+        model(given).square().sum()  # its last sigmoid is saved by the square too
+    assert counted.nbytes == 5 << 12
+
+
+@pytest.mark.parametrize("drive_only", [True, False])
+def test_the_hook_with_torch_save_gives_the_same_gradient_and_removes_its_files(drive: Path, drive_only: bool) -> None:
+    model, given = make(ChainShape(nbytes=1 << 12, length=5))
+    model(given).square().sum().backward()
+    expected, given.grad = given.grad, None
+    with TorchSaveHooks(model, drive, min_bytes=1, drive=drive_only):
+        loss = model(given).square().sum()
+    assert len(list(drive.iterdir())) == 6
+    loss.backward()
+    assert expected is not None
+    assert given.grad is not None
+    assert torch.equal(given.grad, expected)
+    assert list(drive.iterdir()) == []
