@@ -281,16 +281,18 @@ def compare_trainers(settings: Settings, directory: Path, measurements: Measurem
 
 
 def step_table(title: str, comparison: Comparison[str, Counts]) -> str:
-    """What the turns counted: seconds of forward and backward, bytes that moved, and waiting."""
-    columns = {"forward": (1.0, 3), "bytes_written": (1e6, 0), "bytes_read": (1e6, 0), "peak_bytes": (1e6, 0),
-               "waiting_forward": (1.0, 3), "waiting_backward": (1.0, 3), "write": (1e9, 2), "read": (1e9, 2)}  # fmt: skip
+    """What the turns counted: CPU time, the forward's part of the time, bytes that moved, and waiting."""
+    columns = {"cpu_seconds": (1.0, 2), "forward": (1.0, 3)}
+    columns |= {"bytes_written": (1e6, 0), "bytes_read": (1e6, 0), "peak_bytes": (1e6, 0)}
+    columns |= {"waiting_forward": (1.0, 3), "waiting_backward": (1.0, 3), "write": (1e9, 2), "read": (1e9, 2)}
     rows = [
         [who, *(f"{Spread.of([sample[key] / unit for sample in samples]).median:.{digits}f}" if key in samples[0] else "-"
                 for key, (unit, digits) in columns.items())]
         for who, samples in comparison.samples.items()
         if samples
     ]  # fmt: skip
-    header = ["contender", "s forward", "MB written", "MB read", "MB peak", "s waited forward", "backward", "GB/s write", "read"]
+    waited = ["s waited forward", "backward"]
+    header = ["contender", "CPU s", "s forward", "MB written", "MB read", "MB peak", *waited, "GB/s write", "read"]
     return table(f"{title}, medians", header, rows, left=1)
 
 

@@ -71,13 +71,14 @@ class ActivationWorker:
         """A forward and a backward. Whether loss and gradients differ from those of the first turn is found out afterwards."""
         self._clear_gradients()
         context = self._context(way)
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         with context:
             loss = self._model(self._input).square().mean()
         forward = time.perf_counter() - begun
         loss.backward()
-        seconds = time.perf_counter() - begun
-        taken: dict[str, Any] = {"seconds": seconds, "forward": forward, "differs": self._differs(loss.detach())}
+        seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
+        taken: dict[str, Any] = {"seconds": seconds, "forward": forward, "cpu_seconds": cpu_seconds}
+        taken["differs"] = self._differs(loss.detach())
         if way in self._offloaders:
             # "seconds" of the report is of the same step, by the offloader's own clock.
             taken |= {name: value for name, value in asdict(self._offloaders[way].report()).items() if name != "seconds"}
