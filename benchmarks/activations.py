@@ -93,7 +93,7 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
     """Run everything in a directory of its own below ``settings.directory``, which is empty again afterwards."""
     # All activations, a copy of them, and what is computed with.
     largest = max(settings.chain_bytes, settings.gpt_bytes)
-    check_memory(3 * largest, "give fewer --layers or a smaller --chain")
+    check_memory(3 * largest, "give fewer --layers or a shorter --chain")
     drive.check(settings.directory, 4 * largest)
     measurements = Measurements()
     parts = {
@@ -327,7 +327,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
     parser.add_argument("--width", type=positive, help="of the GPT (default: 512)")
     parser.add_argument("--layers", type=positive, help="of the GPT (default: 10)")
     parser.add_argument("--tokens", type=positive, help="in each of the GPT's 2 sequences (default: 1024)")
-    parser.add_argument("--chain", type=positive, metavar="N", help="tensors of 64 MiB that the chain saves (default: 24)")
+    parser.add_argument("--chain", type=positive, metavar="N", help="tensors that the chain saves (default: 96)")
+    parser.add_argument("--chain-mib", type=positive, metavar="MIB", help="of each of them (default: 16)")
     parser.add_argument(
         "--budget-share", type=positive, metavar="N", help="memory_budget is 1/N of the activations (default: 8)"
     )
@@ -343,7 +344,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
         directory=given.dir,
         rounds=given.rounds or (2 if quick else 7),
         gpt=gpt,
-        chain=ChainShape(nbytes=(4 if quick else 64) * MIB, length=given.chain or (6 if quick else 24)),
+        chain=ChainShape(nbytes=(given.chain_mib or (4 if quick else 16)) * MIB, length=given.chain or (6 if quick else 96)),
         budget_share=given.budget_share or 8,
         steps=3 if quick else 20,
         trainer=trainer,
