@@ -304,7 +304,7 @@ def memory_table(measurements: Measurements) -> str:
 
     rows = [[f"a GPT, {one['way']}", mib(one["growth"]), mib(one["peak_bytes"]), ""] for one in measurements.memory]
     rows += [
-        [f"Trainer, {way}", mib(one["growth"]), "-", f"{one['seconds']:.2f} s a step"]
+        [f"Trainer, {way}", mib(one["growth"]), mib(one.get("peak_bytes")), f"{one['seconds']:.2f} s a step"]
         for way, one in measurements.trainer.items()
     ]
     return table("Peak memory, MiB", ["", "the process's growth", "the report's peak_bytes", ""], rows, left=1)
@@ -338,7 +338,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
     width = given.width or (128 if quick else 512)
     gpt = GPTShape(width, given.layers or (4 if quick else 10), 2, given.tokens or 1024)
     trainer = {"width": 64, "layers": 2, "sequences": 8, "tokens": 512} if quick else {
-        "width": 128, "layers": 16, "sequences": 16, "tokens": 1024
+        "width": 128, "layers": 20, "sequences": 16, "tokens": 512
     }  # fmt: skip
     settings = Settings(
         directory=given.dir,
@@ -348,7 +348,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
         budget_share=given.budget_share or 8,
         steps=3 if quick else 20,
         trainer=trainer,
-        trainer_steps=2 if quick else 4,
+        trainer_steps=2 if quick else 3,
         only=tuple(given.only or PARTS),
     )
     return settings, given.json

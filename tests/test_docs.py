@@ -216,6 +216,7 @@ PACKAGES = (
     "deepnvme.checkpoint",
     "deepnvme.integrations.deepspeed",
     "deepnvme.io",
+    "deepnvme.offload",
     "deepnvme.ops.op_builder",
     "deepnvme.report",
     "deepnvme.safetensors",

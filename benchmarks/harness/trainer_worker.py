@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from deepnvme.integrations import transformers as integration
 from harness.meter import measure
 from harness.serving import serve
 
@@ -49,8 +50,6 @@ class TrainerWorker:
     def train(self, *, steps: int) -> dict[str, Any]:
         """Return the loss of each step, their time, and by how much the process's memory grew."""
         if self._enabled:
-            from deepnvme.integrations import transformers as integration
-
             integration.enable(self._directory / "activations", memory_budget=self._memory_budget)
         self._trained(self._tiny, tokens=16, steps=1)  # code, threads and arenas come with the first use
         for parameter in self._model.parameters():
@@ -63,6 +62,10 @@ class TrainerWorker:
             taken["seconds"] = (time.perf_counter() - begun) / steps
 
         taken["growth"] = measure(training)["peak_growth"]
+        if self._enabled:
+            report = integration.report()
+            taken |= {"peak_bytes": report.peak_bytes, "bytes_written": report.bytes_written}
+            integration.disable()
         return taken
 
     def _trained(self, model: Any, tokens: int, steps: int) -> list[float]:

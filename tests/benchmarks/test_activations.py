@@ -90,6 +90,7 @@ def test_the_trainer_has_the_same_losses_with_and_without(drive: Path) -> None:
     (target,) = done.document["targets"]
     assert target["met"]
     assert all(len(taken["losses"]) == 2 for taken in done.document["trainer"].values())
+    assert done.document["trainer"]["enable()"]["bytes_written"] > 0
     assert done.left_behind == []
 
 
