@@ -15,7 +15,7 @@ class ActivationReport:
     saved_bytes: int
     """Bytes of the storages that autograd saved, each counted once; not of parameters, and of tensors below ``min_bytes``."""
     bytes_written: int
-    """Bytes that went to the drive. The others stayed in memory."""
+    """Bytes of all writes that were started."""
     bytes_read: int
     """Bytes that came back: less than were written if tensors were still in memory, for any reason, when they were needed."""
     peak_bytes: int
@@ -26,6 +26,11 @@ class ActivationReport:
     """Seconds that the forward waited for writes to make room."""
     waiting_backward: float
     """Seconds that the backward waited for reads."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stayed in memory: those that were not written."""
+        return max(self.saved_bytes - self.bytes_written, 0)
 
     @property
     def waiting(self) -> float:

@@ -36,6 +36,10 @@ _MOST_READ_AHEAD = 128
 """Saved storages that are read ahead at a time: to list more takes longer than to read a small one."""
 _MOST_LOOKED_AT = 512
 """Numbers of saves that are looked at to find those. Some were dropped, or are in memory."""
+_SLOW = 0.25
+"""A step that waits for the drive for a larger part of its time is slow."""
+_SLOW_STEPS = 3
+"""So many slow steps in a row are worth a warning. The first one alone may be slow because it creates the files."""
 _FORGET_SECONDS = 0.01
 """Until what autograd drops is forgotten if nobody saves or returns a tensor meanwhile."""
 _PREFIX = "deepnvme-activations"
@@ -128,9 +132,10 @@ class ActivationStore:
         self._undecided: deque[SavedBytes] = deque()  # oldest first; some were dropped since
         self._undecided_bytes = 0
         self._step_decided_bytes = 0  # in this step, to be written
-        self._last_saved_bytes = 0  # in the last step
+        self._last_saved_bytes = (0, 0)  # in the last two steps that saved something
+        self._slow_steps = 0  # in a row
         self._dropped: deque[_Claim] = deque()
-        self._ending: list[SavedBytes] = []  # dropped, but in transfer
+        self._ending: deque[SavedBytes] = deque()  # dropped, and perhaps in transfer
         self._helper: threading.Thread | None = None  # forgets what is dropped
         self._ended = threading.Event()  # the helper is to end
         self._saves = 0
@@ -153,23 +158,31 @@ class ActivationStore:
     def enter(self, context: object) -> ActivationReport | None:
         """Note that a context is open, until it is left or dropped.
 
-        It begins a new step if it is the only one, and the last step has come to its backward.
+        It begins a new step if it is the only one, and something of the last step was returned, or nothing of it is left.
 
         Returns:
-            The report of the last step, if a new one has begun.
+            The report of the last step, if it was one of several slow ones in a row: to warn of, once.
         """
-        last = None
         self._contexts.add(context)
-        if len(self._contexts) == 1 and (self._returned or not self._live):
-            last = self._report()
-            self._last_saved_bytes = last.saved_bytes
-            self._step_decided_bytes = 0
-            self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
-            self._returned = False
-            self._suspended = False
-            self._memory.set_limited(True)
-            self._order.begin_step(self._saves)
-        return last
+        return self._begin_step() if len(self._contexts) == 1 and (self._returned or not self._live) else None
+
+    def _begin_step(self) -> ActivationReport | None:
+        """Begin a step. Returns like :meth:`enter`."""
+        last = self._report()
+        self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
+        self._step_decided_bytes = 0
+        self._returned = False
+        self._suspended = False
+        self._memory.set_limited(True)
+        self._order.begin_step(self._saves)
+        if not last.saved_bytes:  # of an evaluation, for instance
+            return None
+        self._last_saved_bytes = (last.saved_bytes, self._last_saved_bytes[0])
+        if self._slow_steps < _SLOW_STEPS:
+            slow = last.seconds >= 0.1 and last.waiting >= _SLOW * last.seconds
+            self._slow_steps = self._slow_steps + 1 if slow else 0
+            return last if self._slow_steps == _SLOW_STEPS else None
+        return None
 
     def leave(self, context: object) -> None:
         """Note that a context was left. Idempotent."""
@@ -218,6 +231,8 @@ class ActivationStore:
             raise RuntimeError("activations cannot be saved: their directory was closed")
         saved = self._known.get((storage._cdata, *span))
         new = saved is None or not saved.has_bytes_of(versioned)
+        if self._returned and not self._live:  # the context has stayed open since the last step
+            self._begin_step()
         if new and (self._suspended or storage in self._lasting):
             return None
         with defer_interrupts():
@@ -244,7 +259,7 @@ class ActivationStore:
         self._memory.begin_saving()
         with self._step.waiting_forward:
             self._write_excess(saved.nbytes)
-            self._create(saved)
+            self._obtain(lambda: self._cache.create(saved))
         with defer_interrupts():
             self._cache.release([saved], changed=True, write=False)
             self._known[saved.key] = saved
@@ -253,25 +268,17 @@ class ActivationStore:
             saved.undecided = True
         self._step.saved(saved.nbytes, self._memory.held(self._cache.used))
 
-    def _create(self, saved: SavedBytes) -> None:
-        """Give the block its bytes. Raises WriteFailed if something could not be written that is still wanted."""
-        while True:
-            try:
-                return self._cache.create(saved)
-            except WriteFailed as error:
-                if error.saved.uses:
-                    raise
-
     def _write_excess(self, nbytes: int) -> None:
         """Start to write the oldest if there is no room for ``nbytes`` more.
 
-        A step is expected to save as much as the last. So what it will have no room for is written from its beginning on, and no
-        more than that. If it saves more than the last, or is the first, some is written ahead of the need.
+        A step is expected to save as much as the last two. So what it will have no room for is written from its beginning on,
+        and no more than that. If it saves more, or is the first, some is written ahead of the need.
         """
         limit = self._memory.limit
-        if self._step.saved_bytes + nbytes > self._last_saved_bytes:
+        expected = min(self._last_saved_bytes)  # sizes may alternate
+        if self._step.saved_bytes + nbytes > expected:
             limit -= min(limit // 2, _WRITE_AHEAD)
-        certain = self._last_saved_bytes - self._memory.limit
+        certain = expected - self._memory.limit
         while self._undecided and (self._undecided_bytes + nbytes > limit or self._step_decided_bytes < certain):
             oldest = self._undecided[0]
             if oldest.undecided:
@@ -348,10 +355,20 @@ class ActivationStore:
         """Have the bytes in memory. What could not be written stays there."""
         while True:
             try:
-                return self._cache.acquire([saved])
+                return self._obtain(lambda: self._cache.acquire([saved]))
             except WriteFailed as error:
+                self._suspend(error)
+
+    def _obtain(self, begin_use: Callable[[], None]) -> None:
+        """Begin a use of a block. Raises WriteFailed if something could not be written that is still wanted."""
+        while True:
+            try:
+                return begin_use()
+            except WriteFailed as error:
+                with defer_interrupts():
+                    self._forget_dropped()  # which gives up the memory that was to be written, if nobody wants it
                 if error.saved.uses:
-                    self._suspend(error)
+                    raise
 
     def _upcoming(self, saved: SavedBytes) -> list[Use]:
         """Return what is wanted next: bytes of which some tensors were returned and others not, then what is on the drive."""
@@ -410,10 +427,12 @@ class ActivationStore:
         if len(self._undecided) > 2 * len(self._live):
             self._undecided = deque(each for each in self._undecided if each.undecided)
         self._cache.poll()
-        ended = [saved for saved in self._ending if saved.state not in (State.READING, State.WRITING)]
-        self._ending = [saved for saved in self._ending if saved.state in (State.READING, State.WRITING)]
-        for saved in ended:
-            self._discard(saved)
+        for _ in range(len(self._ending)):
+            if self._ending[0].state in (State.READING, State.WRITING):
+                self._ending.rotate(-1)
+            else:
+                self._discard(self._ending[0])
+                self._ending.popleft()
 
     def _forget_storage(self, saved: SavedBytes) -> None:
         """Do not take these bytes for those of their storage any more."""

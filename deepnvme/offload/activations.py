@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import operator
 import os
@@ -31,10 +32,6 @@ Result = TypeVar("Result")
 
 _MEMORY_BUDGET = 1 << 30
 _MIN_BYTES = 1 << 20
-_SLOW = 0.25
-"""A step that waits for the drive for a larger part of its time is slow."""
-_SLOW_STEPS = 3
-"""So many slow steps in a row are worth a warning. The first one alone may be slow because it creates the files."""
 
 
 class save_on_disk:
@@ -94,7 +91,6 @@ class save_on_disk:
         self._min_bytes = _natural(min_bytes, "min_bytes")
         self._config = config
         self._open = threading.local()
-        self._slow_steps = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle what it was made with. Objects made with the same share their files."""
@@ -110,7 +106,9 @@ class save_on_disk:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         context = _Context(store, hooks)
         try:
-            self._warn_if_slow(_uncompiled(store.enter)(context))
+            slow = _uncompiled(store.enter)(context)
+            if slow is not None:
+                self._warn_of(slow)
             with defer_interrupts():
                 hooks.__enter__()
                 self._open_contexts().append(context)
@@ -120,7 +118,10 @@ class save_on_disk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        context: _Context = self._open.contexts[-1]
+        contexts = self._open_contexts()
+        if not contexts:
+            raise RuntimeError("a save_on_disk must be left in the thread that has entered it")
+        context = contexts[-1]
         try:
             _uncompiled(self._leave)(context)
         except BaseException:  # Ctrl-C, possibly before anything was left
@@ -176,15 +177,9 @@ class save_on_disk:
             saved = saved and SavedDTensor(tensor, saved)
         return KeptTensor(tensor) if saved is None else saved
 
-    def _warn_if_slow(self, last: ActivationReport | None) -> None:
-        """Warn once if the computation has waited for the drive in several steps."""
-        if last is None or self._slow_steps == _SLOW_STEPS:
-            return
-        self._slow_steps = self._slow_steps + 1 if last.seconds >= 0.1 and last.waiting >= _SLOW * last.seconds else 0
-        if self._slow_steps < _SLOW_STEPS:
-            return
+    def _warn_of(self, slow: ActivationReport) -> None:
         text = (
-            f"the drive sets the pace of save_on_disk: {last.line()}. A larger memory_budget (now {self._memory_budget}) keeps"
+            f"the drive sets the pace of save_on_disk: {slow.line()}. A larger memory_budget (now {self._memory_budget}) keeps"
             f" more in memory, a larger min_bytes (now {self._min_bytes}) leaves small tensors there, activation checkpointing"
             f" (checkpoint_on_disk) saves less"
         )
@@ -240,4 +235,14 @@ _sharing = threading.Lock()
 def _close_all() -> None:
     """Remove the files at the interpreter's exit."""
     for store in list(_stores.values()):
-        store.close()
+        with contextlib.suppress(OSError):
+            store.close()
+
+
+def _renew_lock() -> None:
+    """In a forked child, where a thread that is not there may have it."""
+    global _sharing
+    _sharing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

@@ -35,8 +35,8 @@ class SavedBytes(Block):
     """
 
     __slots__ = (
-        "_probe", "begin", "claims", "device", "handed_version", "key", "order", "reference", "returned", "source", "undecided",
-        "version",
+        "_computed", "_probe", "begin", "claims", "device", "handed_version", "key", "order", "reference", "returned", "source",
+        "undecided", "version",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +65,12 @@ class SavedBytes(Block):
         self.handed_version: int | None = None
         """Version of tensors over the storage that the bytes were read into; None before they were."""
         self._probe = version_of(versioned)
+        self._computed = torch.cuda.current_stream(storage.device).record_event() if storage.is_cuda else None
+
+    def wait_until_computed(self) -> None:
+        """Have the current stream of a device wait for what computes the bytes: they are written while another may be current."""
+        if self._computed is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._computed)
 
     @property
     def uses(self) -> int:
@@ -150,6 +156,8 @@ class SavedMemory:
                     lease = self._pool.try_lease(block.nbytes)
             if lease is not None:
                 return _Leased(lease, self._count)
+            if block.nbytes > self.readable:
+                self._pool.trim()
             memory = huge_pages(padded(block.nbytes))  # whose storage begins with the bytes, as the one that was saved does
             give_pages(memory.data_ptr(), memory.nbytes)
             return OwnMemory(memory[: block.nbytes])
@@ -216,6 +224,7 @@ class SavedBytesIO:
         assert isinstance(block, SavedBytes)
         if buffer.untyped_storage().nbytes() < buffer.nbytes:  # as FSDP does with what it gathers again for the backward
             raise WriteFailed(OSError(errno.EFAULT, "the storage of a saved tensor was resized"), block)
+        block.wait_until_computed()
         try:
             return _Writing(self._store.put(block.name, buffer), block)
         except OSError as error:

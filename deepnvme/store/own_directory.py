@@ -1,4 +1,4 @@
-"""Stores of one process: each in a directory that no other process uses, below one that several are given."""
+"""Open a store in a directory that no other process uses, below one that several processes are given."""
 
 from __future__ import annotations
 

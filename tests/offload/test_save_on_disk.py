@@ -547,7 +547,7 @@ def test_memory_stays_within_the_budget_and_two_tensors(drive: Path, budget: int
     with contextlib.closing(save_on_disk(drive, memory_budget=budget, min_bytes=KIB)) as activations:
         used = []
         x = torch.ones(1, requires_grad=True)
-        for _ in range(2):
+        for _ in range(3):
             with activations:
                 y = x
                 for _ in range(32):
@@ -587,11 +587,56 @@ def test_a_warning_says_once_that_the_drive_sets_the_pace(drive: Path) -> None:
         for _ in range(3):
             step()
             assert activations.report().seconds > 0.1
+            activations = save_on_disk(drive, memory_budget=0, min_bytes=KIB)  # one a step is as good
         with pytest.warns(RuntimeWarning, match="the drive sets the pace of save_on_disk.*memory_budget"):
             step()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             step()
+
+
+def step_of(activations: save_on_disk, tensors: int, nbytes: int = MIB) -> Any:
+    """The report of a forward that saves so many tensors, and its backward."""
+    y = torch.ones(1, requires_grad=True)
+    with activations:
+        for _ in range(tensors):
+            y = Counted.apply(y, nbytes, lambda: None)
+    y.backward()  # type: ignore[no-untyped-call]
+    return activations.report()
+
+
+def test_a_smaller_step_after_larger_ones_writes_nothing_that_fits(drive: Path) -> None:
+    with contextlib.closing(save_on_disk(drive, memory_budget=8 * MIB, min_bytes=KIB)) as activations:
+        for _ in range(3):
+            assert step_of(activations, 24).bytes_written >= 16 * MIB
+            assert step_of(activations, 3).bytes_written == 0
+
+
+def test_a_context_that_saves_nothing_does_not_disturb_what_is_known_of_steps(drive: Path) -> None:
+    with contextlib.closing(save_on_disk(drive, memory_budget=8 * MIB, min_bytes=KIB)) as activations:
+        for _ in range(3):
+            report = step_of(activations, 32)
+            with activations, torch.no_grad():
+                torch.ones(MIB).exp()
+        assert report.bytes_written == 26 * MIB  # all but three quarters of the budget
+
+
+def test_steps_go_on_in_a_context_that_stays_open(drive: Path) -> None:
+    with contextlib.closing(save_on_disk(drive, memory_budget=8 * MIB, min_bytes=KIB)) as activations, activations:
+        reports = [step_of(activations, 32) for _ in range(3)]
+    assert [report.saved_bytes for report in reports] == 3 * [32 * MIB]
+    assert reports[-1].bytes_written == 26 * MIB
+
+
+def test_memory_stays_within_the_budget_with_tensors_larger_than_what_is_for_reading(drive: Path) -> None:
+    with contextlib.closing(save_on_disk(drive, memory_budget=8 * MIB, min_bytes=KIB)) as activations:
+        for _ in range(3):
+            y = torch.ones(1, requires_grad=True)
+            with activations:
+                for number in range(24):
+                    y = Counted.apply(y, (3 if number % 3 else 1) * MIB, lambda: None)
+            y.backward()
+            assert activations.report().peak_bytes <= 8 * MIB
 
 
 # Checkpointing
