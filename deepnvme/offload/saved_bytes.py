@@ -102,7 +102,7 @@ class SavedBytes(Block):
 class SavedMemory:
     """Memory of saved bytes: that which they were saved in, or memory to read them into.
 
-    A quarter of the budget is a pool that bytes are read into, as far as it has room: to give new memory its pages takes as long
+    A third of the budget is a pool that bytes are read into, as far as it has room: to give new memory its pages takes as long
     as a third of the reading. Pinned memory is also read faster. The pool keeps its memory from step to step, so a forward has
     only the rest of the budget.
 
@@ -113,7 +113,7 @@ class SavedMemory:
     separate_residents = False
 
     def __init__(self, budget: int) -> None:
-        self.readable = budget // 4
+        self.readable = budget // 3
         """Bytes that should be read ahead at most."""
         self.savable = budget - self.readable
         """Bytes of blocks in a forward."""

@@ -556,8 +556,8 @@ def test_memory_stays_within_the_budget_and_two_tensors(drive: Path, budget: int
         report = activations.report()
     assert max(used) <= report.peak_bytes <= budget
     assert report.saved_bytes == 32 * MIB
-    # What stays is not written: the budget without the quarter that is for reading.
-    assert 32 * MIB - budget <= report.bytes_written <= 32 * MIB - budget * 3 // 4
+    # What stays is not written: the budget without the third that is for reading.
+    assert 32 * MIB - budget <= report.bytes_written <= 32 * MIB - budget * 2 // 3 + MIB
     assert report.bytes_read <= report.bytes_written
 
 
@@ -609,7 +609,7 @@ def test_a_smaller_step_after_larger_ones_writes_nothing_that_fits(drive: Path) 
     with contextlib.closing(save_on_disk(drive, memory_budget=8 * MIB, min_bytes=KIB)) as activations:
         for _ in range(3):
             assert step_of(activations, 24).bytes_written >= 16 * MIB
-            assert step_of(activations, 3).bytes_written == 0
+            assert step_of(activations, 2).bytes_written == 0
 
 
 def test_a_context_that_saves_nothing_does_not_disturb_what_is_known_of_steps(drive: Path) -> None:
@@ -618,14 +618,14 @@ def test_a_context_that_saves_nothing_does_not_disturb_what_is_known_of_steps(dr
             report = step_of(activations, 32)
             with activations, torch.no_grad():
                 torch.ones(MIB).exp()
-        assert report.bytes_written == 26 * MIB  # all but three quarters of the budget
+        assert report.bytes_written == 27 * MIB  # all but two thirds of the budget, in whole tensors
 
 
 def test_steps_go_on_in_a_context_that_stays_open(drive: Path) -> None:
     with contextlib.closing(save_on_disk(drive, memory_budget=8 * MIB, min_bytes=KIB)) as activations, activations:
         reports = [step_of(activations, 32) for _ in range(3)]
     assert [report.saved_bytes for report in reports] == 3 * [32 * MIB]
-    assert reports[-1].bytes_written == 26 * MIB
+    assert reports[-1].bytes_written == 27 * MIB
 
 
 def test_memory_stays_within_the_budget_with_tensors_larger_than_what_is_for_reading(drive: Path) -> None:
