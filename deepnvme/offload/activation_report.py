@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from .stopwatch import Stopwatch
+from deepnvme._stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)

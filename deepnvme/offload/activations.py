@@ -118,10 +118,7 @@ class save_on_disk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        contexts = self._open_contexts()
-        if not contexts:
-            raise RuntimeError("a save_on_disk must be left in the thread that has entered it")
-        context = contexts[-1]
+        context: _Context = self._open.contexts[-1]
         try:
             _uncompiled(self._leave)(context)
         except BaseException:  # Ctrl-C, possibly before anything was left

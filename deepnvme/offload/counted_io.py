@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
+from deepnvme._stopwatch import Stopwatch
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.block import Block
 from deepnvme.transfer.gather import Transfers
-
-from .stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)

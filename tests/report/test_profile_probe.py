@@ -30,7 +30,7 @@ WORDS = "block_size 2097152, queue_depth 16, 2 workers, libaio; measured 2026-11
 
 
 @pytest.fixture
-def profile(drive: Path) -> Path:
+def profile(drive: Path, configuration: Path) -> Path:
     """The stored profile of the drive."""
     settings = AioConfig(block_size=2 << 20, queue_depth=16, intra_op_parallelism=2, backend="libaio")
     measured = {"read_gb_per_second": 3.05, "write_gb_per_second": 6.1, "measured_at": "2026-11-01T12:30:00+00:00"}
