@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from deepnvme.memory.host import give_pages, huge_pages
 from deepnvme.memory.lease import Lease, Transfer
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.memory.tensor_bytes import flat_bytes
-from deepnvme.store.futures import StoreFuture
+from deepnvme.store.futures import StoreFuture, StoreTransfer
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.block import Block, Memory
 from deepnvme.transfer.block_memory import OwnMemory
@@ -216,8 +215,8 @@ class SavedBytesIO:
         self._store = store
 
     def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Start filling the buffer."""
-        return _Reading(self._store.get(block.name, out=buffer))
+        """Start reading the block's bytes from the store into the buffer."""
+        return StoreTransfer(self._store.get(block.name, out=buffer))
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start storing the buffer. Raises WriteFailed."""
@@ -231,22 +230,7 @@ class SavedBytesIO:
             raise WriteFailed(error, block) from None
 
 
-class _Reading:
-    """A read of a store. Its errors are copies, because the traceback of the one that the store keeps would keep memory."""
-
-    def __init__(self, future: StoreFuture[Any]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Return whether the transfer has ended."""
-        return self._future.done()
-
-    def exception(self, timeout: float | None = None) -> OSError | None:
-        """Wait until the transfer has ended, and return a copy of its error, or None."""
-        return copy.copy(self._future.exception(timeout))
-
-
-class _Writing(_Reading):
+class _Writing(StoreTransfer):
     """A write to a store."""
 
     def __init__(self, future: StoreFuture[Any], saved: SavedBytes) -> None:

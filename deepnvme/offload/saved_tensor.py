@@ -157,7 +157,7 @@ class Packed(Protocol):
     """What autograd keeps in place of a tensor."""
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor."""
+        """Return the tensor as autograd has saved it."""
 
 
 class SavedDTensor:

@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -17,7 +17,7 @@ from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.lease import Computed, Lease, Transfer
 from deepnvme.memory.pool import BufferPool
 from deepnvme.profiles import engine_for
-from deepnvme.store.futures import StoreFuture
+from deepnvme.store.futures import StoreTransfer
 from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.block import Block, Memory
@@ -270,27 +270,12 @@ class _Chunks:
     def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start filling the buffer with a chunk of the store."""
         assert self._store is not None
-        return _Copying(self._store.get(block.name, out=buffer))
+        return StoreTransfer(self._store.get(block.name, out=buffer))
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start storing the buffer as a chunk, under the block's name."""
         assert self._store is not None
-        return _Copying(self._store.put(block.name, buffer))
-
-
-class _Copying:
-    """A transfer of a store. Its errors are copies, because the traceback of the one that the store keeps would keep memory."""
-
-    def __init__(self, future: StoreFuture[Any]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Return whether the transfer has ended."""
-        return self._future.done()
-
-    def exception(self, timeout: float | None = None) -> OSError | None:
-        """Wait until the transfer has ended, and return a copy of its error, or None."""
-        return copy.copy(self._future.exception(timeout))
+        return StoreTransfer(self._store.put(block.name, buffer))
 
 
 class _ChunkMemory:
