@@ -30,7 +30,8 @@ def defer_interrupts() -> Iterator[None]:
     as long as the block runs, even if a drive hangs or the block waits for other ranks. Only the signals in ``_SIGNALS`` are
     delayed. No effect outside the main thread, since Python runs no handlers there.
     """
-    if threading.current_thread() is not threading.main_thread():
+    global _deferring
+    if (_deferring is not None and _deferring._holding) or threading.get_ident() != threading.main_thread().ident:
         yield
         return
     held = _DeferredInterrupts()
@@ -39,12 +40,17 @@ def defer_interrupts() -> Iterator[None]:
             handler = _signal.getsignal(number)
             if callable(handler):  # checked here, since most signals have no handler in Python, and a call takes longer
                 held.hold(number, handler)
+        _deferring = held
         yield
     finally:
         try:
             held.end()
         finally:  # end() may not have begun, if a signal that is not delayed interrupted this
             held._holding = False
+
+
+_deferring: _DeferredInterrupts | None = None
+"""The outermost block of the main thread, while it delays handlers: blocks inside of it need not."""
 
 
 class _DeferredInterrupts:

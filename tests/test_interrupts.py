@@ -140,6 +140,19 @@ def test_nested_ones_let_through_at_the_end_of_the_outermost() -> None:
     assert signal.getsignal(signal.SIGUSR1) is up
 
 
+def test_a_handler_that_runs_at_the_end_of_a_block_can_hold_signals_back_itself() -> None:
+    def handler(number: int, frame: FrameType | None) -> None:
+        with defer_interrupts():
+            signal.raise_signal(signal.SIGTERM)
+            called.append(number)
+
+    called: list[int] = []
+    signal.signal(signal.SIGUSR1, handler)
+    with pytest.raises(TimeIsUp), defer_interrupts():
+        signal.raise_signal(signal.SIGUSR1)
+    assert called == [signal.SIGUSR1]
+
+
 def here_the_other_may_come() -> None: ...
 
 

@@ -40,7 +40,7 @@ _SLOW = 0.25
 """A step that waits for the drive for a larger part of its time is slow."""
 _SLOW_STEPS = 3
 """So many slow steps in a row are worth a warning. The first one alone may be slow because it creates the files."""
-_FORGET_SECONDS = 0.01
+_FORGET_SECONDS = 0.05
 """Until what autograd drops is forgotten if nobody saves or returns a tensor meanwhile."""
 _PREFIX = "deepnvme-activations"
 
@@ -266,7 +266,7 @@ class ActivationStore:
             self._undecided.append(saved)
             self._undecided_bytes += saved.nbytes
             saved.undecided = True
-        self._step.saved(saved.nbytes, self._memory.held(self._cache.used))
+        self._step.saved(saved.nbytes, self._memory.allocated)
 
     def _write_excess(self, nbytes: int) -> None:
         """Start to write the oldest if there is no room for ``nbytes`` more.
@@ -328,7 +328,7 @@ class ActivationStore:
         if saved.handed_version is not None and tensor.is_cuda:  # another stream than this one's may have allocated it
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self._returned = True
-        self._step.returned(self._memory.held(self._cache.used))
+        self._step.returned(self._memory.allocated)
         return tensor
 
     def _read(self, saved: SavedBytes, view: View) -> torch.UntypedStorage:
@@ -374,7 +374,7 @@ class ActivationStore:
         """Return what is wanted next: bytes of which some tensors were returned and others not, then what is on the drive."""
         self._partly_returned = [each for each in self._partly_returned if each.returned < each.uses and each.in_memory]
         uses = [Use(each) for each in self._partly_returned]
-        room = max(self._memory.readable, saved.nbytes)
+        room = max(self._memory.read_ahead_bytes, saved.nbytes)
         for number in itertools.islice(self._order.after(saved.order), _MOST_LOOKED_AT):
             following = self._live.get(number)
             if following is None or not (following.stored or following.state is State.WRITING):

@@ -12,15 +12,19 @@ import torch
 
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import give_pages, huge_pages
-from deepnvme.memory.lease import Lease, Transfer
-from deepnvme.memory.pool import BufferPool, OutOfBuffers
+from deepnvme.memory.lease import Transfer
+from deepnvme.memory.pool import OutOfBuffers
 from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.store.futures import StoreFuture, StoreTransfer
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.block import Block, Memory
 from deepnvme.transfer.block_memory import OwnMemory
 
+from .pinned_arena import PinnedArena
 from .saved_tensor import StorageReference, version_of
+
+_MOST_PINNED = 2 << 30
+"""Bytes to read into, at most: enough for some tensors of any size, and pinned in less than a second."""
 
 
 class SavedBytes(Block):
@@ -99,11 +103,10 @@ class SavedBytes(Block):
 
 
 class SavedMemory:
-    """Memory of saved bytes: that which they were saved in, or memory to read them into.
+    """Memory of saved bytes: that which they were saved in, or pinned memory to read them into.
 
-    A third of the budget is a pool that bytes are read into, as far as it has room: to give new memory its pages takes as long
-    as a third of the reading. Pinned memory is also read faster. The pool keeps its memory from step to step, so a forward has
-    only the rest of the budget.
+    To give new memory its pages takes a third as long as the reading. So memory to read into is pinned once, half of the budget,
+    and a forward has the other half.
 
     Args:
         budget: Bytes of both.
@@ -112,16 +115,16 @@ class SavedMemory:
     separate_residents = False
 
     def __init__(self, budget: int) -> None:
-        self.readable = budget // 3
-        """Bytes that should be read ahead at most."""
-        self.savable = budget - self.readable
+        self._arena = PinnedArena(min(budget // 2, _MOST_PINNED))
+        self.read_ahead_bytes = self._arena.nbytes // 2
+        """Bytes that should be read ahead at most. Beside them, autograd has tensors that it computes with."""
+        self.forward_limit = budget - self._arena.nbytes
         """Bytes of blocks in a forward."""
-        self.limit = self.savable
+        self.limit = self.forward_limit
         """Bytes of blocks now."""
         self._budget = budget
         self._limited = True
-        self._pool = BufferPool(self.readable)
-        self._leased = 0
+        self._other_bytes = 0  # of blocks that are not in the arena
 
     def set_limited(self, limited: bool) -> None:
         """Set whether blocks have a limit of memory at all."""
@@ -130,69 +133,71 @@ class SavedMemory:
 
     def begin_saving(self) -> None:
         """Set the limit of a forward."""
-        self.limit = self.savable if self._limited else sys.maxsize
+        self.limit = self.forward_limit if self._limited else sys.maxsize
 
     def begin_returning(self) -> None:
         """Set the limit of a backward."""
         self.limit = self._budget if self._limited else sys.maxsize
 
-    def held(self, used: int) -> int:
-        """Return how many bytes are held, given how many blocks use: with those that the pool keeps, or autograd in it."""
-        return used - self._leased + self._pool.allocated
+    @property
+    def allocated(self) -> int:
+        """Bytes of all blocks, and those that are pinned to read into."""
+        return self._other_bytes + self._arena.allocated
 
-    def take(self, block: Block) -> Memory:
-        """Return the bytes that were saved, or memory to read them into. Raises MemoryError if there is none."""
+    def take(self, block: Block) -> Memory | None:
+        """Return the bytes that were saved, or memory to read them into, within the budget.
+
+        Raises MemoryError if the system has none.
+        """
         assert isinstance(block, SavedBytes)
         source, block.source = block.source, None
         if source is not None:
-            return OwnMemory(source)
+            return _CountedMemory(source, self._count)
+        if block.device.type == "cpu":
+            with contextlib.suppress(OutOfBuffers):  # the system has not so much memory to pin
+                lent = self._arena.lend(block.nbytes)
+                if lent is not None:
+                    return OwnMemory(lent)
+        if self._limited and self.allocated + block.nbytes > self._budget:
+            return None
+        return self._make(block)
+
+    def _make(self, block: SavedBytes) -> Memory:
+        """Return new memory to read into, where the bytes are used. Raises MemoryError."""
         try:
             if block.device.type != "cpu":
-                return OwnMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.device))
-            lease = None
-            if block.nbytes <= self.readable:
-                with contextlib.suppress(OutOfBuffers):  # the system has not so much memory to pin
-                    lease = self._pool.try_lease(block.nbytes)
-            if lease is not None:
-                return _Leased(lease, self._count)
-            if block.nbytes > self.readable:
-                self._pool.trim()
+                return _CountedMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.device), self._count)
             memory = huge_pages(padded(block.nbytes))  # whose storage begins with the bytes, as the one that was saved does
             give_pages(memory.data_ptr(), memory.nbytes)
-            return OwnMemory(memory[: block.nbytes])
+            return _CountedMemory(memory[: block.nbytes], self._count)
         except (OSError, RuntimeError) as error:  # mmap's and torch's
             raise MemoryError(f"no memory for {block.nbytes} bytes that autograd has saved: {error}") from error
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
-        """Like :meth:`take`: a tensor larger than the limit is saved as well. The pool gives up for it what it does not need."""
-        self._pool.trim()
-        return self.take(block)
+        """Like :meth:`take`, but beyond the limit. The arena gives up for it what it does not need."""
+        assert isinstance(block, SavedBytes)
+        self._arena.trim()
+        return self.take(block) or self._make(block)
 
     def trim(self) -> None:
-        """Give up memory that the pool keeps for reuse."""
-        self._pool.trim()
+        """Unpin the memory to read into, if no tensor is in it."""
+        self._arena.trim()
 
     def _count(self, nbytes: int) -> None:
-        self._leased += nbytes
+        self._other_bytes += nbytes
 
 
-class _Leased:
-    """Memory of the pool, counted while a block has it. Tensors over it may be alive for longer."""
+class _CountedMemory(OwnMemory):
+    """Memory that is counted while a block has it."""
 
-    def __init__(self, lease: Lease, count: Callable[[int], None]) -> None:
-        self._lease, self._count = lease, count
-        self.nbytes = lease.nbytes
+    def __init__(self, buffer: torch.Tensor, count: Callable[[int], None]) -> None:
+        super().__init__(buffer)
+        self._count = count
         count(self.nbytes)
 
-    @property
-    def buffer(self) -> torch.Tensor:
-        """The memory as a one-dimensional uint8 tensor."""
-        return self._lease.buffer
-
     def release(self) -> None:
-        """Give the memory back. It is lent again when no tensor over it is left."""
+        """End the counting. The memory is freed with the last tensor over it."""
         self._count(-self.nbytes)
-        self._lease.release()
 
 
 class WriteFailed(OSError):

@@ -113,8 +113,8 @@ class StorageReference:
 def version_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor that has the version counter of another, and nothing of its memory."""
     probe = tensor.detach()
-    if is_distributed(tensor):
-        probe.__dict__["_local_tensor"] = torch.empty(0)
+    if is_distributed(probe):
+        probe._local_tensor = torch.empty(0)
         return probe
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe

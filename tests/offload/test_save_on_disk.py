@@ -218,6 +218,7 @@ def test_a_dtensor_comes_back_as_one(activations: save_on_disk, gloo: Any) -> No
     assert isinstance(found, DTensor)
     assert torch.equal(found.to_local(), local)
     assert activations.report().bytes_written >= local.nbytes
+    assert activations.report().bytes_read >= local.nbytes  # it has left memory in between
 
 
 @pytest.fixture
@@ -556,8 +557,8 @@ def test_memory_stays_within_the_budget_and_two_tensors(drive: Path, budget: int
         report = activations.report()
     assert max(used) <= report.peak_bytes <= budget
     assert report.saved_bytes == 32 * MIB
-    # What stays is not written: the budget without the third that is for reading.
-    assert 32 * MIB - budget <= report.bytes_written <= 32 * MIB - budget * 2 // 3 + MIB
+    # What stays is not written: the budget without the half that is for reading.
+    assert 32 * MIB - budget <= report.bytes_written <= 32 * MIB - budget // 2
     assert report.bytes_read <= report.bytes_written
 
 
@@ -618,14 +619,14 @@ def test_a_context_that_saves_nothing_does_not_disturb_what_is_known_of_steps(dr
             report = step_of(activations, 32)
             with activations, torch.no_grad():
                 torch.ones(MIB).exp()
-        assert report.bytes_written == 27 * MIB  # all but two thirds of the budget, in whole tensors
+        assert report.bytes_written == 28 * MIB  # all but half of the budget
 
 
 def test_steps_go_on_in_a_context_that_stays_open(drive: Path) -> None:
     with contextlib.closing(save_on_disk(drive, memory_budget=8 * MIB, min_bytes=KIB)) as activations, activations:
         reports = [step_of(activations, 32) for _ in range(3)]
     assert [report.saved_bytes for report in reports] == 3 * [32 * MIB]
-    assert reports[-1].bytes_written == 27 * MIB
+    assert reports[-1].bytes_written == 28 * MIB
 
 
 def test_memory_stays_within_the_budget_with_tensors_larger_than_what_is_for_reading(drive: Path) -> None:
