@@ -258,3 +258,43 @@ def test_a_rank_whose_drive_fails_goes_on_in_memory(drive: Path, interpreters: I
         drive,
         interpreters,
     )
+
+
+@fsdp_on_cpu
+def test_activations_of_tensor_parallel_layers_leave_memory(drive: Path, interpreters: Interpreters) -> None:
+    """They are DTensors, of which each rank has a part, not the same number of columns."""
+    run_ranks(
+        """
+        from torch.distributed.tensor import Replicate, distribute_tensor
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        class Layer(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.wide, self.narrow = torch.nn.Linear(WIDTH, 4 * WIDTH + 1), torch.nn.Linear(4 * WIDTH + 1, WIDTH)
+
+            def forward(self, x):
+                return x + self.narrow(F.gelu(self.wide(x)))
+
+        def trained(context):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(*(Layer() for _ in range(4)))
+            for layer in model:
+                ways = {"wide": ColwiseParallel(use_local_output=False), "narrow": RowwiseParallel(use_local_output=False)}
+                parallelize_module(layer, mesh, ways)
+            found = []
+            for step in range(2):
+                whole = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(step))
+                with context:
+                    loss = model(distribute_tensor(whole, mesh, [Replicate()])).square().mean()
+                loss.backward()
+                found += [loss.to_local().detach(), *(weight.grad.to_local().clone() for weight in model.parameters())]
+            return found
+
+        with on_disk(memory_budget=64 * KIB) as activations:
+            assert_same_bits(trained(activations), trained(contextlib.nullcontext()))
+            assert_was_on_disk(activations)
+        """,
+        drive,
+        interpreters,
+    )
