@@ -64,10 +64,10 @@ class StepCounts:
     def saved(self, nbytes: int, in_memory: int) -> None:
         """Count bytes that were saved, and those that are in memory now."""
         self.saved_bytes += nbytes
-        self.returned(in_memory)
+        self.unpacked(in_memory)
 
-    def returned(self, in_memory: int) -> None:
-        """Note that a tensor was returned, and the bytes that are in memory now."""
+    def unpacked(self, in_memory: int) -> None:
+        """Note that a tensor was unpacked, and the bytes that are in memory now."""
         self._peak_bytes = max(self._peak_bytes, in_memory)
         self._ended = time.perf_counter()
 

@@ -24,14 +24,14 @@ from deepnvme.transfer.block_cache import BlockCache, Use
 
 from .activation_report import ActivationReport, StepCounts
 from .return_order import ReturnOrder
-from .saved_bytes import SavedBytes, SavedBytesIO, SavedMemory, WriteFailed
-from .saved_tensor import StorageReference, View, check_version, span_of, view_of
+from .saved_bytes import SavedBytes, SavedBytesBacking, SavedMemory, WriteFailed
+from .saved_tensor import View, check_version, span_of, view_of
+from .user_held_storages import UserHeldStorages
+from .write_behind import WriteBehindPolicy
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
 
-_WRITE_AHEAD = 128 << 20
-"""Bytes that are written before their memory is needed, at most half of the budget: enough to keep a drive busy meanwhile."""
 _MOST_READ_AHEAD = 128
 """Saved storages that are read ahead at a time: to list more takes longer than to read a small one."""
 _MOST_LOOKED_AT = 512
@@ -40,13 +40,13 @@ _SLOW = 0.25
 """A step that waits for the drive for a larger part of its time is slow."""
 _SLOW_STEPS = 3
 """So many slow steps in a row are worth a warning. The first one alone may be slow because it creates the files."""
-_FORGET_SECONDS = 0.05
+_FREE_SECONDS = 0.05
 """Until what autograd drops is forgotten if nobody saves or returns a tensor meanwhile."""
 _PREFIX = "deepnvme-activations"
 
 
 class SavedTensor:
-    """A tensor that autograd has saved. Its bytes are kept until it is dropped, see :class:`_Claim`.
+    """A tensor that autograd has saved. Its bytes are kept until it is dropped, see :class:`_SavedTensorReference`.
 
     Args:
         store: Has the bytes.
@@ -64,8 +64,8 @@ class SavedTensor:
         return self._store.unpack(self._saved, self._view)
 
 
-class _Claim(weakref.ref[SavedTensor]):
-    """A saved tensor's claim to its bytes.
+class _SavedTensorReference(weakref.ref[SavedTensor]):
+    """A weak reference to a saved tensor, whose bytes are kept as long as the tensor is there.
 
     Its callback notes that the tensor was dropped, and must run no Python code. A Ctrl-C that comes while torch computes is
     raised by the Python code that runs next, and a finalizer would swallow it.
@@ -95,7 +95,7 @@ def _locked(
         if os.getpid() != self._process:
             raise RuntimeError("activations on disk are the parent process's: a forked child cannot save or use them")
         with self._lock:
-            self._forget()
+            self._free()
             return method(self, *args, **kwargs)
 
     functools.update_wrapper(locked, method)
@@ -125,16 +125,13 @@ class ActivationStore:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._known: dict[tuple[int, int, int], SavedBytes] = {}  # storage, first byte and end -> the newest bytes saved of it
-        self._lasting = _LastingStorages()
-        self._partly_returned: list[SavedBytes] = []  # read for the first of their tensors, the others of which are still wanted
+        self._user_held = UserHeldStorages()
+        self._partly_unpacked: list[SavedBytes] = []  # read for the first of their tensors, the others of which are still wanted
         self._live: dict[int, SavedBytes] = {}  # number -> what was not dropped yet, in the order of saving
         self._order = ReturnOrder()
-        self._undecided: deque[SavedBytes] = deque()  # oldest first; some were dropped since
-        self._undecided_bytes = 0
-        self._step_decided_bytes = 0  # in this step, to be written
-        self._last_saved_bytes = (0, 0)  # in the last two steps that saved something
+        self._write_behind = WriteBehindPolicy()
         self._slow_steps = 0  # in a row
-        self._dropped: deque[_Claim] = deque()
+        self._dropped: deque[_SavedTensorReference] = deque()
         self._ending: deque[SavedBytes] = deque()  # dropped, and perhaps in transfer
         self._helper: threading.Thread | None = None  # forgets what is dropped
         self._ended = threading.Event()  # the helper is to end
@@ -142,7 +139,7 @@ class ActivationStore:
         self._suspended = False
         self._contexts: weakref.WeakSet[object] = weakref.WeakSet()  # that are open: an interrupted one may never be left
         self._step = StepCounts()
-        self._returned = True  # something, in this step: the next context begins a new one
+        self._unpacked = True  # something, in this step: the next context begins a new one
         self._engine = engine_for(list(paths), config)
         try:
             self._store, self._directories = open_own_store(paths, _PREFIX, self._engine)
@@ -150,7 +147,7 @@ class ActivationStore:
             self._engine.close()
             raise
         self._memory = SavedMemory(memory_budget)
-        self._cache = BlockCache(SavedBytesIO(self._store), self._memory)
+        self._cache = BlockCache(SavedBytesBacking(self._store), self._memory)
 
     # Steps
 
@@ -164,20 +161,19 @@ class ActivationStore:
             The report of the last step, if it was one of several slow ones in a row: to warn of, once.
         """
         self._contexts.add(context)
-        return self._begin_step() if len(self._contexts) == 1 and (self._returned or not self._live) else None
+        return self._begin_step() if len(self._contexts) == 1 and (self._unpacked or not self._live) else None
 
     def _begin_step(self) -> ActivationReport | None:
         """Begin a step. Returns like :meth:`enter`."""
         last = self._report()
         self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
-        self._step_decided_bytes = 0
-        self._returned = False
+        self._unpacked = False
         self._suspended = False
         self._memory.set_limited(True)
         self._order.begin_step(self._saves)
+        self._write_behind.begin_step(last.saved_bytes)
         if not last.saved_bytes:  # of an evaluation, for instance
             return None
-        self._last_saved_bytes = (last.saved_bytes, self._last_saved_bytes[0])
         if self._slow_steps < _SLOW_STEPS:
             slow = last.seconds >= 0.1 and last.waiting >= _SLOW * last.seconds
             self._slow_steps = self._slow_steps + 1 if slow else 0
@@ -231,9 +227,9 @@ class ActivationStore:
             raise RuntimeError("activations cannot be saved: their directory was closed")
         saved = self._known.get((storage._cdata, *span))
         new = saved is None or not saved.has_bytes_of(versioned)
-        if self._returned and not self._live:  # the context has stayed open since the last step
+        if self._unpacked and not self._live:  # the context has stayed open since the last step
             self._begin_step()
-        if new and (self._suspended or storage in self._lasting):
+        if new and (self._suspended or storage in self._user_held):
             return None
         with defer_interrupts():
             if new:
@@ -241,10 +237,10 @@ class ActivationStore:
                 self._saves += 1
             assert saved is not None
             packed = SavedTensor(self, saved, view_of(tensor, saved.begin))
-            claim = _Claim(packed, self._dropped.append)  # until `packed` is dropped, also by an error below
-            claim.saved = saved
-            saved.claims.add(claim)
-            self._live[saved.order] = saved
+            reference = _SavedTensorReference(packed, self._dropped.append)  # until `packed` is dropped, also by an error below
+            reference.saved = saved
+            saved.tensors.add(reference)
+            self._live[saved.number] = saved
             self._start_helper()
         try:
             if new:
@@ -263,35 +259,13 @@ class ActivationStore:
         with defer_interrupts():
             self._cache.release([saved], changed=True, write=False)
             self._known[saved.key] = saved
-            self._undecided.append(saved)
-            self._undecided_bytes += saved.nbytes
-            saved.undecided = True
+            self._write_behind.add(saved)
         self._step.saved(saved.nbytes, self._memory.allocated)
 
     def _write_excess(self, nbytes: int) -> None:
-        """Start to write the oldest if there is no room for ``nbytes`` more.
-
-        A step is expected to save as much as the last two. So what it will have no room for is written from its beginning on,
-        and no more than that. If it saves more, or is the first, some is written ahead of the need.
-        """
-        limit = self._memory.limit
-        expected = min(self._last_saved_bytes)  # sizes may alternate
-        if self._step.saved_bytes + nbytes > expected:
-            limit -= min(limit // 2, _WRITE_AHEAD)
-        certain = expected - self._memory.limit
-        while self._undecided and (self._undecided_bytes + nbytes > limit or self._step_decided_bytes < certain):
-            oldest = self._undecided[0]
-            if oldest.undecided:
-                self._cache.write(oldest)
-                self._decide(oldest)
-                self._step_decided_bytes += oldest.nbytes
-            self._undecided.popleft()
-
-    def _decide(self, saved: SavedBytes) -> None:
-        """Note that it is settled whether these bytes are written."""
-        if saved.undecided:
-            saved.undecided = False
-            self._undecided_bytes -= saved.nbytes
+        """Start to write the oldest if there is no room for ``nbytes`` more."""
+        for saved in self._write_behind.due(nbytes, self._step.saved_bytes, self._memory.limit):
+            self._cache.write(saved)
 
     def _suspend(self, error: OSError) -> None:
         """Save no more until the next step, and have all that is in memory stay there, since writing has failed."""
@@ -317,18 +291,18 @@ class ActivationStore:
         self._memory.begin_returning()
         try:
             storage = self._read(saved, view) if in_memory is None else in_memory
-            saved.returned += 1
-            self._order.note(saved.order)
+            saved.unpack_count += 1
+            self._order.note(saved.number)
             if not self.closed:
                 self._cache.expect(self._upcoming(saved))
         finally:
             if in_memory is None:
                 self._cache.release([saved])
         tensor = view.on(storage, saved.begin)
-        if saved.handed_version is not None and tensor.is_cuda:  # another stream than this one's may have allocated it
+        if saved.read_back_version is not None and tensor.is_cuda:  # another stream than this one's may have allocated it
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        self._returned = True
-        self._step.returned(self._memory.allocated)
+        self._unpacked = True
+        self._step.unpacked(self._memory.allocated)
         return tensor
 
     def _read(self, saved: SavedBytes, view: View) -> torch.UntypedStorage:
@@ -344,11 +318,11 @@ class ActivationStore:
         with defer_interrupts():
             buffer = saved.memory.buffer
             storage = buffer.untyped_storage()
-            self._forget_storage(saved)
+            self._unlink_storage(saved)
             saved.refer_to(storage, int(buffer.storage_offset()), view.on(storage, 0)._version)
             self._known[saved.key] = saved
             if saved.uses > 1:
-                self._partly_returned.append(saved)
+                self._partly_unpacked.append(saved)
         return storage
 
     def _acquire(self, saved: SavedBytes) -> None:
@@ -366,85 +340,81 @@ class ActivationStore:
                 return begin_use()
             except WriteFailed as error:
                 with defer_interrupts():
-                    self._forget_dropped()  # which gives up the memory that was to be written, if nobody wants it
-                if error.saved.uses:
+                    self._free_dropped()  # which gives up the memory that was to be written, if nobody wants it
+                if error.block.uses:
                     raise
 
     def _upcoming(self, saved: SavedBytes) -> list[Use]:
         """Return what is wanted next: bytes of which some tensors were returned and others not, then what is on the drive."""
-        self._partly_returned = [each for each in self._partly_returned if each.returned < each.uses and each.in_memory]
-        uses = [Use(each) for each in self._partly_returned]
+        self._partly_unpacked = [each for each in self._partly_unpacked if each.unpack_count < each.uses and each.in_memory]
+        uses = [Use(each) for each in self._partly_unpacked]
         room = max(self._memory.read_ahead_bytes, saved.nbytes)
-        for number in itertools.islice(self._order.after(saved.order), _MOST_LOOKED_AT):
+        for number in itertools.islice(self._order.after(saved.number), _MOST_LOOKED_AT):
             following = self._live.get(number)
             if following is None or not (following.stored or following.state is State.WRITING):
                 continue
-            if following.in_memory or following.reference.expired():
+            if following.in_memory or following.storage_reference.expired():
                 room -= following.nbytes
                 if room < 0 or len(uses) == _MOST_READ_AHEAD:
                     break
                 uses.append(Use(following))
         return uses
 
-    # Forgetting
+    # Freeing
 
     def _start_helper(self) -> None:
         """Start the thread that forgets, unless it runs. Without it, as where the system has no more threads, callers forget."""
         if self._helper is None and not self._ended.is_set():
-            helper = threading.Thread(target=self._forget_behind, name=_PREFIX, daemon=True)
+            helper = threading.Thread(target=self._free_behind, name=_PREFIX, daemon=True)
             with contextlib.suppress(RuntimeError):
                 helper.start()
                 self._helper = helper
 
-    def _forget_behind(self) -> None:
+    def _free_behind(self) -> None:
         """Forget what is dropped while nobody calls, until nothing is left. Runs in a thread."""
-        while not self._ended.wait(_FORGET_SECONDS):
+        while not self._ended.wait(_FREE_SECONDS):
             with self._lock:
-                self._forget()
+                self._free()
                 if not self._live and not self._ending:
                     self._helper = None
                     return
 
-    def _forget(self) -> None:
+    def _free(self) -> None:
         """Forget what nobody has any more. Never waits for a transfer. Call with the lock held."""
         if self._dropped or self._ending:
             with defer_interrupts():
-                self._forget_dropped()  # whose variables go meanwhile too: finalizers of torch's would swallow a Ctrl-C
+                self._free_dropped()  # whose variables go meanwhile too: finalizers of torch's would swallow a Ctrl-C
 
-    def _forget_dropped(self) -> None:
+    def _free_dropped(self) -> None:
         while self._dropped:
-            claim = self._dropped.popleft()
-            saved = claim.saved
-            saved.claims.discard(claim)
-            saved.returned = max(saved.returned - 1, 0)
+            reference = self._dropped.popleft()
+            saved = reference.saved
+            saved.tensors.discard(reference)
+            saved.unpack_count = max(saved.unpack_count - 1, 0)
             if saved.uses == 0:
-                self._decide(saved)
-                self._forget_storage(saved)
-                self._live.pop(saved.order, None)
+                self._write_behind.remove(saved)
+                self._unlink_storage(saved)
+                self._live.pop(saved.number, None)
                 self._ending.append(saved)
-        while self._undecided and not self._undecided[-1].undecided:
-            self._undecided.pop()
-        if len(self._undecided) > 2 * len(self._live):
-            self._undecided = deque(each for each in self._undecided if each.undecided)
         self._cache.poll()
         for _ in range(len(self._ending)):
             if self._ending[0].state in (State.READING, State.WRITING):
                 self._ending.rotate(-1)
             else:
-                self._discard(self._ending[0])
+                self._free_bytes(self._ending[0])
                 self._ending.popleft()
 
-    def _forget_storage(self, saved: SavedBytes) -> None:
+    def _unlink_storage(self, saved: SavedBytes) -> None:
         """Do not take these bytes for those of their storage any more."""
         if self._known.get(saved.key) is saved:
             del self._known[saved.key]
 
-    def _discard(self, saved: SavedBytes) -> None:
+    def _free_bytes(self, saved: SavedBytes) -> None:
         """Forget bytes that are not in transfer, in memory and on the drive."""
         self._cache.discard(saved)
         saved.source = None
-        if saved.handed_version is None and not saved.reference.expired():
-            self._lasting.add(saved.reference)
+        if saved.read_back_version is None and not saved.storage_reference.expired():
+            self._user_held.add(saved.storage_reference)
         if not self.closed and saved.name in self._store:
             self._store.delete(saved.name)
 
@@ -470,25 +440,3 @@ class ActivationStore:
         if not self.closed:
             self._cache.drain()
             self.closed = True
-
-
-class _LastingStorages:
-    """Storages that have outlived the tensors that autograd saved over them, as those of weights do: to write them is in vain."""
-
-    def __init__(self) -> None:
-        self._references: dict[int, StorageReference] = {}
-        self._most = 1000
-
-    def add(self, reference: StorageReference) -> None:
-        """Add a storage. References to those that have gone are dropped every now and then."""
-        self._references[reference.address] = reference
-        if len(self._references) > self._most:
-            self._references = {key: each for key, each in self._references.items() if not each.expired()}
-            self._most = max(1000, 2 * len(self._references))
-
-    def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        reference = self._references.get(storage._cdata)
-        if reference is not None and reference.expired():  # only then can another storage have its address
-            del self._references[storage._cdata]
-            return False
-        return reference is not None

@@ -21,7 +21,7 @@ from deepnvme._interrupts import defer_interrupts
 
 from .activation_report import ActivationReport, StepCounts
 from .activation_store import ActivationStore
-from .saved_tensor import KeptTensor, Packed, SavedDTensor, is_distributed, is_parameter, is_plain
+from .saved_tensor import KeptTensor, Packed, SavedDTensor, is_distributed, is_kept_by_user, is_plain
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
@@ -118,7 +118,10 @@ class save_on_disk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        context: _Context = self._open.contexts[-1]
+        try:
+            context: _Context = self._open.contexts[-1]
+        except (AttributeError, IndexError):
+            raise RuntimeError("save_on_disk is left in another thread than it was entered in") from None
         try:
             _uncompiled(self._leave)(context)
         except BaseException:  # Ctrl-C, possibly before anything was left
@@ -165,7 +168,7 @@ class save_on_disk:
     def _pack(self, store: ActivationStore, tensor: torch.Tensor) -> Packed:
         in_backward = torch._C._current_graph_task_id() >= 0  # and wants at once what it saves
         saved: Packed | None = None
-        if in_backward or is_parameter(tensor):
+        if in_backward or is_kept_by_user(tensor):
             pass
         elif is_plain(tensor):
             saved = store.pack(tensor, tensor, self._min_bytes)

@@ -31,41 +31,39 @@ class SavedBytes(Block):
     """Bytes of a storage, as they were when autograd saved a tensor over them.
 
     Args:
-        order: Number of storages saved before: identifies the bytes, in the store as well.
+        number: Number of storages saved before: identifies the bytes, in the store as well.
         storage: The storage.
         span: First byte and end.
         versioned: The tensor whose version counter tells of changes.
     """
 
     __slots__ = (
-        "_computed", "_probe", "begin", "claims", "device", "handed_version", "key", "order", "reference", "returned", "source",
-        "undecided", "version",
+        "_computed", "_probe", "begin", "device", "key", "number", "read_back_version", "source", "storage_reference", "tensors",
+        "unpack_count", "version",
     )  # fmt: skip
 
     def __init__(
-        self, order: int, storage: torch.UntypedStorage, span: tuple[int, int], versioned: torch.Tensor
+        self, number: int, storage: torch.UntypedStorage, span: tuple[int, int], versioned: torch.Tensor
     ) -> None:
-        super().__init__(str(order), span[1] - span[0])
+        super().__init__(str(number), span[1] - span[0])
         source = flat_bytes(storage)[span[0] : span[1]]
         # A part would keep all of its storage in memory.
         self.source: torch.Tensor | None = source if source.nbytes == storage.nbytes() else source.clone()
         """The bytes, until the block has them as its memory."""
         self.begin = span[0]
-        """Where they begin in the storage that ``reference`` refers to."""
-        self.reference = StorageReference(storage)
+        """Where they begin in the storage that ``storage_reference`` refers to."""
+        self.storage_reference = StorageReference(storage)
         """The storage that was saved, or the one that the bytes were read into last."""
         self.key = (storage._cdata, *span)
-        self.order = order
+        self.number = number
         self.device = storage.device
         """Where the bytes are used."""
-        self.claims: set[object] = set()
-        """Those of the saved tensors over these bytes that autograd has."""
-        self.returned = 0
-        """Number of these that were returned since the bytes were read."""
-        self.undecided = False
-        """Whether they are in memory only, and it is not settled if they are to be written."""
+        self.tensors: set[object] = set()
+        """Weak references to the saved tensors over these bytes that autograd has."""
+        self.unpack_count = 0
+        """Number of these that autograd has asked for since the bytes were read."""
         self.version = versioned._version
-        self.handed_version: int | None = None
+        self.read_back_version: int | None = None
         """Version of tensors over the storage that the bytes were read into; None before they were."""
         self._probe = version_of(versioned)
         self._computed = torch.cuda.current_stream(storage.device).record_event() if storage.is_cuda else None
@@ -78,7 +76,7 @@ class SavedBytes(Block):
     @property
     def uses(self) -> int:
         """Number of saved tensors over these bytes that autograd has."""
-        return len(self.claims)
+        return len(self.tensors)
 
     @property
     def current_version(self) -> int:
@@ -87,18 +85,18 @@ class SavedBytes(Block):
 
     def storage(self) -> torch.UntypedStorage | None:
         """Return the storage with the bytes if anything keeps it in memory."""
-        return self.reference.storage()
+        return self.storage_reference.storage()
 
     def has_bytes_of(self, versioned: torch.Tensor) -> bool:
         """Return whether the bytes are still those of a tensor over the same storage."""
-        if self.handed_version is not None:
-            return versioned._version == self.handed_version
+        if self.read_back_version is not None:
+            return versioned._version == self.read_back_version
         return versioned._version == self.version == self.current_version
 
     def refer_to(self, storage: torch.UntypedStorage, begin: int, version: int) -> None:
         """Note where the bytes were read to, and the version of tensors over that."""
-        self.reference, self.begin, self.handed_version = StorageReference(storage), begin, version
-        self.returned = 0
+        self.storage_reference, self.begin, self.read_back_version = StorageReference(storage), begin, version
+        self.unpack_count = 0
         self.key = (storage._cdata, 0, storage.nbytes())
 
 
@@ -205,15 +203,15 @@ class WriteFailed(OSError):
 
     Args:
         error: The error.
-        saved: What was to be written, and is still in memory.
+        block: What was to be written, and is still in memory.
     """
 
-    def __init__(self, error: OSError, saved: SavedBytes) -> None:
+    def __init__(self, error: OSError, block: SavedBytes) -> None:
         super().__init__(error.errno, error.strerror, error.filename)
-        self.saved = saved
+        self.block = block
 
 
-class SavedBytesIO:
+class SavedBytesBacking:
     """Reads and writes saved bytes in a store."""
 
     def __init__(self, store: TensorStore) -> None:
@@ -238,11 +236,11 @@ class SavedBytesIO:
 class _Writing(StoreTransfer):
     """A write to a store."""
 
-    def __init__(self, future: StoreFuture[Any], saved: SavedBytes) -> None:
+    def __init__(self, future: StoreFuture[Any], block: SavedBytes) -> None:
         super().__init__(future)
-        self._saved = saved
+        self._block = block
 
     def exception(self, timeout: float | None = None) -> OSError | None:
         """Wait until the transfer has ended, and return its error as a WriteFailed, or None."""
         error = super().exception(timeout)
-        return error and WriteFailed(error, self._saved)
+        return error and WriteFailed(error, self._block)

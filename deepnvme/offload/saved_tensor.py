@@ -58,7 +58,7 @@ def is_distributed(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def is_parameter(tensor: torch.Tensor) -> bool:
+def is_kept_by_user(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a parameter or a leaf that requires gradients, or a view of one: its user has it in memory."""
     base = tensor if tensor._base is None else tensor._base
     return isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)

@@ -7,6 +7,7 @@ import copy
 import gc
 import inspect
 import pickle
+import threading
 import time
 import warnings
 import weakref
@@ -107,7 +108,8 @@ def assert_forgotten(activations: save_on_disk) -> None:
     deadline = time.monotonic() + 10
     while activations.report() and len(store._store) and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert (len(store._store), store._cache.used, store._live, store._known, list(store._undecided)) == (0, 0, {}, {}, [])
+    assert (len(store._store), store._cache.used, store._live, store._known) == (0, 0, {}, {})
+    assert store._write_behind.candidate_bytes == 0
 
 
 # The same bits
@@ -744,3 +746,21 @@ def test_a_compiled_function_may_enter_it(activations: save_on_disk) -> None:
 
 def test_it_is_a_name_of_the_package() -> None:
     assert deepnvme.save_on_disk is save_on_disk
+
+
+def test_to_leave_a_context_in_another_thread_is_an_error(activations: save_on_disk) -> None:
+    errors: list[BaseException] = []
+
+    def leave() -> None:
+        try:
+            activations.__exit__(None, None, None)
+        except RuntimeError as error:
+            errors.append(error)
+
+    with activations:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+    assert "another thread" in str(*errors)
+    leave()  # left already
+    assert len(errors) == 2

@@ -81,7 +81,7 @@ def _holdings(store: ActivationStore) -> dict[str, Any]:
         "names in the store": store._store.names(),
         "storages known": len(store._known),
         "live": store._live,
-        "undecided bytes": store._undecided_bytes,
+        "bytes that may be written": store._write_behind.candidate_bytes,
         "dropped": len(store._dropped) + len(store._ending),
         "contexts": list(store._contexts),
     }
