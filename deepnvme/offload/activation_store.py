@@ -297,7 +297,7 @@ class ActivationStore:
                 self._cache.expect(self._upcoming(saved))
         finally:
             if in_memory is None:
-                self._cache.release([saved])
+                self._cache.release([saved], write=False)
         tensor = view.on(storage, saved.begin)
         if saved.read_back_version is not None and tensor.is_cuda:  # another stream than this one's may have allocated it
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -307,7 +307,7 @@ class ActivationStore:
 
     def _read(self, saved: SavedBytes, view: View) -> torch.UntypedStorage:
         """Begin a use of bytes that are on the drive, and return a storage with them."""
-        if self.closed:
+        if self.closed and not saved.in_memory:
             raise RuntimeError(f"the {view} that autograd has saved is gone: its directory was closed")
         with self._step.waiting_backward:
             try:

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.pool import pinned
 from deepnvme.store.extents import ExtentMap
 
 
 class PinnedArena:
-    """Lends parts of one region of pinned memory. To be used by one thread at a time.
+    """Lends parts of one region of pinned memory. To be used by one thread at a time. Ctrl-C waits for the end of each method.
 
     Unlike a :class:`deepnvme.memory.pool.BufferPool`, whose chunks keep the size of their first lease, it needs no new pages when
     sizes alternate. The region is pinned when something is lent for the first time, and kept until :meth:`trim`.
@@ -43,6 +44,10 @@ class PinnedArena:
         Raises:
             OutOfBuffers: If the system has not so much memory to pin.
         """
+        with defer_interrupts():
+            return self._lend(nbytes)
+
+    def _lend(self, nbytes: int) -> torch.Tensor | None:
         self._take_back()
         length = padded(nbytes)
         if not 0 < length <= self.nbytes:
@@ -62,9 +67,10 @@ class PinnedArena:
 
     def trim(self) -> None:
         """Unpin the region if nothing of it is lent."""
-        self._take_back()
-        if not self._loans:
-            self._region = None
+        with defer_interrupts():
+            self._take_back()
+            if not self._loans:
+                self._region = None
 
     def _take_back(self) -> None:
         while self._ended:

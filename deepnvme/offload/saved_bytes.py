@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import give_pages, huge_pages
 from deepnvme.memory.lease import Transfer
@@ -139,7 +140,7 @@ class SavedMemory:
 
     @property
     def allocated(self) -> int:
-        """Bytes of all blocks, and those that are pinned to read into."""
+        """Bytes of blocks outside of the arena, and all of the arena once it is pinned."""
         return self._other_bytes + self._arena.allocated
 
     def take(self, block: Block) -> Memory | None:
@@ -152,13 +153,22 @@ class SavedMemory:
         if source is not None:
             return _CountedMemory(source, self._count)
         if block.device.type == "cpu":
-            with contextlib.suppress(OutOfBuffers):  # the system has not so much memory to pin
-                lent = self._arena.lend(block.nbytes)
-                if lent is not None:
-                    return OwnMemory(lent)
+            lent = self._lend(block.nbytes)
+            if lent is not None:
+                return OwnMemory(lent)
+        if block.nbytes > self._arena.nbytes:
+            self._arena.trim()
         if self._limited and self.allocated + block.nbytes > self._budget:
             return None
         return self._make(block)
+
+    def _lend(self, nbytes: int) -> torch.Tensor | None:
+        """Return a part of the arena if it has room, and the budget has room for the arena."""
+        if self._limited and not self._arena.allocated and self._other_bytes + self._arena.nbytes > self._budget:
+            return None
+        with contextlib.suppress(OutOfBuffers):  # the system has not so much memory to pin
+            return self._arena.lend(nbytes)
+        return None
 
     def _make(self, block: SavedBytes) -> Memory:
         """Return new memory to read into, where the bytes are used. Raises MemoryError."""
@@ -174,8 +184,9 @@ class SavedMemory:
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
         """Like :meth:`take`, but beyond the limit. The arena gives up for it what it does not need."""
         assert isinstance(block, SavedBytes)
-        self._arena.trim()
-        return self.take(block) or self._make(block)
+        with defer_interrupts():  # it would leave bytes counted
+            self._arena.trim()
+            return self.take(block) or self._make(block)
 
     def trim(self) -> None:
         """Unpin the memory to read into, if no tensor is in it."""

@@ -345,6 +345,8 @@ class BlockCache(Monitor):
                 self._expected.setdefault(block, sys.maxsize)
             raise
         finally:
+            if self._grown is not None:  # a wait that came after was interrupted
+                self._grown[1].release()
             self._wanted, self._grown = (), None
 
     def _awaited(self) -> Wait | None:

@@ -764,3 +764,30 @@ def test_to_leave_a_context_in_another_thread_is_an_error(activations: save_on_d
     assert "another thread" in str(*errors)
     leave()  # left already
     assert len(errors) == 2
+
+
+def test_the_budget_is_kept_where_one_tensor_takes_most_of_it(drive: Path) -> None:
+    with contextlib.closing(save_on_disk(drive, memory_budget=16 * MIB, min_bytes=KIB)) as activations:
+        for _ in range(3):
+            x = torch.ones(1, requires_grad=True)
+            with activations:
+                y = x
+                for _ in range(6):
+                    y = Counted.apply(y, 2 * MIB, lambda: None)
+                y = Counted.apply(y, 11 * MIB, lambda: None)
+            y.backward()
+            assert activations.report().peak_bytes <= 16 * MIB
+        assert activations.report().bytes_read > 0
+
+
+def test_a_part_of_a_storage_that_is_gone_is_not_written_to_be_returned(drive: Path) -> None:
+    activations = save_on_disk(drive, memory_budget=256 * MIB, min_bytes=KIB)
+    h = torch.ones(MIB, requires_grad=True) * 2
+    with contextlib.closing(activations):
+        with activations:
+            part = h[: MIB // 4]
+            first, second = part.sin(), part.exp().sin()
+        del h, part
+        first.sum().backward(retain_graph=True)
+        assert activations.report().bytes_written == 0
+    second.sum().backward()  # what is in memory is there after close() as well
