@@ -5,6 +5,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # signal without its conversions to enums, which take 25 times as long
 import contextlib
 import ctypes
+import os
 import signal
 import sys
 import threading
@@ -47,6 +48,7 @@ def defer_interrupts() -> Iterator[None]:
             held.end()
         finally:  # end() may not have begun, if a signal that is not delayed interrupted this
             held._holding = False
+            _deferring = None
 
 
 _deferring: _DeferredInterrupts | None = None
@@ -62,6 +64,7 @@ class _DeferredInterrupts:
 
     def __init__(self) -> None:
         self._holding = True
+        self._thread = threading.get_ident()
         self._came: list[int] = []
         self._handlers: dict[int, Callable[..., Any]] = {}
         self._replaced: list[int] = []
@@ -105,6 +108,18 @@ class _DeferredInterrupts:
             self._handlers[number](number, frame)
         finally:
             self._holding = True
+
+
+def _restore_handlers() -> None:
+    """Restore the handlers in a child that another thread has forked: the thread that would is not there."""
+    global _deferring
+    if _deferring is not None and _deferring._thread != threading.get_ident():
+        _deferring._came.clear()
+        _deferring.end()
+        _deferring = None
+
+
+os.register_at_fork(after_in_child=_restore_handlers)
 
 
 def _set(number: int, handler: Callable[..., Any]) -> None:

@@ -153,6 +153,25 @@ def test_a_handler_that_runs_at_the_end_of_a_block_can_hold_signals_back_itself(
     assert called == [signal.SIGUSR1]
 
 
+def test_a_child_that_another_thread_forks_has_its_handlers() -> None:
+    statuses: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            handlers_are_there = signal.getsignal(signal.SIGUSR1) is up
+            with defer_interrupts():
+                deferred = signal.getsignal(signal.SIGUSR1) is not up
+            os._exit(0 if handlers_are_there and deferred else 1)
+        statuses.append(os.waitpid(child, 0)[1])
+
+    with defer_interrupts():
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+    assert statuses == [0]
+
+
 def here_the_other_may_come() -> None: ...
 
 

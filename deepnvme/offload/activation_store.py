@@ -165,7 +165,7 @@ class ActivationStore:
 
     def _begin_step(self) -> ActivationReport | None:
         """Begin a step. Returns like :meth:`enter`."""
-        last = self._report()
+        last = self.report()
         self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
         self._unpacked = False
         self._suspended = False
@@ -190,12 +190,8 @@ class ActivationStore:
         self._contexts.discard(context)
         self._cache.poll()
 
-    @_locked
     def report(self) -> ActivationReport:
-        """Return what the newest step has done so far."""
-        return self._report()
-
-    def _report(self) -> ActivationReport:
+        """Return what the newest step has done so far. Takes no lock: signal handlers may ask for it."""
         return self._step.report(self._cache.bytes_written, self._cache.bytes_read)
 
     # Saving

@@ -146,8 +146,7 @@ class save_on_disk:
 
     def report(self) -> ActivationReport:
         """Return what the newest step has done so far. A step is a forward in this context and the backward that follows."""
-        with _sharing:
-            store = _stores.get(self._key())
+        store = _stores.get(self._key())
         return StepCounts().report(0, 0) if store is None else store.report()
 
     def close(self) -> None:
