@@ -70,7 +70,8 @@ class Training:
 def held_by(activations: save_on_disk) -> dict[str, Any]:
     """What the store of activations holds, by kind; empty if it is nothing."""
     store = activations._shared_store()
-    store.report()  # looks for what has ended
+    with store._lock:
+        store._free()  # which the next call would do
     return {kind: what for kind, what in _holdings(store).items() if what}
 
 
