@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import operator
 import os
 import queue
 import threading
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from deepnvme.ops import load_async_io
 
 from .alignment import PAGE, padded
+from .byte_count import byte_count
 from .chunks import ChunkList, Claim, Holder, PinnedChunk
 from .lease import Lease, Transfer
 from .system_memory import available_memory
@@ -105,7 +105,7 @@ class BufferPool:
     # removed from _ended and _awaited only after they have been handled, so that work that was interrupted is done again.
 
     def __init__(self, budget: int | None = None) -> None:
-        self._chunks = ChunkList(available_memory() // 2 if budget is None else _natural(budget, "budget"))
+        self._chunks = ChunkList(available_memory() // 2 if budget is None else byte_count(budget, "budget"))
         self._generation = _generation
         self._lock = threading.Lock()
         self._awaited: dict[PinnedChunk, Transfer] = {}  # lent chunks, and what each is given back after
@@ -130,7 +130,7 @@ class BufferPool:
         Raises:
             ValueError: If ``nbytes`` is negative.
         """
-        nbytes = _natural(nbytes, "budget")
+        nbytes = byte_count(nbytes, "budget")
         self._call(lambda chunks: chunks.set_budget(nbytes))
         self._wake()
 
@@ -178,7 +178,7 @@ class BufferPool:
                 by threads that have ended, and no other thread is running, the error comes within a second.
             ValueError: If ``nbytes`` is negative.
         """
-        nbytes = _natural(nbytes, "nbytes")
+        nbytes = byte_count(nbytes, "nbytes")
         lease = self.try_lease(nbytes)
         return self._wait(nbytes, timeout, keeping) if lease is None else lease
 
@@ -187,7 +187,7 @@ class BufferPool:
 
         Blocks only to pin the memory, if none that is free fits.
         """
-        nbytes = _natural(nbytes, "nbytes")
+        nbytes = byte_count(nbytes, "nbytes")
         self._settle()
         if nbytes == 0:  # there is no memory to give back
             import torch
@@ -375,14 +375,6 @@ def pinned(nbytes: int) -> Any:
         return load_async_io().empty_pinned(nbytes)
     except MemoryError as error:
         raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
-
-
-def _natural(value: int, name: str) -> int:
-    """Return ``value`` as an int. Raises ValueError, naming it ``name``, if it is negative."""
-    value = operator.index(value)
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
-    return value
 
 
 def _has_ended(chunk: PinnedChunk, after: Transfer) -> bool:

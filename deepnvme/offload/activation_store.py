@@ -23,9 +23,9 @@ from deepnvme.transfer.block import State
 from deepnvme.transfer.block_cache import BlockCache, Use
 
 from .activation_report import ActivationReport, StepCounts
-from .return_order import ReturnOrder
 from .saved_bytes import SavedBytes, SavedBytesBacking, SavedMemory, WriteFailed
 from .saved_tensor import View, check_version, span_of, view_of
+from .unpack_order import UnpackOrder
 from .user_held_storages import UserHeldStorages
 from .write_behind import WriteBehindPolicy
 
@@ -41,7 +41,7 @@ _SLOW = 0.25
 _SLOW_STEPS = 3
 """So many slow steps in a row are worth a warning. The first one alone may be slow because it creates the files."""
 _FREE_SECONDS = 0.05
-"""Until what autograd drops is forgotten if nobody saves or returns a tensor meanwhile."""
+"""Until what autograd drops is freed if nobody saves or unpacks a tensor meanwhile."""
 _PREFIX = "deepnvme-activations"
 
 
@@ -83,7 +83,7 @@ Result = TypeVar("Result")
 def _locked(
     method: Callable[Concatenate[ActivationStore, Parameters], Result],
 ) -> Callable[Concatenate[ActivationStore, Parameters], Result]:
-    """Call a method of the store with its lock held, after forgetting what was dropped.
+    """Call a method of the store with its lock held, after freeing what was dropped.
 
     It raises RuntimeError in a forked child, where the lock may be held by a thread that is not there.
 
@@ -109,7 +109,7 @@ class ActivationStore:
     some, those saved before them are read as far as there is room.
 
     What autograd drops is only noted at first, since that may happen anywhere, in the middle of any method. The next call that
-    takes the lock forgets it. If there is none, a thread does, which runs as long as anything is kept.
+    takes the lock frees it. If there is none, a thread does, which runs as long as anything is kept.
 
     Args:
         paths: Directories, on one or several drives.
@@ -128,12 +128,12 @@ class ActivationStore:
         self._user_held = UserHeldStorages()
         self._partly_unpacked: list[SavedBytes] = []  # read for the first of their tensors, the others of which are still wanted
         self._live: dict[int, SavedBytes] = {}  # number -> what was not dropped yet, in the order of saving
-        self._order = ReturnOrder()
+        self._order = UnpackOrder()
         self._write_behind = WriteBehindPolicy()
         self._slow_steps = 0  # in a row
         self._dropped: deque[_SavedTensorReference] = deque()
         self._ending: deque[SavedBytes] = deque()  # dropped, and perhaps in transfer
-        self._helper: threading.Thread | None = None  # forgets what is dropped
+        self._helper: threading.Thread | None = None  # frees what is dropped
         self._ended = threading.Event()  # the helper is to end
         self._saves = 0
         self._suspended = False
@@ -155,7 +155,7 @@ class ActivationStore:
     def enter(self, context: object) -> ActivationReport | None:
         """Note that a context is open, until it is left or dropped.
 
-        It begins a new step if it is the only one, and something of the last step was returned, or nothing of it is left.
+        It begins a new step if it is the only one, and something of the last step was unpacked, or nothing of it is left.
 
         Returns:
             The report of the last step, if it was one of several slow ones in a row: to warn of, once.
@@ -271,7 +271,7 @@ class ActivationStore:
             text = f"activations stay in memory for the rest of this step, since they cannot be written: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
 
-    # Returning
+    # Unpacking
 
     @_locked
     @torch.no_grad()
@@ -284,7 +284,7 @@ class ActivationStore:
         """
         check_version(saved.current_version, saved.version, lambda: str(view))
         in_memory = saved.storage()
-        self._memory.begin_returning()
+        self._memory.begin_unpacking()
         try:
             storage = self._read(saved, view) if in_memory is None else in_memory
             saved.unpack_count += 1
@@ -341,7 +341,7 @@ class ActivationStore:
                     raise
 
     def _upcoming(self, saved: SavedBytes) -> list[Use]:
-        """Return what is wanted next: bytes of which some tensors were returned and others not, then what is on the drive."""
+        """Return what is wanted next: bytes of which some tensors were unpacked and others not, then what is on the drive."""
         self._partly_unpacked = [each for each in self._partly_unpacked if each.unpack_count < each.uses and each.in_memory]
         uses = [Use(each) for each in self._partly_unpacked]
         room = max(self._memory.read_ahead_bytes, saved.nbytes)
@@ -359,7 +359,7 @@ class ActivationStore:
     # Freeing
 
     def _start_helper(self) -> None:
-        """Start the thread that forgets, unless it runs. Without it, as where the system has no more threads, callers forget."""
+        """Start the thread that frees, unless it runs. Without it, as where the system has no more threads, callers free."""
         if self._helper is None and not self._ended.is_set():
             helper = threading.Thread(target=self._free_behind, name=_PREFIX, daemon=True)
             with contextlib.suppress(RuntimeError):
@@ -367,7 +367,7 @@ class ActivationStore:
                 self._helper = helper
 
     def _free_behind(self) -> None:
-        """Forget what is dropped while nobody calls, until nothing is left. Runs in a thread."""
+        """Free what is dropped while nobody calls, until nothing is left. Runs in a thread."""
         while not self._ended.wait(_FREE_SECONDS):
             with self._lock:
                 self._free()
@@ -376,7 +376,7 @@ class ActivationStore:
                     return
 
     def _free(self) -> None:
-        """Forget what nobody has any more. Never waits for a transfer. Call with the lock held."""
+        """Free what nobody has any more. Never waits for a transfer. Call with the lock held."""
         if self._dropped or self._ending:
             with defer_interrupts():
                 self._free_dropped()  # whose variables go meanwhile too: finalizers of torch's would swallow a Ctrl-C
@@ -406,7 +406,7 @@ class ActivationStore:
             del self._known[saved.key]
 
     def _free_bytes(self, saved: SavedBytes) -> None:
-        """Forget bytes that are not in transfer, in memory and on the drive."""
+        """Free bytes that are not in transfer, in memory and on the drive."""
         self._cache.discard(saved)
         saved.source = None
         if saved.read_back_version is None and not saved.storage_reference.expired():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import operator
 import os
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme.memory.byte_count import byte_count
 
 from .activation_report import ActivationReport, StepCounts
 from .activation_store import ActivationStore
@@ -50,7 +50,7 @@ class save_on_disk:
     on), tensors of fewer than ``min_bytes`` bytes, and sparse, quantized and nested ones, or those of a subclass other than
     DTensor; nor what a backward inside of the context saves, such as layers that ``torch.utils.checkpoint`` with
     ``use_reentrant=True`` computes again. A storage that several saved tensors share is written once. A tensor that was changed
-    in place after it was saved is an error in the backward, as without hooks. Bytes are forgotten when autograd drops the tensor:
+    in place after it was saved is an error in the backward, as without hooks. Bytes are freed when autograd drops the tensor:
     at the end of a backward, or when a graph without one is dropped.
 
     A device's tensors count with what they take on the device, so there the budget is of its memory.
@@ -87,8 +87,8 @@ class save_on_disk:
         if not paths or not all(map(os.fspath, paths)):
             raise ValueError(f"save_on_disk needs a directory on the drive, got {path!r}")
         self._paths = tuple(Path(os.path.abspath(os.fsdecode(each))) for each in paths)
-        self._memory_budget = _natural(memory_budget, "memory_budget")
-        self._min_bytes = _natural(min_bytes, "min_bytes")
+        self._memory_budget = byte_count(memory_budget, "memory_budget")
+        self._min_bytes = byte_count(min_bytes, "min_bytes")
         self._config = config
         self._open = threading.local()
 
@@ -214,16 +214,6 @@ def _uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, 
         return function
     disabled: Callable[Parameters, Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
-
-
-def _natural(value: int, name: str) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number of bytes, got {value!r}") from None
-    if number < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
-    return number
 
 
 _stores: dict[tuple[object, ...], ActivationStore] = {}

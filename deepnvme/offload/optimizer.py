@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from deepnvme.memory.byte_count import byte_count
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.store.tensor_store import TensorStore
 
@@ -115,8 +116,7 @@ class OffloadedOptimizer(Optimizer):
                 f"{optimizer_class.__name__} evaluates the loss several times a step, over all parameters at once: it cannot be"
                 " offloaded; choose an optimizer that steps each parameter by itself"
             )
-        if dram_budget < 0:
-            raise ValueError(f"dram_budget must not be negative, got {dram_budget}")
+        dram_budget = byte_count(dram_budget, "dram_budget")
         if sub_group_size < 1:
             raise ValueError(f"sub_group_size must be positive, got {sub_group_size}")
         if offload_gradients and step_in_backward:

@@ -134,7 +134,7 @@ class SavedMemory:
         """Set the limit of a forward."""
         self.limit = self.forward_limit if self._limited else sys.maxsize
 
-    def begin_returning(self) -> None:
+    def begin_unpacking(self) -> None:
         """Set the limit of a backward."""
         self.limit = self._budget if self._limited else sys.maxsize
 

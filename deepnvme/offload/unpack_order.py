@@ -1,11 +1,11 @@
-"""In which order a backward wants what the forward has saved."""
+"""In which order a backward unpacks what the forward has saved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 
-class ReturnOrder:
+class UnpackOrder:
     """Predicts what is wanted next: what followed in the last step, or, in the first step, what was saved before.
 
     Saves are numbered. A step is expected to save what the last one did, so its saves are known by their numbers from its
@@ -14,7 +14,7 @@ class ReturnOrder:
 
     def __init__(self) -> None:
         self._first = 0
-        self._returned: dict[int, None] = {}  # numbers in the step, in the order of their first return
+        self._unpacked: dict[int, None] = {}  # numbers in the step, in the order in which they were first unpacked
         self._last: list[int] = []
         self._places: dict[int, int] = {}
 
@@ -24,16 +24,16 @@ class ReturnOrder:
         Args:
             first: Number of the step's first save.
         """
-        if self._returned:
-            self._last = list(self._returned)
+        if self._unpacked:
+            self._last = list(self._unpacked)
             self._places = {number: place for place, number in enumerate(self._last)}
-        self._returned = {}
+        self._unpacked = {}
         self._first = first
 
     def note(self, number: int) -> None:
-        """Note that a save was returned."""
+        """Note that a save was unpacked."""
         if number >= self._first:
-            self._returned.setdefault(number - self._first)
+            self._unpacked.setdefault(number - self._first)
 
     def after(self, number: int) -> Iterator[int]:
         """Yield the numbers of the saves that are wanted after this one, some of which may be gone."""

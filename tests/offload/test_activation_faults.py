@@ -316,7 +316,7 @@ def test_an_exception_of_a_hook_in_a_backward_harms_no_other_step(training: Trai
         training.step()
 
 
-def test_forwards_without_a_backward_are_forgotten_with_their_graphs(training: Training, drive: Path) -> None:
+def test_forwards_without_a_backward_are_freed_with_their_graphs(training: Training, drive: Path) -> None:
     training.step()
     size = sum(each.stat().st_size for each in data_files(drive))
     for _ in range(5):
@@ -331,7 +331,7 @@ def test_forwards_without_a_backward_are_forgotten_with_their_graphs(training: T
     del kept
 
 
-def test_a_graph_that_only_the_garbage_collector_finds_is_forgotten(training: Training) -> None:
+def test_a_graph_that_only_the_garbage_collector_finds_is_freed(training: Training) -> None:
     class Node:
         pass
 
@@ -486,7 +486,7 @@ def test_faults_of_one_thread_leave_the_other_its_gradients(drive: Path) -> None
     trainings[0].activations.close()
 
 
-def test_a_graph_dropped_by_another_thread_in_the_midst_of_a_forward_is_forgotten(training: Training) -> None:
+def test_a_graph_dropped_by_another_thread_in_the_midst_of_a_forward_is_freed(training: Training) -> None:
     outputs = [training.forward() for _ in range(8)]
     in_threads(lambda: [training.step() for _ in range(10)], outputs.clear)
     training.check_nothing_is_held()

@@ -101,7 +101,7 @@ def files_in(path: Path) -> list[Path]:
     return [file for file in path.rglob("*") if file.is_file()]
 
 
-def assert_forgotten(activations: save_on_disk) -> None:
+def assert_freed(activations: save_on_disk) -> None:
     """Nothing of earlier steps is in memory or on the drive. What was dropped in the midst of its transfer takes a moment."""
     gc.collect()
     store = activations._shared_store()
@@ -126,7 +126,7 @@ def test_losses_and_weights_are_the_same_bits(
     with contextlib.closing(save_on_disk(drive / "activations", memory_budget=budget, min_bytes=KIB)) as activations:
         ours = train(net, lambda: activations, **options)
         report = activations.report()
-        assert_forgotten(activations)
+        assert_freed(activations)
     assert_same(ours, train(net, contextlib.nullcontext, **options))
     assert report.saved_bytes > 40 * KIB
     if budget < report.saved_bytes:
@@ -146,7 +146,7 @@ def test_a_backward_in_the_context_gives_the_same_bits(activations: save_on_disk
     with activations:
         net(x).sum().backward()
     assert all(torch.equal(weight.grad, each) for weight, each in zip(net.parameters(), theirs, strict=True))
-    assert_forgotten(activations)
+    assert_freed(activations)
 
 
 # What is saved, and what not
@@ -208,7 +208,7 @@ def test_a_tensor_of_any_kind_keeps_its_meaning(activations: save_on_disk, name:
     else:
         dense = [each.to_padded_tensor(0.0) if each.is_nested else each.to_dense() for each in (found, wanted)]
         assert torch.equal(*dense)
-    assert_forgotten(activations)
+    assert_freed(activations)
 
 
 @pytest.mark.filterwarnings("ignore:.*barrier.*|.*device_id.*")
@@ -291,7 +291,7 @@ def test_a_storage_that_is_saved_often_is_written_once(activations: save_on_disk
         del y
     assert activations.report().saved_bytes == 4000
     z.backward()
-    assert_forgotten(activations)
+    assert_freed(activations)
 
 
 def test_a_small_part_of_a_large_storage_is_saved_alone(activations: save_on_disk) -> None:
@@ -381,7 +381,7 @@ def test_a_graph_that_is_retained_is_read_again(activations: save_on_disk) -> No
     loss.backward()
     assert all(torch.equal(weight.grad, each) for weight, each in zip(net.parameters(), first, strict=True))
     del loss
-    assert_forgotten(activations)
+    assert_freed(activations)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
@@ -402,7 +402,7 @@ def test_double_backward_gives_the_same_bits(activations: save_on_disk, inside: 
         return first.weight.grad
 
     assert torch.equal(penalty(activations), penalty(contextlib.nullcontext()))
-    assert_forgotten(activations)
+    assert_freed(activations)
 
 
 def test_several_losses_of_one_forward(activations: save_on_disk) -> None:
@@ -427,7 +427,7 @@ def test_without_a_backward_nothing_stays(activations: save_on_disk) -> None:
         loss = net(batch()).square().mean()
     assert activations.report().bytes_written > 0
     del loss
-    assert_forgotten(activations)
+    assert_freed(activations)
 
 
 def test_an_exception_in_the_forward_leaves_nothing(activations: save_on_disk) -> None:
@@ -441,7 +441,7 @@ def test_an_exception_in_the_forward_leaves_nothing(activations: save_on_disk) -
     net[2].register_forward_hook(check)  # type: ignore[index]
     with pytest.raises(AssertionError, match="not a number"), activations:
         net(x)
-    assert_forgotten(activations)
+    assert_freed(activations)
 
 
 def test_the_graph_is_not_kept_by_what_it_saves(activations: save_on_disk) -> None:
@@ -723,7 +723,7 @@ def test_compiled_layers_save_on_disk_too(activations: save_on_disk) -> None:
     compiled = nn.Sequential(*(torch.compile(layer, backend="aot_eager") for layer in copy.deepcopy(net)))
     assert_same(train(compiled, lambda: activations), train(nn.Sequential(*net), contextlib.nullcontext))
     assert activations.report().bytes_written > 0
-    assert_forgotten(activations)
+    assert_freed(activations)
 
 
 @pytest.mark.slow
