@@ -13,9 +13,10 @@ from deepnvme.memory.pool import BufferPool
 from deepnvme.transfer.block_cache import BlockCache, Use
 from deepnvme.transfer.block_memory import PooledMemory
 
+from .block_versions import BlockVersions, block_name
 from .counted_io import CountedIO, StoredBlock, shortage
 from .gradients import SubGroupGradients
-from .resident_sub_groups import RING, BlockVersions, block_name, image_name
+from .resident_sub_groups import RING, image_name
 from .sub_group import MASTER, BlockLayout, BlockSection, Held, SubGroup
 
 

@@ -1,21 +1,18 @@
-"""Where the blocks of sub-groups are: which stay in memory, and which version of a block on the drive is written next."""
+"""Which sub-groups stay in memory from step to step, and the blocks of those that do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.host import give_back_heap
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
-from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.block_cache import BlockCache
 from deepnvme.transfer.block_memory import PooledMemory
 
+from .block_versions import BlockVersions, block_name
 from .counted_io import CountedIO, StoredBlock, shortage
 from .gradients import OPEN, SubGroupGradients
 from .partition import SubGroupPlanner
@@ -112,64 +109,9 @@ class ResidencyPolicy:
         return self._block(sub_group) + (_parameter_bytes(sub_group) if self._offload_gradients else 0)
 
 
-def block_name(sub_group: SubGroup, number: int | None = None) -> str:
-    """Return the store's name for a sub-group's block: the one of the last completed step, or the one with this number."""
-    return f"{sub_group.index}.{sub_group.current if number is None else number}"
-
-
 def image_name(sub_group: SubGroup) -> str:
     """Return the store's name for the copy of a sub-group's parameters before the step, from which the step is undone."""
     return f"{sub_group.index}.image"
-
-
-class BlockVersions:
-    """Chooses which block of a sub-group the next step writes, so that no block still needed is overwritten.
-
-    A sub-group has two blocks that alternate: one of the last completed step, one that the next step writes. It has more while
-    tensors of a ``state_dict`` are mapped from an older block: a mapping shows what is written to the file later, so such a
-    block must not change.
-    """
-
-    def __init__(self, store: TensorStore) -> None:
-        self._store = store
-        self._mapped: dict[str, list[Any]] = {}
-        self._more: dict[str, SubGroup] = {}
-
-    def next_of(self, sub_group: SubGroup) -> int:
-        """Return the lowest block number that is neither the sub-group's current block nor mapped by a live tensor."""
-        number = 0
-        while number == sub_group.current or self._is_mapped(block_name(sub_group, number)):
-            number += 1
-        if number > 1:
-            self._more[block_name(sub_group, number)] = sub_group
-        return number
-
-    def map(self, ranges: Sequence[tuple[SubGroup, int, int]]) -> torch.Tensor:
-        """Map bytes of sub-groups' current blocks as one uint8 tensor.
-
-        The bytes do not change for as long as any tensor over the mapping lives: later steps write to other blocks.
-
-        Args:
-            ranges: (sub-group, first byte, number of bytes), with the alignment that :meth:`TensorStore.map_ranges` requires.
-        """
-        mapped = self._store.map_ranges([(block_name(sub_group), first, count) for sub_group, first, count in ranges])
-        memory: Any = StorageWeakRef(mapped.untyped_storage())  # type: ignore[no-untyped-call]
-        for sub_group, _, _ in ranges:
-            name = block_name(sub_group)
-            self._mapped[name] = [*(other for other in self._mapped.get(name, ()) if not other.expired()), memory]
-        return mapped
-
-    def tidy(self) -> None:
-        """Delete blocks beyond a sub-group's two that no live tensor is mapped from any more. Blocks; raises OSError."""
-        for name, sub_group in list(self._more.items()):
-            if name != block_name(sub_group) and not self._is_mapped(name):
-                del self._more[name]
-                if name in self._store:
-                    self._store.delete(name).result()
-
-    def _is_mapped(self, name: str) -> bool:
-        """Return whether a tensor over this block, or any view of it, is alive."""
-        return any(not memory.expired() for memory in self._mapped.get(name, ()))
 
 
 class ResidentBlocks:

@@ -13,11 +13,12 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.alignment import PAGE
 from deepnvme.store.tensor_store import TensorStore
 
+from .block_versions import BlockVersions, block_name
 from .counted_io import CountedIO
 from .gradients import Pieces
 from .params import distributed_like, local_of
 from .pipeline import SubGroupPipeline
-from .resident_sub_groups import BlockVersions, ResidentBlocks, block_name
+from .resident_sub_groups import ResidentBlocks
 from .sub_group import MASTER, Held, SubGroup, copied
 
 

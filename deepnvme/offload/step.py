@@ -15,11 +15,12 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.tensor_store import TensorStore
 
+from .block_versions import BlockVersions
 from .counted_io import CountedIO
 from .gradients import GradientHooks, SubGroupGradients
 from .params import ParamRanks, StepVote, over_ranks
 from .pipeline import SubGroupPipeline
-from .resident_sub_groups import BlockVersions, ResidencyPolicy, ResidentBlocks
+from .resident_sub_groups import ResidencyPolicy, ResidentBlocks
 from .state_dict import OffloadedStates, loaded
 from .sub_group import SubGroup
 

@@ -1,0 +1,219 @@
+"""Has the parameters of a module in memory while it computes, in the forward and in the backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from deepnvme.transfer.block import Block
+from deepnvme.transfer.block_cache import BlockCache, Use
+
+from .parameter_block import ParameterBlock
+from .saved_tensor import View, is_plain
+from .step_order import StepOrder
+
+_MOST_EXPECTED = 32
+"""Blocks that are expected at a time: more than fit into memory, mostly, and few enough to list for each use."""
+
+
+class ScheduledBlocks:
+    """A cache of blocks that reads ahead what the last step has used next.
+
+    Args:
+        cache: Has the blocks in memory.
+    """
+
+    def __init__(self, cache: BlockCache) -> None:
+        self.cache = cache
+        self.order = StepOrder()
+
+    def acquire(self, block: Block) -> None:
+        """Begin a use. Blocks while the block is read. Raises like :meth:`BlockCache.acquire`."""
+        self.order.note(block)
+        self.cache.acquire([block], then=self._upcoming(block))
+
+    def create(self, block: Block) -> None:
+        """Begin a use of a block with new content. Raises like :meth:`BlockCache.create`."""
+        self.order.note(block)
+        self.cache.create(block)
+
+    def _upcoming(self, block: Block) -> list[Use]:
+        found = []
+        for following in self.order.following():
+            if following is not block and (following.stored or following.in_memory):
+                found.append(Use(following))
+                if len(found) == _MOST_EXPECTED:
+                    break
+        return found
+
+
+class SavedParameter:
+    """A tensor over a parameter that autograd has saved: how it looks at its block, whose memory is not kept.
+
+    Args:
+        uses: Has the block in memory in the backward.
+        block: The block.
+        view: How the tensor looks at it.
+    """
+
+    __slots__ = ("_block", "_changes", "_uses", "_view")
+
+    def __init__(self, uses: ParameterUses, block: ParameterBlock, view: View) -> None:
+        self._uses, self._block, self._view = uses, block, view
+        self._changes = block.changes
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor. Reads the block if it is not in memory.
+
+        Raises:
+            RuntimeError: If a step has changed the parameters since.
+            OSError: From reading.
+        """
+        if self._block.changes != self._changes:
+            raise RuntimeError(
+                f"the parameter that the {self._view} looks at was changed by a step since the forward: run the forward again"
+            )
+        self._uses.use_in_backward(self._block)
+        return self._block.tensor(self._view)
+
+
+class ParameterUses:
+    """Begins and ends the uses of blocks of parameters, by hooks on their modules and on what autograd saves.
+
+    In a forward, a block is in memory while its module runs. In a backward, from the first tensor over it that autograd asks for,
+    or from its module's forward if that is computed again, until its gradients are complete and another block is used: then
+    nothing of its module's backward is left to be computed. At the end of a backward all uses end.
+
+    Args:
+        modules: The block of each module.
+        blocks: All blocks.
+        schedule: Has them in memory.
+        begun_in_backward: Called with each block whose use in a backward has begun.
+        ended_in_backward: Called with each block whose use in a backward is about to end.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[nn.Module, ParameterBlock],
+        blocks: Iterable[ParameterBlock],
+        schedule: ScheduledBlocks,
+        begun_in_backward: Callable[[ParameterBlock], None],
+        ended_in_backward: Callable[[ParameterBlock], None],
+    ) -> None:
+        self.recording = False
+        """Whether a forward with gradients may run: one whose saved tensors go through :meth:`saved`."""
+        self._blocks = tuple(blocks)
+        self._schedule = schedule
+        self._begun_in_backward, self._ended_in_backward = begun_in_backward, ended_in_backward
+        self._in_forward: list[ParameterBlock] = []
+        self._in_backward: dict[ParameterBlock, None] = {}  # the newest last
+        self._complete: set[ParameterBlock] = set()  # of these, those whose gradients have all arrived
+        self._handles: list[RemovableHandle] = []
+        for module, block in modules.items():
+            begin, end = functools.partial(self._begin_forward, block), functools.partial(self._end_forward, block)
+            self._handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    # -- uses
+
+    def begin(self, block: ParameterBlock) -> None:
+        """Begin a use: the parameters are in memory from now on. Blocks while they are read. Raises OSError."""
+        if block.holds == 0:
+            self._schedule.acquire(block)
+            block.attach()
+        block.holds += 1
+
+    def end(self, block: ParameterBlock) -> None:
+        """End a use. Never blocks."""
+        block.holds -= 1
+        if block.holds == 0:
+            block.detach()
+            self._schedule.cache.release([block])
+
+    def end_all(self) -> None:
+        """End all uses that hooks have begun, after something has failed."""
+        for block in (*self._in_forward, *self._in_backward):
+            self.end(block)
+        self._in_forward.clear()
+        self._in_backward.clear()
+        self._complete.clear()
+
+    # -- forward
+
+    def _begin_forward(self, block: ParameterBlock, *_: object) -> None:
+        if torch._C._current_graph_task_id() >= 0:  # computed again
+            self.use_in_backward(block, computed_again=True)
+            return
+        if torch.is_grad_enabled() and not self.recording:
+            raise RuntimeError(
+                "a forward with gradients of a model whose parameters are on the drive has to run in OffloadedTraining.step() or"
+                " micro_batch(); to evaluate, use torch.no_grad()"
+            )
+        self.begin(block)
+        self._in_forward.append(block)
+
+    def _end_forward(self, block: ParameterBlock, *_: object) -> None:
+        if torch._C._current_graph_task_id() < 0 and block in self._in_forward:  # also called if the use could not begin
+            self._in_forward.reverse()
+            self._in_forward.remove(block)
+            self._in_forward.reverse()
+            self.end(block)
+
+    # -- backward
+
+    def saved(self, tensor: torch.Tensor) -> SavedParameter | None:
+        """Return what autograd keeps in place of a tensor over a parameter; None for other tensors."""
+        if is_plain(tensor):
+            for block in self._blocks:
+                view = block.view_of(tensor) if block.holds else None
+                if view is not None:
+                    return SavedParameter(self, block, view)
+        return None
+
+    def use_in_backward(self, block: ParameterBlock, computed_again: bool = False) -> None:
+        """Have a block in memory for the backward that runs now. Blocks while it is read. Raises OSError.
+
+        Args:
+            block: The block.
+            computed_again: Whether it is for a forward, whose saved tensors are torch.utils.checkpoint's, and have the memory.
+        """
+        if block in self._in_backward:
+            return
+        if not self._in_backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        self._end_complete()
+        self.begin(block)
+        self._in_backward[block] = None
+        # Of a frozen block no gradient says when the tensors of a checkpoint are no longer used: then it is the backward's end.
+        if not computed_again and not any(param.requires_grad for param in block.params):
+            self._complete.add(block)
+        self._begun_in_backward(block)
+
+    def completed(self, block: ParameterBlock) -> None:
+        """Note that all gradients of a block have arrived."""
+        self._end_complete()
+        if block in self._in_backward:
+            self._complete.add(block)
+
+    def end_backward(self) -> None:
+        """End all uses in a backward."""
+        for block in list(self._in_backward):
+            self._end_in_backward(block)
+
+    def _end_complete(self) -> None:
+        for block in [each for each in self._in_backward if each in self._complete]:
+            self._end_in_backward(block)
+
+    def _end_in_backward(self, block: ParameterBlock) -> None:
+        self._ended_in_backward(block)
+        del self._in_backward[block]
+        self._complete.discard(block)
+        self.end(block)

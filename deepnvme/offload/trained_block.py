@@ -1,0 +1,229 @@
+"""A block of a model that is trained: its parameters, its optimizer states and its gradients, each a block on the drive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepnvme.transfer.block_cache import BlockCache
+
+from .block_versions import BlockVersions, block_name
+from .counted_io import StoredBlock
+from .parameter_block import ParameterBlock
+from .parameter_uses import ScheduledBlocks
+from .state_dict import take_over
+from .sub_group import Held, SubGroup, lay_out
+
+Groups = Sequence[dict[str, Any]]
+
+
+class BlockGradients:
+    """The gradients of a block's parameters, summed over the backwards of a step: in ``param.grad``, or in a block of their own.
+
+    Args:
+        name: Identifies the block in the store.
+        params: The parameters that require gradients.
+        schedule: Has the block in memory.
+    """
+
+    def __init__(self, name: str, params: Sequence[nn.Parameter], schedule: ScheduledBlocks) -> None:
+        self._params, self._schedule = tuple(params), schedule
+        self._layout = lay_out([(index, "", param.detach()) for index, param in enumerate(params)])
+        self._block = StoredBlock(name, self._layout.nbytes)
+        self._block.stored = False
+        self._present: set[int] = set()  # indices of the parameters whose gradient the block has
+        self._in_use = False
+        self.norms: dict[int, torch.Tensor] = {}
+        """The 2-norms of the gradients, by the index of the parameter, once :meth:`measure` was called."""
+
+    @property
+    def any(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return bool(self._present) or any(param.grad is not None for param in self._params)
+
+    def load(self) -> None:
+        """Have ``param.grad`` be the sums so far. Blocks while they are read. Raises OSError."""
+        if self._in_use or not self._present:
+            return
+        self._schedule.acquire(self._block)
+        self._in_use = True
+        for section in self._layout.sections:
+            if section.piece in self._present:
+                self._add(self._params[section.piece], section.of(self._block.content))
+
+    def _add(self, param: nn.Parameter, total: torch.Tensor) -> None:
+        if param.grad is not None:  # of a parameter that no saved tensor has looked at before its gradient arrived
+            total.add_(param.grad)
+        param.grad = total
+
+    def store(self) -> None:
+        """Take the gradients out of ``param.grad``, to memory that can leave for the drive. Raises OSError."""
+        arrived = {index for index, param in enumerate(self._params) if param.grad is not None}
+        if not arrived:
+            return
+        if self._present:
+            self.load()
+        else:
+            self._schedule.create(self._block)
+            self._in_use = True
+        for section in self._layout.sections:
+            param = self._params[section.piece]
+            if section.piece in arrived - self._present:
+                assert param.grad is not None
+                section.of(self._block.content).copy_(param.grad)
+        self._present |= arrived
+        self._let_go(changed=True)
+
+    def measure(self) -> None:
+        """Note the norms of the gradients in ``param.grad``."""
+        for index, param in enumerate(self._params):
+            if param.grad is not None:
+                self.norms[index] = torch.linalg.vector_norm(param.grad)
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply the gradients in ``param.grad``."""
+        for param in self._params:
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+    def drop(self) -> None:
+        """Forget all gradients. Waits for a transfer of theirs."""
+        self._let_go(changed=False)
+        self._schedule.cache.discard(self._block)
+        self._present.clear()
+        self.norms.clear()
+
+    def _let_go(self, changed: bool) -> None:
+        for param in self._params:
+            param.grad = None
+        if self._in_use:
+            self._in_use = False
+            self._schedule.cache.release([self._block], changed=changed, write=False)
+
+
+class TrainedBlock:
+    """Parameters that are stepped together, their states, and what brings both back if the step is undone.
+
+    Args:
+        parameters: The block of the parameters.
+        sub_group: Steps those that require gradients; None if none does.
+        schedule: Has blocks in memory.
+        versions: Chooses where on the drive a step writes.
+    """
+
+    def __init__(
+        self, parameters: ParameterBlock, sub_group: SubGroup | None, schedule: ScheduledBlocks, versions: BlockVersions
+    ) -> None:
+        self.parameters, self.sub_group = parameters, sub_group
+        self.trained = tuple(param for param in parameters.params if param.requires_grad)
+        self.gradients = BlockGradients(f"{parameters.index}.gradients", self.trained, schedule)
+        self.arrived: set[torch.Tensor] = set()
+        """Parameters whose gradient the current backward has accumulated."""
+        self.stepped = False
+        """Whether the current step has changed it."""
+        self._schedule, self._versions = schedule, versions
+        self._states: StoredBlock | None = None
+        self._undo: Callable[[], None] | None = None
+
+    @property
+    def _cache(self) -> BlockCache:
+        return self._schedule.cache
+
+    def step(self, groups: Groups) -> None:
+        """Step the parameters, which are in memory, with the gradients in ``param.grad``. Reads the states, and writes both.
+
+        Raises OSError, and whatever the optimizer raises. Undo it then.
+        """
+        sub_group = self._begin_change()
+        if self._states is not None:
+            self._schedule.acquire(self._states)
+        scratch = torch.empty(sub_group.full_gradient_bytes, dtype=torch.uint8, device="cpu")
+        held = sub_group.step(None if self._states is None else self._states.content, {}, scratch, groups)
+        if held is not None:
+            self._lay_out(sub_group, held)
+        self._write_states(sub_group)
+        self._write_parameters()
+
+    def load(self, values: Iterable[torch.Tensor], states: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:
+        """Replace the parameters, which are in memory, and their states. Raises OSError. Undo it then.
+
+        Args:
+            values: For each parameter, its value.
+            states: For each parameter, its whole state.
+            groups: The parameter groups that belong to these states.
+        """
+        if self.sub_group is None:
+            self.stepped = True
+        else:
+            self._begin_change()
+        self.parameters.fill(values)
+        if self.sub_group is not None:
+            held = take_over(self.sub_group, states, groups)
+            self._states = None
+            if held:
+                self._lay_out(self.sub_group, held)
+                self._write_states(self.sub_group)
+        self._write_parameters()
+
+    def _begin_change(self) -> SubGroup:
+        sub_group, states = self.sub_group, self._states
+        assert sub_group is not None
+        bring_back = sub_group.remember()
+        self.stepped = True
+
+        def undo() -> None:
+            bring_back()
+            self._states = states
+            if states is not None:
+                states.rename(block_name(sub_group))
+
+        self._undo = undo
+        return sub_group
+
+    def _lay_out(self, sub_group: SubGroup, held: Held) -> None:
+        """Have a new block for these tensors, which may lie in the one before."""
+        before = self._states
+        layout = sub_group.lay_out(held)
+        self._states = StoredBlock("", layout.nbytes)
+        self._states.stored = False
+        self._schedule.create(self._states)
+        layout.fill(self._states.content, [tensor for _, _, tensor in held])
+        if before is not None:
+            self._cache.reject([before])
+
+    def _write_states(self, sub_group: SubGroup) -> None:
+        assert self._states is not None
+        sub_group.current_states_are_in(self._versions.next_of(sub_group))
+        self._states.rename(block_name(sub_group))
+        self._cache.release([self._states], changed=True)
+
+    def _write_parameters(self) -> None:
+        self.parameters.changed(self._versions.next_of(self.parameters))
+        self._cache.acquire([self.parameters])
+        self._cache.release([self.parameters], changed=True)  # is written when its use ends
+
+    def to_write(self) -> list[StoredBlock]:
+        """Return what the step has changed."""
+        return [each for each in (self.parameters, self._states) if each is not None] if self.stepped else []
+
+    def commit(self, groups: Groups) -> None:
+        """End a step whose writes have ended."""
+        if self.stepped:
+            self.parameters.commit()
+            if self.sub_group is not None:
+                self.sub_group.pull(groups)
+        self.stepped, self._undo = False, None
+        self.arrived.clear()
+
+    def undo(self) -> None:
+        """Go back to the last completed step. Nothing of this may be in memory any more."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        if self.stepped:
+            self.parameters.undo()
+        self.stepped = False
+        self.arrived.clear()
