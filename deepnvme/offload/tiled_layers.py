@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -183,7 +183,8 @@ class TiledLinear(TiledLayer):
                 product = next(tiles)(part)
                 if output is None:
                     output = product.new_empty((*input.shape[:-1], self.out_features))
-                output = _write(output, product, (..., columns), add=index > 0)
+                output = _write(output, product, (..., columns), index > 0)
+                del product  # before the next tile computes
         assert output is not None
         return output
 
@@ -310,7 +311,8 @@ class TiledEmbedding(TiledLayer):
             looked_up = tile(numbers[here] - rows.start)
             if output is None:
                 output = looked_up.new_empty((numbers.numel(), self.embedding_dim))
-            output = _write(output, looked_up, (here,))
+            output = _write(output, looked_up, (here,), False)
+            del looked_up
             found += here.numel()
         if found < numbers.numel():
             raise IndexError(f"index out of range: the embedding has {self.num_embeddings} rows")
@@ -354,10 +356,9 @@ class _Write(torch.autograd.Function):
         return gradient if output_needs else None, gradient[ctx.index] if part_needs else None, None, None
 
 
-def _write(output: torch.Tensor, part: torch.Tensor, index: tuple[Any, ...], add: bool = False) -> torch.Tensor:
-    """Return ``output`` with a part of it written, or added to."""
-    written: torch.Tensor = _Write.apply(output, part, index, add)  # type: ignore[no-untyped-call]
-    return written
+# A function that calls this one would be compiled by itself where a tile breaks the graph, and autograd refuses the change in
+# place of what a compiled function was given.
+_write: Callable[[torch.Tensor, torch.Tensor, tuple[Any, ...], bool], torch.Tensor] = _Write.apply
 
 
 def sizes_of(name: str, splits: int | Sequence[int], features: int) -> list[int]:
@@ -435,7 +436,8 @@ def check_replaceable(layer: nn.Module, kind: type[nn.Module], name: str) -> Non
     if "forward" in vars(layer):
         raise ValueError(f"{name} has a forward of its own, which tiles cannot have: tile it before it is changed")
     for owner in (layer, *parameters.values()):
-        hooks = [each for each in dir(owner) if each.endswith("_hooks") and isinstance(found := getattr(owner, each), dict) and found]
+        named = {each: getattr(owner, each) for each in dir(owner) if each.endswith("_hooks")}
+        hooks = [each for each, found in named.items() if isinstance(found, dict) and found]
         if hooks:
             raise ValueError(f"{name} has hooks ({', '.join(hooks)}), which would be lost: tile it before they are registered")
     if any(parameter.grad is not None for parameter in parameters.values()):
