@@ -22,8 +22,6 @@ Library = Literal["deepspeed", "deepnvme"]
 
 STATE_BYTES = 12
 """Of an element: its master weight in float32 and AdamW's two averages."""
-PLAIN_STATE_BYTES = 8
-"""Of an element without a master weight."""
 QUEUE_DEPTH = 128
 """Our engine's default. With DeepSpeed's, 8, its op is slower."""
 _DS_IO = AioConfig(queue_depth=32)
@@ -32,11 +30,10 @@ _DS_IO = AioConfig(queue_depth=32)
 
 @dataclass(frozen=True)
 class Model:
-    """``layers`` matrices of ``width`` x ``width``: in bfloat16 with masters in float32, or in float32 without."""
+    """``layers`` matrices of ``width`` x ``width``, in bfloat16."""
 
     width: int
     layers: int
-    masters: bool = True
 
     @property
     def elements(self) -> int:
@@ -44,7 +41,7 @@ class Model:
 
     @property
     def state_bytes(self) -> int:
-        return self.elements * (STATE_BYTES if self.masters else PLAIN_STATE_BYTES)
+        return self.elements * STATE_BYTES
 
 
 def stepper(process: WorkerProcess, directory: Path) -> Callable[[], Counts]:
@@ -86,8 +83,7 @@ def start_deepspeed(
     """``queue_depth``: of the op; None for no ``aio`` block. ``variables``: of its environment."""
     directory.mkdir()
     settings = {
-        "width": model.width,
-        "layers": model.layers,
+        **vars(model),
         "sub_group": sub_group,
         "buffers": buffers,
         "pipelined": pipelined,
