@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import weakref
@@ -43,13 +44,34 @@ def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | sa
     if isinstance(path, save_on_disk) and options:
         raise TypeError(f"a save_on_disk has its options already: {', '.join(options)} cannot be given with it")
     saver = path if isinstance(path, save_on_disk) else save_on_disk(path, **options)
-    before = vars(module).get("forward")
-    own = before.own if isinstance(before, _CheckpointedForward) else before
-    module.forward = _CheckpointedForward(module, own, saver)
+    _checkpoint(module, saver)
     return module
 
 
-class _CheckpointedForward:
+def recompute_on_backward(module: nn.Module) -> None:
+    """Have a module save only its inputs, where other modules save theirs, and compute the rest again."""
+    _checkpoint(module, None)
+
+
+def keep_for_backward(module: nn.Module) -> None:
+    """Give a module back the forward that it had before it was checkpointed."""
+    checkpointed: CheckpointedForward = vars(module).pop("forward")
+    if checkpointed.own is not None:
+        module.forward = checkpointed.own
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether one of the functions here has changed a module."""
+    return isinstance(vars(module).get("forward"), CheckpointedForward)
+
+
+def _checkpoint(module: nn.Module, saver: save_on_disk | None) -> None:
+    before = vars(module).get("forward")
+    own = before.own if isinstance(before, CheckpointedForward) else before
+    module.forward = CheckpointedForward(module, own, saver)
+
+
+class CheckpointedForward:
     """The ``forward`` of a module, checkpointed.
 
     An object, not a function: a deep copy of the module gets one for its own weights.
@@ -57,12 +79,13 @@ class _CheckpointedForward:
     Args:
         module: The module. Not kept alive.
         own: The ``forward`` that the module had as its attribute; None for that of its class.
-        saver: Where the inputs go.
+        saver: Where the inputs go; None for where those of other modules do.
     """
 
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, saver: save_on_disk) -> None:
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, saver: save_on_disk | None) -> None:
         self.own = own
         self._module, self._saver = weakref.ref(module), saver
+        self._before_recomputing: Callable[[], None] | None = None
         self.__signature__ = inspect.signature(self._forward())  # transformers' Trainer chooses a dataset's columns by it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,11 +96,17 @@ class _CheckpointedForward:
         leaves, spec = tree_flatten((args, kwargs))
 
         def compute(*leaves: Any) -> Any:
+            if self._before_recomputing is not None and torch._C._current_graph_task_id() >= 0:
+                self._before_recomputing()
             args, kwargs = tree_unflatten(leaves, spec)
             return forward(*args, **kwargs)
 
-        with self._saver:
+        with contextlib.nullcontext() if self._saver is None else self._saver:
             return checkpoint(compute, *leaves, use_reentrant=False)
+
+    def call_before_recomputing(self, function: Callable[[], None] | None) -> None:
+        """Have a function called in each backward before the forward is computed again, for which hooks of modules are not."""
+        self._before_recomputing = function
 
     def _forward(self) -> Callable[..., Any]:
         if self.own is not None:
@@ -92,8 +121,8 @@ class _CheckpointedForward:
         assert module is not None
         return module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _CheckpointedForward:
-        return _CheckpointedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.own, memo), self._saver)
+    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:
+        return CheckpointedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.own, memo), self._saver)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _CheckpointedForward, (self.module, self.own, self._saver)
+        return CheckpointedForward, (self.module, self.own, self._saver)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from deepnvme.transfer.block import Block
 from deepnvme.transfer.block_cache import BlockCache, Use
 
+from .activation_checkpointing import CheckpointedForward, is_checkpointed
 from .parameter_block import ParameterBlock
 from .saved_tensor import View, is_plain
 from .step_order import StepOrder
@@ -112,15 +114,40 @@ class ParameterUses:
         self._in_forward: list[ParameterBlock] = []
         self._in_backward: dict[ParameterBlock, None] = {}  # the newest last
         self._complete: set[ParameterBlock] = set()  # of these, those whose gradients have all arrived
+        self._before_use: Callable[[ParameterBlock], None] | None = None
+        self._checkpointed: list[CheckpointedForward] = []
         self._handles: list[RemovableHandle] = []
         for module, block in modules.items():
             begin, end = functools.partial(self._begin_forward, block), functools.partial(self._end_forward, block)
             self._handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
+            recompute = functools.partial(self.use_in_backward, block, computed_again=True)
+            checkpointed = [vars(each)["forward"] for each in module.modules() if is_checkpointed(each)]
+            for forward in checkpointed:
+                forward.call_before_recomputing(recompute)
+            self._checkpointed += checkpointed
+            params = set(block.params)
+            for inner in module.modules():
+                if inner is not module and not params.isdisjoint(inner.parameters(recurse=False)):
+                    self._handles.append(inner.register_forward_pre_hook(functools.partial(self._begin_inner_forward, block)))
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        for checkpointed in self._checkpointed:
+            checkpointed.call_before_recomputing(None)
+
+    @contextlib.contextmanager
+    def calling_before_use(self, function: Callable[[ParameterBlock], None]) -> Iterator[None]:
+        """Call a function before each use of a block by the model, in a forward or a backward, within this context.
+
+        Several backwards may run in it: uses in a backward end with the context, not with the first backward.
+        """
+        self._before_use = function
+        try:
+            yield
+        finally:
+            self._before_use = None
 
     # -- uses
 
@@ -157,8 +184,23 @@ class ParameterUses:
                 "a forward with gradients of a model whose parameters are on the drive has to run in OffloadedTraining.step() or"
                 " micro_batch(); to evaluate, use torch.no_grad()"
             )
+        self._call_before_use(block)
         self.begin(block)
         self._in_forward.append(block)
+
+    def _begin_inner_forward(self, block: ParameterBlock, module: nn.Module, *_: object) -> None:
+        """Have a block in memory when a part of it is computed again by itself, since that part is checkpointed."""
+        if torch._C._current_graph_task_id() >= 0:
+            self.use_in_backward(block, computed_again=True)
+        elif block.holds == 0:
+            raise RuntimeError(
+                f"the parameters of this {type(module).__name__} are on the drive: they are in memory only while the module runs"
+                f" that is their block"
+            )
+
+    def _call_before_use(self, block: ParameterBlock) -> None:
+        if self._before_use is not None:
+            self._before_use(block)
 
     def _end_forward(self, block: ParameterBlock, *_: object) -> None:
         if torch._C._current_graph_task_id() < 0 and block in self._in_forward:  # also called if the use could not begin
@@ -185,9 +227,10 @@ class ParameterUses:
             block: The block.
             computed_again: Whether it is for a forward, whose saved tensors are torch.utils.checkpoint's, and have the memory.
         """
+        self._call_before_use(block)
         if block in self._in_backward:
             return
-        if not self._in_backward:
+        if not self._in_backward and self._before_use is None:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._end_complete()
         self.begin(block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -120,8 +121,8 @@ class TrainedBlock:
         self.parameters, self.sub_group = parameters, sub_group
         self.trained = tuple(param for param in parameters.params if param.requires_grad)
         self.gradients = BlockGradients(f"{parameters.index}.gradients", self.trained, schedule)
-        self.arrived: set[torch.Tensor] = set()
-        """Parameters whose gradient the current backward has accumulated."""
+        self.arrived: Counter[torch.Tensor] = Counter()
+        """How many of the backwards that run now have accumulated the gradient of each parameter."""
         self.stepped = False
         """Whether the current step has changed it."""
         self._schedule, self._versions = schedule, versions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from deepnvme._interrupts import defer_interrupts
-from deepnvme._shortened_lists import listed
 from deepnvme.memory.byte_count import byte_count
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.profiles import engine_for
@@ -22,10 +21,12 @@ from deepnvme.transfer.block import Block
 from deepnvme.transfer.block_cache import BlockCache
 from deepnvme.transfer.block_memory import PooledMemory
 
+from .activation_checkpointing import is_checkpointed, keep_for_backward, recompute_on_backward
 from .activations import save_on_disk
 from .block_versions import BlockVersions
 from .counted_io import CountedIO
-from .gradients import GradientHooks
+from .forward_random_numbers import DrawsDiffer
+from .micro_batches import MicroBatch, SideBySide, micro_batches_of
 from .parameter_block import ParameterBlock
 from .parameter_uses import ParameterUses, ScheduledBlocks
 from .partition import SubGroupPlanner
@@ -34,6 +35,8 @@ from .saved_tensor import KeptTensor, Packed
 from .state_dict import OffloadedStates
 from .sub_group import SubGroup
 from .trained_block import TrainedBlock
+from .trained_model import TrainedModel
+from .training_state import TrainingState
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from .activation_store import ActivationStore
 
 _PREFIX = "deepnvme-training"
+_ACTIVATIONS = ("memory", "nvme", "recompute")
 _WHOLE = 1 << 62
 """Elements of a sub-group: all of a block's."""
 
@@ -73,10 +77,13 @@ class OffloadedTraining:
             use, or the model beside them, stays in memory.
         nvme_path: Directory on the drive, created if it is missing; or several, over which blocks are striped.
         memory_budget: Bytes of blocks (parameters, gradients and states) that are in memory. More only for what one block needs.
-        activations: "memory", or "nvme" to have :class:`save_on_disk` keep those that ``activation_budget`` has no room for.
-        activation_budget: Bytes of activations in memory, with "nvme".
+        activations: "memory"; or "nvme" to have :class:`save_on_disk` keep those that ``activation_budget`` has no room for; or
+            "recompute" to have only the blocks' inputs kept so, and the rest computed again in the backward.
+        activation_budget: Bytes of activations in memory, unless all are.
         master_weights: Whether parameters in bfloat16 and float16 have a float32 weight in the states.
         micro_batches: Backwards in a step, whose gradients are summed.
+        accumulation: "vertical" to have :meth:`step` run each block for all micro-batches before the next one, so that it is read
+            once for all of them; "horizontal" to run the micro-batches one after the other. The results are the same bits.
         max_norm: To clip gradients to, as ``clip_grad_norm_`` does. Parameters are stepped after the last backward then.
         pool: Where memory is leased.
         config: Settings of the engine; None for the profile of the drive.
@@ -97,6 +104,7 @@ class OffloadedTraining:
         memory_budget: int = 1 << 30,
         activations: str = "memory",
         activation_budget: int = 1 << 30,
+        accumulation: str = "vertical",
         master_weights: bool = False,
         micro_batches: int = 1,
         max_norm: float | None = None,
@@ -104,17 +112,14 @@ class OffloadedTraining:
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        if activations not in ("memory", "nvme"):
-            raise ValueError(f'activations must be "memory" or "nvme", got {activations!r}')
+        if activations not in _ACTIVATIONS:
+            raise ValueError(f"activations must be one of {', '.join(_ACTIVATIONS)}, got {activations!r}")
+        if accumulation not in ("vertical", "horizontal"):
+            raise ValueError(f'accumulation must be "vertical" or "horizontal", got {accumulation!r}')
         if micro_batches < 1:
             raise ValueError(f"micro_batches must be positive, got {micro_batches}")
         memory_budget = byte_count(memory_budget, "memory_budget")
         self.model = model
-        self.steps = 0
-        """Number of completed steps."""
-        self._micro_batches, self._max_norm = micro_batches, max_norm
-        self._micro_batch = 0  # that are done, of the current step
-        self._not_undone = False
         self._closed = False
         self._process = os.getpid()
         modules, params, rest = _divided(model, list(blocks))
@@ -135,28 +140,29 @@ class OffloadedTraining:
         memory = PooledMemory(memory_pool, memory_budget, _shortage)
         self._schedule = ScheduledBlocks(BlockCache(self._io, memory))
         self._versions = BlockVersions(self._store)
-        self._blocks = self._trained_blocks([*params, rest], planner)
-        self._rest = self._blocks[-1]
-        self._block_of: dict[torch.Tensor, TrainedBlock] = {param: block for block in self._blocks for param in block.trained}
-        self._by_parameters = {block.parameters: block for block in self._blocks}
-        self._uses = ParameterUses(
-            {module: block.parameters for module, block in zip(modules, self._blocks, strict=False)},
-            self._by_parameters,
+        self._recomputed = [each for each in modules if activations == "recompute" and not is_checkpointed(each)]
+        for module in self._recomputed:
+            recompute_on_backward(module)
+        blocks_of_model = self._trained_blocks([*params, rest], planner)
+        self._trained = TrainedModel(
+            model,
+            {module: block.parameters for module, block in zip(modules, blocks_of_model, strict=False)},
+            blocks_of_model,
             self._schedule,
-            self._backward_begins,
-            self._backward_ends,
+            self._versions,
+            self.optimizer,
+            micro_batches,
+            max_norm,
         )
         residents = ResidentBlocks(self._io, self._versions, memory_pool)  # there are none
-        self._states = OffloadedStates(_pieces(self._blocks), self._store, self._versions, residents, self._check_between_steps)
-        self._guarding = True
-        self._guards = [
-            module.register_state_dict_pre_hook(self._check_state_dict)  # type: ignore[no-untyped-call]
-            for module in {model, *(each for module in modules for each in module.modules())}
-        ]
-        self._restored: dict[torch.Tensor, torch.Tensor] = {}
-        self._hooks = GradientHooks(self._gradient_arrived)
-        self._hooks.add(self._block_of)
-        self._saver = _Activations(self._uses, directories, activation_budget, config) if activations == "nvme" else None
+        check = self._check_between_steps
+        states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, residents, check)
+        self._state = TrainingState(model, self._trained, self.optimizer, self._versions, states, modules)
+        self._saver = None
+        if activations != "memory":
+            self._saver = _Activations(self._trained.uses, directories, activation_budget, config)
+        self._side_by_side = SideBySide(self._trained, self._saved_tensors)
+        self._vertical = accumulation == "vertical"
         try:
             self._to_drive()
         except BaseException:
@@ -179,48 +185,74 @@ class OffloadedTraining:
     def _to_drive(self) -> None:
         """Write the model's parameters to the drive, and free their memory, but for those outside of the blocks."""
         cache = self._schedule.cache
-        for block in self._blocks:
+        for block in self._trained.blocks:
             cache.create(block.parameters)
             block.parameters.fill(param.detach() for param in block.parameters.params)
             cache.release([block.parameters], changed=True)
             block.parameters.detach()
-        cache.keep({self._rest.parameters: True})
-        cache.flush([block.parameters for block in self._blocks])
-        self._uses.begin(self._rest.parameters)
+        cache.flush([block.parameters for block in self._trained.blocks])
+        self._trained.keep_rest()
 
     # -- steps
+
+    @property
+    def steps(self) -> int:
+        """Number of completed steps."""
+        return self._trained.steps
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """Make a step. Blocks until it is on the drive.
 
-        With arguments: run the model's forward and backward with them before. If there are several ``micro_batches``, tensors are
-        divided along their first dimension, and each part's loss counts as its share of the rows. Without arguments: after as
-        many :meth:`micro_batch`.
+        With arguments: run the model's forward and backward with them before. A single mapping, tuple or list is taken apart, as
+        loaders of data give them. If there are several ``micro_batches``, tensors are divided along their first dimension, and
+        each part's loss counts as its share of the rows. Without arguments: after as many :meth:`micro_batch`.
 
         Returns:
             The loss, detached: the model's output, or its ``loss``, summed over the micro-batches. None without arguments.
 
         Raises:
+            ValueError: If the arguments cannot be divided.
             RuntimeError: If there were fewer micro-batches than there should be; after :meth:`close`; in a forked child.
             OSError: From the drive. The step was undone.
         """
-        total: torch.Tensor | None = None
-        if args or kwargs:
-            if self._micro_batch:
-                raise RuntimeError("step() with arguments runs all micro-batches of a step itself: end the one under way first")
-            for part_args, part_kwargs, share in _divided_arguments(args, kwargs, self._micro_batches):
-                with self.micro_batch():
-                    output = self.model(*part_args, **part_kwargs)
-                    loss = output if isinstance(output, torch.Tensor) else output.loss
-                    if share != 1:
-                        loss = loss * share
-                    loss.backward()
-                total = loss.detach() if total is None else total + loss.detach()
-        with self._undone_if_it_fails():
-            if self._micro_batch < self._micro_batches:
-                raise RuntimeError(f"a step has {self._micro_batches} micro-batches, and only {self._micro_batch} were run")
-            self._finish()
-        return total
+        self._check_usable()
+        loss = self._run(*_taken_apart(args, kwargs)) if args or kwargs else None
+        with self._trained.undone_if_it_fails():
+            self._trained.finish_step()
+        return loss
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """Run all micro-batches of a step, and return the loss."""
+        if self._trained.micro_batches_run:
+            raise RuntimeError("step() with arguments runs all micro-batches of a step itself: end the one under way first")
+        forwards = [
+            functools.partial(self._loss, micro_batch)
+            for micro_batch in micro_batches_of(args, kwargs, self._trained.micro_batches)
+        ]
+        random_numbers = self._side_by_side.random_numbers
+        if self._vertical and len(forwards) > 1 and random_numbers.predictable:
+            begin = torch.get_rng_state()
+            try:
+                with self._trained.undone_if_it_fails():
+                    return _sum(self._side_by_side.run(forwards))
+            except DrawsDiffer:
+                torch.set_rng_state(begin)
+        losses = []
+        for forward in forwards:
+            with self.micro_batch():
+                begin = torch.get_rng_state()
+                loss = forward()
+                end = torch.get_rng_state()
+                losses.append(loss.detach())
+                loss.backward()  # type: ignore[no-untyped-call]
+        if self._vertical and len(forwards) > 1 and random_numbers.predictable:
+            random_numbers.learn(begin, end)
+        return _sum(losses)
+
+    def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
+        output = self.model(*micro_batch.args, **micro_batch.kwargs)
+        loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
+        return loss if micro_batch.share == 1 else loss * micro_batch.share
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -231,45 +263,22 @@ class OffloadedTraining:
         ...     loss.backward()
         >>> training.step()
 
-        An exception undoes the step, with the micro-batches before.
+        An exception undoes the step, with the micro-batches before. Blocks are read for each micro-batch: :meth:`step` with
+        arguments reads them once for all.
+
+        Raises:
+            RuntimeError: If all micro-batches of the step were run; after :meth:`close`; in a forked child.
+            OSError: From the drive. The step was undone.
         """
-        with self._undone_if_it_fails():
-            if self._micro_batch == self._micro_batches:
-                raise RuntimeError(f"all {self._micro_batches} micro-batches of this step were run: call step()")
-            if self._micro_batch == 0:
-                self._schedule.order.begin_step()
-            self._uses.recording = True
-            try:
-                with self._saved_tensors():
-                    yield
-            finally:
-                self._uses.recording = False
-            self._uses.end_all()
-            with torch.no_grad():
-                for block in self._blocks:
-                    self._gradients_are_in(block)
-            self._micro_batch += 1
+        self._check_usable()
+        with self._trained.undone_if_it_fails(), self._trained.running(), self._saved_tensors():
+            yield
 
     def _saved_tensors(self) -> contextlib.AbstractContextManager[object]:
         if self._saver is not None:
             return self._saver
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._uses.saved(tensor) or KeptTensor(tensor), _unpack)
-
-    @contextlib.contextmanager
-    def _undone_if_it_fails(self) -> Iterator[None]:
-        self._check_usable()
-        if self._not_undone:
-            self._undo()
-        try:
-            yield
-        except BaseException as error:
-            try:
-                with defer_interrupts():
-                    self._undo()
-            except OSError as failed:
-                if hasattr(error, "add_note"):
-                    error.add_note(f"the step could not be undone yet, the next call tries it again: {failed}")
-            raise
+        uses = self._trained.uses
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: uses.saved(tensor) or KeptTensor(tensor), _unpack)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._process:
@@ -277,99 +286,9 @@ class OffloadedTraining:
         if self._closed:
             raise RuntimeError("this training is closed")
 
-    # -- in the backward
-
-    def _gradient_arrived(self, param: torch.Tensor) -> None:
-        block = self._block_of[param]
-        if not self._uses.recording:
-            raise RuntimeError("the backward has to run in micro_batch(), as the forward did")
-        if block.stepped or param in block.arrived:
-            raise RuntimeError("there is one backward in each micro_batch(): give micro_batches for several, or sum the losses")
-        block.arrived.add(param)
-        if len(block.arrived) == len(block.trained):
-            self._uses.completed(block.parameters)
-
-    def _backward_begins(self, parameters: ParameterBlock) -> None:
-        self._by_parameters[parameters].gradients.load()
-
-    @torch.no_grad()
-    def _backward_ends(self, parameters: ParameterBlock) -> None:
-        self._gradients_are_in(self._by_parameters[parameters])
-
-    def _gradients_are_in(self, block: TrainedBlock) -> None:
-        """Step a block that has all gradients of the step, or store them."""
-        if not block.arrived or block.stepped:
-            return
-        last = self._micro_batch == self._micro_batches - 1
-        if last and self._max_norm is None:
-            self._step_block(block)
-        else:
-            block.gradients.store()
-        block.arrived.clear()
-
-    def _step_block(self, block: TrainedBlock) -> None:
-        block.gradients.load()
-        self._uses.begin(block.parameters)
-        try:
-            block.step(self.optimizer.param_groups)
-        finally:
-            self._uses.end(block.parameters)
-        block.gradients.drop()
-
-    # -- the end of a step
-
-    @torch.no_grad()
-    def _finish(self) -> None:
-        waiting = [block for block in self._blocks if not block.stepped and block.gradients.any]
-        factor = None if self._max_norm is None else self._clip_factor(waiting, self._max_norm)
-        for block in reversed(waiting):  # the last ones' gradients are needed first by what is in memory still
-            block.gradients.load()
-            if factor is not None:
-                block.gradients.scale(factor)
-            self._step_block(block)
-        self._commit()
-        self.optimizer.step()
-
-    def _commit(self, step: int | None = None) -> None:
-        """Wait until what has changed is on the drive, and take it for the newest step's: number ``step``, or the next."""
-        changed = [each for block in self._blocks for each in block.to_write()]
-        self._uses.end(self._rest.parameters)
-        self._schedule.cache.flush(changed)
-        self._uses.begin(self._rest.parameters)
-        with defer_interrupts():
-            for block in self._blocks:
-                block.commit(self.optimizer.param_groups)
-            self.steps = self.steps + 1 if step is None else step
-            self._micro_batch = 0
-        self._versions.tidy()
-
-    def _clip_factor(self, blocks: Iterable[TrainedBlock], max_norm: float) -> torch.Tensor:
-        """Return what to multiply gradients with, as ``torch.nn.utils.clip_grad_norm_`` does."""
-        norms: dict[torch.Tensor, torch.Tensor] = {}
-        for block in blocks:
-            block.gradients.load()
-            block.gradients.measure()
-            norms.update({block.trained[index]: norm for index, norm in block.gradients.norms.items()})
-            block.gradients.store()
-        in_order = [norms[param] for param in self.model.parameters() if param in norms]
-        total = torch.linalg.vector_norm(torch.stack(in_order))
-        return torch.clamp(max_norm / (total + 1e-6), max=1.0)
-
-    def _undo(self) -> None:
-        """Go back to the last completed step. Raises OSError if the drive cannot be read; to be called again then."""
-        self._not_undone = True
-        self._uses.recording = False
-        self._uses.end_all()
-        for block in self._blocks:
-            block.gradients.drop()
-        if self._rest.parameters.holds:
-            self._uses.end(self._rest.parameters)
-        self._schedule.cache.clear()
-        for block in self._blocks:
-            block.undo()
-        self._micro_batch = 0
-        self._uses.begin(self._rest.parameters)
-        self._not_undone = False
+    def _check_between_steps(self) -> None:
+        self._check_usable()
+        self._trained.check_between_steps()
 
     # -- states
 
@@ -387,22 +306,7 @@ class OffloadedTraining:
             OSError: If an earlier step still has to be undone and cannot be.
         """
         self._check_between_steps()
-        names = self._names()
-        values: dict[torch.Tensor, torch.Tensor] = {}
-        for block in self._blocks:
-            if block.parameters.params:
-                mapped = self._versions.map([(block.parameters, 0, block.parameters.layout.nbytes)])
-                sections = block.parameters.layout.sections
-                values.update((block.parameters.params[section.piece], section.of(mapped)) for section in sections)
-        with self._readable():
-            model = self.model.state_dict(keep_vars=True)
-        groups = [{**group, "params": [names[each] for each in group["params"]]} for group in self.optimizer.param_groups]
-        model = {name: values.get(value, value) if isinstance(value, torch.Tensor) else value for name, value in model.items()}
-        return {
-            "model": model,
-            "optimizer": {"state": {names[param]: state for param, state in self._states.items()}, "param_groups": groups},
-            "steps": self.steps,
-        }
+        return self._state.get()
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -417,66 +321,7 @@ class OffloadedTraining:
             OSError: From the drive. Nothing is changed then.
         """
         self._check_between_steps()
-        names, model, optimizer = self._names(), state["model"], state["optimizer"]
-        _check_fits(self.model, model, names)
-        options = {name: group for group in optimizer["param_groups"] for name in group["params"]}
-        missing = [name for param, name in names.items() if param.requires_grad and name not in options]
-        if missing:
-            raise ValueError(f"the optimizer's param_groups do not have {listed(missing, 8)}")
-        before = [dict(group) for group in self.optimizer.param_groups]
-        with self._undone_if_it_fails():
-            try:
-                for group in self.optimizer.param_groups:
-                    group.update({key: value for key, value in options[names[group["params"][0]]].items() if key != "params"})
-                for block in self._blocks:
-                    self._load_block(block, names, model, optimizer["state"])
-                self._commit(int(state["steps"]))
-            except BaseException:
-                for group, values in zip(self.optimizer.param_groups, before, strict=True):
-                    group.clear()
-                    group.update(values)
-                raise
-            for name, buffer in self.model.named_buffers():
-                if name in model:
-                    buffer.copy_(model[name])
-
-    def _load_block(
-        self, block: TrainedBlock, names: Mapping[torch.Tensor, str], model: Mapping[str, Any], states: Mapping[str, Any]
-    ) -> None:
-        if not block.parameters.params:
-            return
-        self._uses.begin(block.parameters)
-        try:
-            params = block.parameters.params
-            found: dict[torch.Tensor, Any] = {each: states[names[each]] for each in block.trained if names[each] in states}
-            block.load([model[names[param]] for param in params], found, self.optimizer.param_groups)
-        finally:
-            self._uses.end(block.parameters)
-
-    def _names(self) -> dict[torch.Tensor, str]:
-        """Return the first name of each parameter."""
-        return {param: name for name, param in reversed(list(self.model.named_parameters(remove_duplicate=False)))}
-
-    @contextlib.contextmanager
-    def _readable(self) -> Iterator[None]:
-        """Let ``model.state_dict()`` be called."""
-        self._guarding = False
-        try:
-            yield
-        finally:
-            self._guarding = True
-
-    def _check_state_dict(self, *_: object) -> None:
-        """Raise RuntimeError if somebody else asks a module for its state: of a block it would be NaN."""
-        if self._guarding:
-            raise RuntimeError("the parameters are on the drive: take 'model' of OffloadedTraining.state_dict()")
-
-    def _check_between_steps(self) -> None:
-        self._check_usable()
-        if self._not_undone:
-            self._undo()
-        if self._micro_batch:
-            raise RuntimeError("a step is under way: run its other micro-batches, and call step()")
+        self._state.load(state)
 
     @torch.no_grad()
     def close(self, restore: bool = False) -> None:
@@ -491,26 +336,27 @@ class OffloadedTraining:
         """
         if self._closed or os.getpid() != self._process:
             return
+        uses, blocks = self._trained.uses, self._trained.blocks
+        rest = blocks[-1].parameters
+        restored: dict[torch.Tensor, torch.Tensor] = {}
         if restore:
-            self._undo()
-            for block in self._blocks:
-                self._uses.begin(block.parameters)
-                values = [param.data.clone() for param in block.parameters.params]
-                self._uses.end(block.parameters)
-                self._restored.update(zip(block.parameters.params, values, strict=True))
-        elif self._rest.parameters.holds:
-            self._restored.update((param, param.data.clone()) for param in self._rest.parameters.params)
-            self._uses.end(self._rest.parameters)
+            self._trained.undo()
+            for block in blocks:
+                uses.begin(block.parameters)
+                restored.update((param, param.data.clone()) for param in block.parameters.params)
+                uses.end(block.parameters)
+        elif rest.holds:
+            restored.update((param, param.data.clone()) for param in rest.params)
+            uses.end(rest)
         self._closed = True
-        self._uses.remove()
-        self._hooks.remove()
-        for handle in self._guards:
-            handle.remove()
-        self._uses.end_all()
+        self._trained.remove_hooks()
+        self._state.remove_hooks()
+        for module in self._recomputed:
+            keep_for_backward(module)
+        uses.end_all()
         self._schedule.cache.clear()
-        for param, value in self._restored.items():
+        for param, value in restored.items():
             param.data = value
-        self._restored.clear()
         if self._saver is not None:
             self._saver.close()
         self._store.close()
@@ -552,17 +398,6 @@ def _pieces(blocks: Iterable[TrainedBlock]) -> dict[torch.Tensor, list[tuple[Sub
     return {piece.param: [(each, index)] for each in sub_groups for index, piece in enumerate(each.pieces)}
 
 
-def _check_fits(model: nn.Module, state: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> None:
-    """Raise ValueError if a state has not all parameters of a model, in their shapes."""
-    wrong = [
-        f"{name}: {tuple(state[name].shape) if name in state else 'missing'} instead of {tuple(param.shape)}"
-        for param, name in names.items()
-        if name not in state or state[name].shape != param.shape
-    ]
-    if wrong:
-        raise ValueError(f"this is the state of another model than this {type(model).__name__}: {listed(wrong, 8)}")
-
-
 def _divided(
     model: nn.Module, modules: Sequence[nn.Module]
 ) -> tuple[list[nn.Module], list[list[nn.Parameter]], list[nn.Parameter]]:
@@ -597,23 +432,19 @@ def _divided(
     return list(modules), [found[module] for module in modules], rest
 
 
-def _divided_arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any], parts: int
-) -> Iterator[tuple[list[Any], dict[str, Any], float]]:
-    """Yield the arguments of each micro-batch, and its share of the rows."""
-    if parts == 1:
-        yield list(args), dict(kwargs), 1
-        return
-    rows = {each.shape[0] for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim()}
-    if len(rows) != 1 or min(rows) < parts:
-        raise ValueError(f"the first dimensions of the tensors must be equal, and at least {parts}: got {sorted(rows)}")
-    (count,) = rows
-    begin = 0
-    for part in range(parts):
-        end = count * (part + 1) // parts
+def _taken_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of a forward, given a batch as loaders of data give it."""
+    if len(args) == 1 and not kwargs:
+        (batch,) = args
+        if isinstance(batch, Mapping):
+            return (), batch
+        if isinstance(batch, tuple | list):
+            return batch, {}
+    return args, kwargs
 
-        def cut(value: Any, begin: int = begin, end: int = end) -> Any:
-            return value[begin:end] if isinstance(value, torch.Tensor) and value.dim() else value
 
-        yield [cut(each) for each in args], {name: cut(each) for name, each in kwargs.items()}, (end - begin) / count
-        begin = end
+def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total

@@ -1,0 +1,236 @@
+"""The blocks of a model that is trained, and its steps: each made as a whole, or undone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from deepnvme._interrupts import defer_interrupts
+
+from .block_versions import BlockVersions
+from .buffer_copies import BufferCopies
+from .gradients import GradientHooks
+from .parameter_block import ParameterBlock
+from .parameter_uses import ParameterUses, ScheduledBlocks
+from .trained_block import TrainedBlock
+
+
+class TrainedModel:
+    """Steps the blocks of a model with the gradients that its backwards give.
+
+    A block is stepped in the last backward of a step as soon as it has all of its gradients, or after it if they are clipped.
+
+    Args:
+        model: The model.
+        modules: Modules whose parameters come and go, each with its block.
+        blocks: All blocks. The last one has the parameters outside of these modules, and stays in memory.
+        schedule: Has blocks in memory.
+        versions: Chooses where on the drive a step writes.
+        options: Has the options of each step in its ``param_groups``.
+        micro_batches: Forwards and backwards in a step.
+        max_norm: To clip gradients to; None to leave them as they are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[nn.Module, ParameterBlock],
+        blocks: Sequence[TrainedBlock],
+        schedule: ScheduledBlocks,
+        versions: BlockVersions,
+        options: Optimizer,
+        micro_batches: int,
+        max_norm: float | None,
+    ) -> None:
+        self.steps = 0
+        """Number of completed steps."""
+        self.micro_batches = micro_batches
+        self.micro_batches_run = 0
+        """Micro-batches of the current step that were run."""
+        self.blocks = tuple(blocks)
+        self._rest = blocks[-1].parameters
+        self._schedule, self._versions, self._options, self._max_norm = schedule, versions, options, max_norm
+        self._model, self._buffers = model, BufferCopies(model)
+        self._running = 0  # micro-batches that run now
+        self._not_undone = False
+        self._block_of: dict[torch.Tensor, TrainedBlock] = {param: block for block in blocks for param in block.trained}
+        self._by_parameters = {block.parameters: block for block in blocks}
+        self.uses = ParameterUses(modules, self._by_parameters, schedule, self._backward_begins, self._backward_ends)
+        self._hooks = GradientHooks(self._gradient_arrived)
+        self._hooks.add(self._block_of)
+
+    def keep_rest(self) -> None:
+        """Have the parameters outside of the modules in memory from now on. Raises OSError."""
+        self._schedule.cache.keep({self._rest: True})
+        self.uses.begin(self._rest)
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks from the model."""
+        self.uses.remove()
+        self._hooks.remove()
+
+    # -- micro-batches
+
+    @contextlib.contextmanager
+    def running(self, count: int = 1) -> Iterator[None]:
+        """Run the forwards and backwards of so many micro-batches in this context.
+
+        Raises:
+            RuntimeError: If the step has fewer left.
+            OSError: From the drive.
+        """
+        if self.micro_batches_run + count > self.micro_batches:
+            raise RuntimeError(f"all {self.micro_batches} micro-batches of this step were run: call step()")
+        if self.micro_batches_run == 0:
+            self._schedule.order.begin_step()
+            self._buffers.take()
+        self._running = count
+        self.uses.recording = True
+        try:
+            yield
+        finally:
+            self.uses.recording = False
+        self.uses.end_backward()
+        self.uses.end_all()
+        with torch.no_grad():
+            for block in self.blocks:
+                self._gradients_are_in(block)
+        self.micro_batches_run += count
+        self._running = 0
+
+    def _gradient_arrived(self, param: torch.Tensor) -> None:
+        block = self._block_of[param]
+        if not self.uses.recording:
+            raise RuntimeError("the backward has to run in micro_batch(), as the forward did")
+        if block.stepped or block.arrived[param] == self._running:
+            raise RuntimeError("there is one backward in each micro_batch(): give micro_batches for several, or sum the losses")
+        block.arrived[param] += 1
+        if block.arrived.total() == self._running * len(block.trained):
+            self.uses.completed(block.parameters)
+
+    def _backward_begins(self, parameters: ParameterBlock) -> None:
+        self._by_parameters[parameters].gradients.load()
+
+    @torch.no_grad()
+    def _backward_ends(self, parameters: ParameterBlock) -> None:
+        self._gradients_are_in(self._by_parameters[parameters])
+
+    def _gradients_are_in(self, block: TrainedBlock) -> None:
+        """Step a block that has all gradients of the step, or store them."""
+        if not block.arrived or block.stepped:
+            return
+        last = self.micro_batches_run + self._running == self.micro_batches
+        if last and self._max_norm is None:
+            self._step_block(block)
+        else:
+            block.gradients.store()
+        block.arrived.clear()
+
+    def _step_block(self, block: TrainedBlock) -> None:
+        block.gradients.load()
+        self.uses.begin(block.parameters)
+        try:
+            block.step(self._options.param_groups)
+        finally:
+            self.uses.end(block.parameters)
+        block.gradients.drop()
+
+    # -- the end of a step
+
+    @torch.no_grad()
+    def finish_step(self) -> None:
+        """Step the blocks that were not yet, and commit the step.
+
+        Raises:
+            RuntimeError: If micro-batches are missing.
+            OSError: From the drive.
+        """
+        if self.micro_batches_run < self.micro_batches:
+            raise RuntimeError(
+                f"a step has {self.micro_batches} micro-batches, and only {self.micro_batches_run} were run: use micro_batch()"
+            )
+        waiting = [block for block in self.blocks if not block.stepped and block.gradients.any]
+        factor = None if self._max_norm is None else self._clip_factor(waiting, self._max_norm)
+        for block in reversed(waiting):  # the last ones' gradients are needed first by what is in memory still
+            block.gradients.load()
+            if factor is not None:
+                block.gradients.scale(factor)
+            self._step_block(block)
+        self.commit(self.steps + 1)
+        self._options.step()
+
+    def commit(self, step: int) -> None:
+        """Wait until what has changed is on the drive, and take it for the last completed step's, with this number."""
+        changed = [each for block in self.blocks for each in block.to_write()]
+        self.uses.end(self._rest)
+        self._schedule.cache.flush(changed)
+        self.uses.begin(self._rest)
+        with defer_interrupts():
+            for block in self.blocks:
+                block.commit(self._options.param_groups)
+            self.steps = step
+            self.micro_batches_run = 0
+        self._versions.tidy()
+
+    def _clip_factor(self, blocks: Iterable[TrainedBlock], max_norm: float) -> torch.Tensor:
+        """Return what to multiply gradients with, as ``torch.nn.utils.clip_grad_norm_`` does."""
+        norms: dict[torch.Tensor, torch.Tensor] = {}
+        for block in blocks:
+            block.gradients.load()
+            block.gradients.measure()
+            norms.update({block.trained[index]: norm for index, norm in block.gradients.norms.items()})
+            block.gradients.store()
+        in_order = [norms[param] for param in self._model.parameters() if param in norms]
+        total = torch.linalg.vector_norm(torch.stack(in_order))
+        return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+
+    # -- failures
+
+    @contextlib.contextmanager
+    def undone_if_it_fails(self) -> Iterator[None]:
+        """Undo the step if there is an exception in this context. Undoes first what could not be undone before."""
+        self.finish_undo()
+        try:
+            yield
+        except BaseException as error:
+            try:
+                with defer_interrupts():
+                    self.undo()
+            except OSError as failed:
+                if hasattr(error, "add_note"):
+                    error.add_note(f"the step could not be undone yet, the next call tries it again: {failed}")
+            raise
+
+    def finish_undo(self) -> None:
+        """Undo a step that could not be undone when it failed. Raises OSError if it still cannot."""
+        if self._not_undone:
+            self.undo()
+
+    def undo(self) -> None:
+        """Go back to the last completed step. Raises OSError if the drive cannot be read; to be called again then."""
+        self._not_undone = True
+        self.uses.recording = False
+        self.uses.end_all()
+        for block in self.blocks:
+            block.gradients.drop()
+        if self._rest.holds:
+            self.uses.end(self._rest)
+        self._schedule.cache.clear()
+        for block in self.blocks:
+            block.undo()
+        if self.micro_batches_run or self._running:
+            self._buffers.put_back()
+        self._running = 0
+        self.micro_batches_run = 0
+        self.uses.begin(self._rest)
+        self._not_undone = False
+
+    def check_between_steps(self) -> None:
+        """Raise RuntimeError within a step; OSError if an earlier one still has to be undone and cannot be."""
+        self.finish_undo()
+        if self.micro_batches_run:
+            raise RuntimeError("a step is under way: run its other micro-batches, and call step()")

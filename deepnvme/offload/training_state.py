@@ -1,0 +1,140 @@
+"""The model and the optimizer of an offloaded training as a ``state_dict``: mapped from the drive, and loaded block by block."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from deepnvme._shortened_lists import listed
+
+from .block_versions import BlockVersions
+from .state_dict import OffloadedStates
+from .trained_block import TrainedBlock
+from .trained_model import TrainedModel
+
+
+class TrainingState:
+    """Returns and replaces the state of a training as of its last completed step.
+
+    Modules whose parameters are on the drive refuse to be asked for their ``state_dict()`` by anybody else.
+
+    Args:
+        model: The model.
+        trained: Its blocks.
+        options: Has the options of each step in its ``param_groups``.
+        versions: Maps blocks.
+        states: The optimizer's states.
+        modules: Modules whose parameters come and go.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trained: TrainedModel,
+        options: Optimizer,
+        versions: BlockVersions,
+        states: OffloadedStates,
+        modules: Iterable[nn.Module],
+    ) -> None:
+        self._model, self._trained, self._options = model, trained, options
+        self._versions, self._states = versions, states
+        self._guarding = True
+        self._guards = [
+            module.register_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
+            for module in {model, *(each for module in modules for each in module.modules())}
+        ]
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks from the modules."""
+        for handle in self._guards:
+            handle.remove()
+
+    def _refuse(self, *_: object) -> None:
+        if self._guarding:
+            raise RuntimeError("the parameters are on the drive: take 'model' of OffloadedTraining.state_dict()")
+
+    @contextlib.contextmanager
+    def _unguarded(self) -> Iterator[None]:
+        self._guarding = False
+        try:
+            yield
+        finally:
+            self._guarding = True
+
+    def get(self) -> dict[str, Any]:
+        """Return what :meth:`OffloadedTraining.state_dict` does. Raises OSError."""
+        names = self._names()
+        values: dict[torch.Tensor, torch.Tensor] = {}
+        for block in self._trained.blocks:
+            if block.parameters.params:
+                mapped = self._versions.map([(block.parameters, 0, block.parameters.layout.nbytes)])
+                sections = block.parameters.layout.sections
+                values.update((block.parameters.params[section.piece], section.of(mapped)) for section in sections)
+        with self._unguarded():
+            model = self._model.state_dict(keep_vars=True)
+        groups = [{**group, "params": [names[each] for each in group["params"]]} for group in self._options.param_groups]
+        model = {name: values.get(value, value) if isinstance(value, torch.Tensor) else value for name, value in model.items()}
+        return {
+            "model": model,
+            "optimizer": {"state": {names[param]: state for param, state in self._states.items()}, "param_groups": groups},
+            "steps": self._trained.steps,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Do what :meth:`OffloadedTraining.load_state_dict` does. Raises ValueError, OSError."""
+        names, model, optimizer = self._names(), state["model"], state["optimizer"]
+        self._check_fits(model, names)
+        options = {name: group for group in optimizer["param_groups"] for name in group["params"]}
+        missing = [name for param, name in names.items() if param.requires_grad and name not in options]
+        if missing:
+            raise ValueError(f"the optimizer's param_groups do not have {listed(missing, 8)}")
+        groups = self._options.param_groups
+        before = [dict(group) for group in groups]
+        with self._trained.undone_if_it_fails():
+            try:
+                for group in groups:
+                    group.update({key: value for key, value in options[names[group["params"][0]]].items() if key != "params"})
+                for block in self._trained.blocks:
+                    self._load_block(block, names, model, optimizer["state"])
+                self._trained.commit(int(state["steps"]))
+            except BaseException:
+                for group, values in zip(groups, before, strict=True):
+                    group.clear()
+                    group.update(values)
+                raise
+            for name, buffer in self._model.named_buffers():
+                if name in model:
+                    buffer.copy_(model[name])
+
+    def _load_block(
+        self, block: TrainedBlock, names: Mapping[torch.Tensor, str], model: Mapping[str, Any], states: Mapping[str, Any]
+    ) -> None:
+        if not block.parameters.params:
+            return
+        self._trained.uses.begin(block.parameters)
+        try:
+            params = block.parameters.params
+            found: dict[torch.Tensor, Any] = {each: states[names[each]] for each in block.trained if names[each] in states}
+            block.load([model[names[param]] for param in params], found, self._options.param_groups)
+        finally:
+            self._trained.uses.end(block.parameters)
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        """Return the first name of each parameter."""
+        return {param: name for name, param in reversed(list(self._model.named_parameters(remove_duplicate=False)))}
+
+    def _check_fits(self, state: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> None:
+        """Raise ValueError if a state has not all parameters of the model, in their shapes."""
+        wrong = [
+            f"{name}: {tuple(state[name].shape) if name in state else 'missing'} instead of {tuple(param.shape)}"
+            for param, name in names.items()
+            if name not in state or state[name].shape != param.shape
+        ]
+        if wrong:
+            kind = type(self._model).__name__
+            raise ValueError(f"this is the state of another model than this {kind}: {listed(wrong, 8)}")
