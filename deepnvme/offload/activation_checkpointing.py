@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from .activations import save_on_disk
+from .buffer_copies import BufferCopies
 
 if TYPE_CHECKING:
     from deepnvme.profiles import AnyPath
@@ -27,7 +28,8 @@ def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | sa
     ...     deepnvme.offload.checkpoint_on_disk(block, "/mnt/nvme/activations", memory_budget=1 << 30)
 
     The module's ``forward`` then runs by ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` under
-    :class:`save_on_disk`, if gradients are enabled. Random numbers, as of dropout, are the same when it is computed again.
+    :class:`save_on_disk`, if gradients are enabled. Random numbers, as of dropout, are the same when it is computed again, and
+    buffers, such as the statistics of a BatchNorm, are changed once.
 
     Args:
         module: Changed in place: it gets a ``forward`` of its own. Its parameters keep their names. If it was changed by this
@@ -96,10 +98,17 @@ class CheckpointedForward:
         leaves, spec = tree_flatten((args, kwargs))
 
         def compute(*leaves: Any) -> Any:
-            if self._before_recomputing is not None and torch._C._current_graph_task_id() >= 0:
-                self._before_recomputing()
             args, kwargs = tree_unflatten(leaves, spec)
-            return forward(*args, **kwargs)
+            if torch._C._current_graph_task_id() < 0:
+                return forward(*args, **kwargs)
+            if self._before_recomputing is not None:
+                self._before_recomputing()
+            buffers = BufferCopies(self.module)
+            buffers.take()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                buffers.put_back()  # what a forward changes in them was changed by the first one
 
         with contextlib.nullcontext() if self._saver is None else self._saver:
             return checkpoint(compute, *leaves, use_reentrant=False)

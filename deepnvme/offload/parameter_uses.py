@@ -115,6 +115,7 @@ class ParameterUses:
         self._in_backward: dict[ParameterBlock, None] = {}  # the newest last
         self._complete: set[ParameterBlock] = set()  # of these, those whose gradients have all arrived
         self._before_use: Callable[[ParameterBlock], None] | None = None
+        self._used_last: ParameterBlock | None = None  # in a forward, and in memory for the next micro-batch
         self._checkpointed: list[CheckpointedForward] = []
         self._handles: list[RemovableHandle] = []
         for module, block in modules.items():
@@ -141,13 +142,15 @@ class ParameterUses:
     def calling_before_use(self, function: Callable[[ParameterBlock], None]) -> Iterator[None]:
         """Call a function before each use of a block by the model, in a forward or a backward, within this context.
 
-        Several backwards may run in it: uses in a backward end with the context, not with the first backward.
+        Several micro-batches may run in it. A block then stays in memory until any of them uses another one; and uses in a
+        backward end with the context, not with the first backward.
         """
         self._before_use = function
         try:
             yield
         finally:
             self._before_use = None
+            self._keep_for_next(None)
 
     # -- uses
 
@@ -201,12 +204,24 @@ class ParameterUses:
     def _call_before_use(self, block: ParameterBlock) -> None:
         if self._before_use is not None:
             self._before_use(block)
+            if block is not self._used_last:
+                self._keep_for_next(None)
+
+    def _keep_for_next(self, block: ParameterBlock | None) -> None:
+        """Have a block in memory for the micro-batch that uses it next, in place of the one before."""
+        if block is not None:
+            self.begin(block)
+        before, self._used_last = self._used_last, block
+        if before is not None:
+            self.end(before)
 
     def _end_forward(self, block: ParameterBlock, *_: object) -> None:
         if torch._C._current_graph_task_id() < 0 and block in self._in_forward:  # also called if the use could not begin
             self._in_forward.reverse()
             self._in_forward.remove(block)
             self._in_forward.reverse()
+            if self._before_use is not None and block is not self._used_last:
+                self._keep_for_next(block)
             self.end(block)
 
     # -- backward

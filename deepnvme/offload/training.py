@@ -216,19 +216,19 @@ class OffloadedTraining:
             OSError: From the drive. The step was undone.
         """
         self._check_usable()
-        loss = self._run(*_taken_apart(args, kwargs)) if args or kwargs else None
+        micro_batches: list[MicroBatch] = []
+        if args or kwargs:
+            if self._trained.micro_batches_run:
+                raise RuntimeError("step() with arguments runs all micro-batches of a step itself: end the one under way first")
+            micro_batches = micro_batches_of(*_taken_apart(args, kwargs), self._trained.micro_batches)
         with self._trained.undone_if_it_fails():
+            loss = self._run(micro_batches) if micro_batches else None
             self._trained.finish_step()
         return loss
 
-    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def _run(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Run all micro-batches of a step, and return the loss."""
-        if self._trained.micro_batches_run:
-            raise RuntimeError("step() with arguments runs all micro-batches of a step itself: end the one under way first")
-        forwards = [
-            functools.partial(self._loss, micro_batch)
-            for micro_batch in micro_batches_of(args, kwargs, self._trained.micro_batches)
-        ]
+        forwards = [functools.partial(self._loss, each) for each in micro_batches]
         random_numbers = self._side_by_side.random_numbers
         if self._vertical and len(forwards) > 1 and random_numbers.predictable:
             begin = torch.get_rng_state()
