@@ -13,7 +13,18 @@ import deepnvme
 ROOT = Path(deepnvme.__file__).parent
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if "op_builder" not in path.parts]
 
-BASE = {"_files", "_interrupts", "_lazy", "_preallocation", "_progress", "_shortened_lists", "_stopwatch", "ops", "version"}
+BASE = {
+    "_files",
+    "_interrupts",
+    "_lazy",
+    "_model_structure",
+    "_preallocation",
+    "_progress",
+    "_shortened_lists",
+    "_stopwatch",
+    "ops",
+    "version",
+}
 """What may be used anywhere, and uses nothing but itself."""
 ENGINE = BASE | {"engine", "config", "drives", "profiles"}
 TRANSFER = ENGINE | {"memory", "transfer"}

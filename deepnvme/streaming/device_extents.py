@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from deepnvme._model_structure import REST
 from deepnvme.memory.lease import Computed, Transfer
 from deepnvme.store.futures import StoreFuture
 from deepnvme.transfer.block import Memory
 
 from .extent_memory import PinnedSlots, Slots
 from .extent_reader import ExtentReader
-from .weights.model_blocks import REST
 from .weights.weight_store import WeightStore
 
 

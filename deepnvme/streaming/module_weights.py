@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from deepnvme._model_structure import weights_by_name
+
 from .placeholder import Placeholder
 from .weights.manifest import Extent, Weight
-from .weights.model_blocks import weights_by_name
 from .weights.weight_store import WeightStore
 
 Tensors = dict[str, torch.Tensor | None]

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from deepnvme._model_structure import weights_by_name
 from deepnvme._progress import Wanted
 from deepnvme.store.volumes import directory_weights
 
 from .streamed_model import Streaming, streaming_of
 from .weights.build_once import opened_or_built
-from .weights.model_blocks import weights_by_name
 from .weights.quantization import Scheme
 from .weights.weight_locations import Location, weights_in_index
 from .weights.weight_store import Directories, WeightStore

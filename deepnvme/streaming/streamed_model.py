@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from deepnvme._model_structure import REST
 from deepnvme.memory.host import give_back_heap
 
 from .extent_cache import ExtentCache
@@ -20,7 +21,6 @@ from .module_weights import ModuleWeights
 from .resident_weights import residents
 from .stream_report import StreamReport
 from .streamed_forwards import StreamedForward, StreamedForwards
-from .weights.model_blocks import REST
 from .weights.weight_store import WeightStore
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from deepnvme._model_structure import REST
 from deepnvme.streaming import WeightStore
 from deepnvme.streaming.module_weights import ModuleWeights
 from deepnvme.streaming.placeholder import Placeholder
-from deepnvme.streaming.weights.model_blocks import REST
 
 from ..support.models import WIDTH, blocks_of, entangled
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from deepnvme._model_structure import REST, ExtentPlan, Structure, structure_of, structure_of_names
 from deepnvme._progress import Progress, counting
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
@@ -23,7 +24,7 @@ from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.gather import Transfers
 
 from .manifest import NAME, Extent, WeightInfo, WeightManifest, encode, key_of, laid_out
-from .model_blocks import REST, ExtentPlan, StoreMismatch, Structure, described, differences, structure_of, structure_of_names
+from .model_blocks import StoreMismatch, described, differences
 from .quantization import Scheme, quantize
 from .weight_locations import Pending, Source, Weights
 

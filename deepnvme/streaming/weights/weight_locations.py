@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from deepnvme._model_structure import ties_of, weights_by_name
 from deepnvme._shortened_lists import listed
 from deepnvme.checkpoint.file_io import file_version, read_consistently, started
 from deepnvme.checkpoint.formats import pt_records
@@ -22,7 +23,6 @@ from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.tensor_bytes import check_storable, dtype_named
 
 from .manifest import WeightInfo
-from .model_blocks import ties_of, weights_by_name
 
 _OPEN_FILES = 16
 """Most files that are open at a time. More shards of a checkpoint are rarely in use together; and fewer than any limit of

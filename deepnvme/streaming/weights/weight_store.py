@@ -124,7 +124,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             model: Only with a checkpoint: the module it is for, which may be on the meta device. It determines the blocks and the
                 tied weights; the names must be the same. Without it the blocks are derived from the names.
             blocks: Names or patterns of the modules that are to be blocks; None to find them. See
-                :func:`deepnvme.streaming.weights.model_blocks.structure_of`.
+                :func:`deepnvme._model_structure.structure_of`.
             dtype: Floating-point dtype to which weights of floating point are converted; None for no conversion.
             checksum: Whether to keep the CRC-32 of each extent, which takes 0.4 s of one core for each GB.
             progress: True for a progress bar on stderr, if that is a terminal; or a function that is called with the bytes

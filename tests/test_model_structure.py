@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.streaming.weights.model_blocks import (
+from deepnvme._model_structure import (
     REST,
     ModelBlock,
     Structure,

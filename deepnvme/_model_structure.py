@@ -1,0 +1,285 @@
+"""A model's weights by name, and the blocks and extents that they form.
+
+A block is a module for whose forward weights are read, an extent what is read as one. Works on a model's modules, or only on the
+names in a checkpoint. Does no I/O.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+T = TypeVar("T")
+
+REST = "(rest)"
+"""Name of the extent of weights in no block, which stays in memory. A module is unlikely to have a name with parentheses."""
+SMALL = 1 << 20
+"""A module with fewer bytes of weights is not made a block, unless a list does: reading it again each time is not worth it."""
+
+_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+"""Modules whose weights are used by the forward of the module around them."""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, *_PARAMETERS)
+"""Modules without a forward of their own."""
+
+
+class ModelBlock(NamedTuple):
+    """A module whose weights are in memory only during its forward."""
+
+    name: str
+    """Name of the module."""
+    weights: tuple[str, ...]
+    """First names of its weights, in the order of registration; without those of blocks inside it."""
+
+
+class ExtentPlan(NamedTuple):
+    """Weights that will be read as one: all that are needed by exactly the same blocks, or by none."""
+
+    name: str
+    """The block's name; for weights that several blocks need, the name of the first weight; REST for those in no block."""
+    weights: tuple[str, ...]
+    """First names of the weights."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How the weights of a model are divided into blocks and extents; known without their values."""
+
+    blocks: tuple[ModelBlock, ...]
+    """All blocks, in the order of registration."""
+    rest: tuple[str, ...]
+    """Names of weights in no block, and of persistent buffers."""
+    ties: Mapping[str, str]
+    """First names of tied weights, by each of their further names."""
+
+    def extents(self) -> list[ExtentPlan]:
+        """Return the extents, in the order in which they are first needed.
+
+        A weight that is needed by a block and also in ``rest`` is only in the extent REST.
+        """
+        users: dict[str, list[str]] = {weight: [] for weight in self.rest}
+        resident = set(users)
+        for block in self.blocks:
+            for weight in block.weights:
+                if weight not in resident:
+                    users.setdefault(weight, []).append(block.name)
+        together: dict[tuple[str, ...], list[str]] = {}
+        for weight, names in users.items():
+            together.setdefault(tuple(names), []).append(weight)
+        return [
+            ExtentPlan(names[0] if len(names) == 1 else weights[0] if names else REST, tuple(weights))
+            for names, weights in together.items()
+        ]
+
+    def needs(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of the extents that each block needs, without REST; blocks that need no other are left out."""
+        extent_of = {weight: extent.name for extent in self.extents() for weight in extent.weights}
+        found = {
+            block.name: tuple(dict.fromkeys(extent_of[weight] for weight in block.weights if extent_of[weight] != REST))
+            for block in self.blocks
+        }
+        return {name: extents for name, extents in found.items() if extents}
+
+
+def weights_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's parameters and persistent buffers by all of their names, in the order of registration."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found[prefix + name] = parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[prefix + name] = buffer
+    return found
+
+
+def ties_of(weights: Mapping[str, T], identity: Callable[[T], object] = id) -> dict[str, str]:
+    """Return the first name of each weight that has several, by each of its further names.
+
+    Args:
+        weights: The weights by all of their names.
+        identity: Returns what is equal for two weights that are one, and None for a weight that is tied to no other.
+    """
+    first: dict[object, str] = {}
+    same = {name: identity(weight) for name, weight in weights.items()}
+    return {name: first[key] for name, key in same.items() if key is not None and first.setdefault(key, name) != name}
+
+
+def structure_of(model: nn.Module, blocks: Sequence[str] | None = None) -> Structure:
+    """Divide a model into blocks, the modules whose weights are in memory only during their forward.
+
+    Modules named in ``blocks`` are blocks; a weight belongs to the innermost block around it. Elsewhere blocks are found: the
+    children of a ModuleList or Sequential that has several of one type (of lists in lists, those of the outer one), else a module
+    with weights of its own, together with all modules in it. Outside of lists, a module with less than 1 MiB of weights in all is
+    not made a block.
+
+    Args:
+        model: May be on the meta device.
+        blocks: Names of modules, or patterns such as "model.layers.*.mlp", where ``*`` stands for one part of a name.
+
+    Raises:
+        ValueError: If a name or pattern matches no module with weights, or one without a forward.
+    """
+    weights = weights_by_name(model)
+    ties = ties_of(weights)
+    sizes = {name: weight.nbytes for name, weight in weights.items() if isinstance(weight, nn.Parameter)}
+    root = _tree(sizes, ties, dict(model.named_modules(remove_duplicate=False)))
+    return _structure(root, blocks, ties, [name for name in weights if name not in sizes and name not in ties])
+
+
+def structure_of_names(sizes: Mapping[str, int], ties: Mapping[str, str], blocks: Sequence[str] | None = None) -> Structure:
+    """Divide a checkpoint's weights into blocks by their names, as :func:`structure_of` does for a model.
+
+    Several children with numbers as names count as a list, and every weight as a parameter.
+
+    Args:
+        sizes: Bytes of the weights, by all of their names.
+        ties: First names of tied weights, by each of their further names.
+        blocks: As for :func:`structure_of`.
+
+    Raises:
+        ValueError: If a name or pattern matches no module with weights.
+    """
+    return _structure(_tree(sizes, ties, {}), blocks, ties, [])
+
+
+@dataclass
+class _ModuleNode:
+    """A node of the tree of modules that have weights. A module that is in several places has several nodes of one identity."""
+
+    name: str
+    module: nn.Module | None
+    """The module; None if only names are known."""
+    weights: list[tuple[str, int]] = field(default_factory=list)
+    """First names and bytes of the module's own weights."""
+    children: dict[str, _ModuleNode] = field(default_factory=dict)
+    """Nodes of the submodules, by the last part of their names."""
+
+    @property
+    def identity(self) -> int:
+        """Identifies the module, or the node if only names are known."""
+        return id(self if self.module is None else self.module)
+
+    @functools.cached_property
+    def alike(self) -> bool:
+        """Whether the module is a list with several children of one type."""
+        if self.module is None:
+            return sum(part.isdigit() for part in self.children) > 1
+        kinds = Counter(type(child.module) for child in self.children.values() if not isinstance(child.module, _PARAMETERS))
+        return isinstance(self.module, nn.ModuleList | nn.Sequential) and max(kinds.values(), default=0) > 1
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether the module has a forward that somebody calls."""
+        return not isinstance(self.module, _CONTAINERS)
+
+    def uses_weights(self) -> bool:
+        """Return whether the module's own forward uses weights, not only those of its submodules."""
+        return self.has_forward and (
+            bool(self.weights) or any(isinstance(child.module, _PARAMETERS) for child in self.children.values())
+        )
+
+    def all(self) -> Iterator[_ModuleNode]:
+        """Yield this node and all nodes below it."""
+        yield self
+        for child in self.children.values():
+            yield from child.all()
+
+
+def _tree(sizes: Mapping[str, int], ties: Mapping[str, str], modules: Mapping[str, nn.Module]) -> _ModuleNode:
+    """Return the tree of the modules that have weights, by the names of the weights.
+
+    Args:
+        sizes: Bytes of the weights, by all of their names, in the order of registration.
+        ties: First names of tied weights, by each of their further names.
+        modules: The modules by all of their names; empty if only names are known.
+    """
+    root = _ModuleNode("", modules.get(""))
+    for name, nbytes in sizes.items():
+        node = root
+        *path, _ = name.split(".")
+        for part in path:
+            inner = f"{node.name}.{part}" if node.name else part
+            node = node.children.setdefault(part, _ModuleNode(inner, modules.get(inner)))
+        node.weights.append((ties.get(name, name), nbytes))
+    return root
+
+
+def _named(root: _ModuleNode, patterns: Iterable[str]) -> set[object]:
+    """Return the identities of the modules that the patterns match."""
+    first: dict[object, _ModuleNode] = {}
+    for node in root.all():
+        if node.weights or node.children:
+            first.setdefault(node.identity, node)
+    nodes = {node.name: node for node in first.values()}
+    found: set[object] = set()
+    for pattern in patterns:
+        for name in _matching(pattern, nodes):
+            if not nodes[name].has_forward:
+                kind = type(nodes[name].module).__name__
+                raise ValueError(f"blocks: {name!r} is a {kind}, whose forward nobody calls: name what is in it, {name + '.*'!r}")
+            found.add(nodes[name].identity)
+    return found
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a pattern matches. Raises ValueError, with similar names, if there is none."""
+    names = list(names)
+    parts = pattern.split(".")
+    found = [name for name in names if name.count(".") == pattern.count(".") and all(map(fnmatchcase, name.split("."), parts))]
+    if not found:
+        close = difflib.get_close_matches(pattern, names, n=3)
+        hint = f"; there is {', '.join(map(repr, close))}" if close else ""
+        raise ValueError(f"blocks: {pattern!r} is no module that has weights{hint}")
+    return found
+
+
+def _structure(root: _ModuleNode, named: Iterable[str] | None, ties: Mapping[str, str], rest: Iterable[str]) -> Structure:
+    """Divide a tree into blocks; ``named`` are patterns of block names, ``rest`` weights that belong to none in any case."""
+    chosen: dict[object, bool] = dict.fromkeys(_named(root, named or ()), False)  # True: a block only if it is large enough
+    _choose(root, chosen)
+    needed: dict[object, dict[str, int]] = {}
+    names: dict[object, str] = {}
+    for node, block in _with_blocks(root, chosen):
+        names.setdefault(block, node.name)
+        needed.setdefault(block, {}).update(node.weights)
+    remaining = dict(needed.pop(None, {}))
+    blocks = []
+    for identity, weights in needed.items():
+        if chosen[identity] and sum(weights.values()) < SMALL:
+            remaining.update(weights)
+        elif weights:
+            blocks.append(ModelBlock(names[identity], tuple(weights)))
+    return Structure(tuple(blocks), tuple(dict.fromkeys((*remaining, *rest))), ties)
+
+
+def _choose(node: _ModuleNode, chosen: dict[object, bool]) -> None:
+    """Add the blocks that are found in a node and below it to ``chosen``; a named block is not searched."""
+    if node.identity in chosen:
+        return
+    if node.uses_weights() and not node.alike:
+        chosen[node.identity] = True
+        if not any(each.alike for each in node.all()):
+            return
+    for child in node.children.values():
+        if node.alike and child.has_forward:
+            chosen.setdefault(child.identity, False)
+        else:
+            _choose(child, chosen)
+
+
+def _with_blocks(node: _ModuleNode, chosen: Mapping[object, bool], block: object = None) -> Iterator[tuple[_ModuleNode, object]]:
+    """Yield a node and those below it, each with the identity of the innermost block around it; None if there is none."""
+    block = node.identity if node.identity in chosen else block
+    yield node, block
+    for child in node.children.values():
+        yield from _with_blocks(child, chosen, block)
