@@ -114,7 +114,7 @@ def ties_of(weights: Mapping[str, T], identity: Callable[[T], object] = id) -> d
     return {name: first[key] for name, key in same.items() if key is not None and first.setdefault(key, name) != name}
 
 
-def structure_of(model: nn.Module, blocks: Sequence[str] | None = None) -> Structure:
+def structure_of(model: nn.Module, blocks: Sequence[str] | None = None, find: bool = True) -> Structure:
     """Divide a model into blocks, the modules whose weights are in memory only during their forward.
 
     Modules named in ``blocks`` are blocks; a weight belongs to the innermost block around it. Elsewhere blocks are found: the
@@ -125,6 +125,7 @@ def structure_of(model: nn.Module, blocks: Sequence[str] | None = None) -> Struc
     Args:
         model: May be on the meta device.
         blocks: Names of modules, or patterns such as "model.layers.*.mlp", where ``*`` stands for one part of a name.
+        find: Whether blocks are found beside the named ones. Otherwise all other weights are in no block.
 
     Raises:
         ValueError: If a name or pattern matches no module with weights, or one without a forward.
@@ -133,7 +134,7 @@ def structure_of(model: nn.Module, blocks: Sequence[str] | None = None) -> Struc
     ties = ties_of(weights)
     sizes = {name: weight.nbytes for name, weight in weights.items() if isinstance(weight, nn.Parameter)}
     root = _tree(sizes, ties, dict(model.named_modules(remove_duplicate=False)))
-    return _structure(root, blocks, ties, [name for name in weights if name not in sizes and name not in ties])
+    return _structure(root, blocks, ties, [name for name in weights if name not in sizes and name not in ties], find)
 
 
 def structure_of_names(sizes: Mapping[str, int], ties: Mapping[str, str], blocks: Sequence[str] | None = None) -> Structure:
@@ -149,7 +150,7 @@ def structure_of_names(sizes: Mapping[str, int], ties: Mapping[str, str], blocks
     Raises:
         ValueError: If a name or pattern matches no module with weights.
     """
-    return _structure(_tree(sizes, ties, {}), blocks, ties, [])
+    return _structure(_tree(sizes, ties, {}), blocks, ties, [], find=True)
 
 
 @dataclass
@@ -243,10 +244,13 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     return found
 
 
-def _structure(root: _ModuleNode, named: Iterable[str] | None, ties: Mapping[str, str], rest: Iterable[str]) -> Structure:
+def _structure(
+    root: _ModuleNode, named: Iterable[str] | None, ties: Mapping[str, str], rest: Iterable[str], find: bool
+) -> Structure:
     """Divide a tree into blocks; ``named`` are patterns of block names, ``rest`` weights that belong to none in any case."""
     chosen: dict[object, bool] = dict.fromkeys(_named(root, named or ()), False)  # True: a block only if it is large enough
-    _choose(root, chosen)
+    if find:
+        _choose(root, chosen)
     needed: dict[object, dict[str, int]] = {}
     names: dict[object, str] = {}
     for node, block in _with_blocks(root, chosen):

@@ -27,6 +27,7 @@ from .block_versions import BlockVersions
 from .counted_io import CountedIO
 from .forward_random_numbers import DrawsDiffer
 from .micro_batches import MicroBatch, SideBySide, micro_batches_of
+from .model_partition import partition_model
 from .parameter_block import ParameterBlock
 from .parameter_uses import ParameterUses, ScheduledBlocks
 from .partition import SubGroupPlanner
@@ -60,7 +61,7 @@ class _Options(Optimizer):
 class OffloadedTraining:
     """Trains a model whose parameters, gradients and optimizer states are on a drive, in plain PyTorch.
 
-    >>> training = OffloadedTraining(model, torch.optim.AdamW, blocks=list(model.layers), nvme_path="/mnt/nvme", lr=1e-4)
+    >>> training = OffloadedTraining(model, torch.optim.AdamW, nvme_path="/mnt/nvme", lr=1e-4)
     >>> for batch in loader:
     ...     loss = training.step(batch)
 
@@ -73,9 +74,10 @@ class OffloadedTraining:
     Args:
         model: In memory, on the CPU. Its parameters get their values from the drive from now on.
         optimizer_class: A torch optimizer that steps each parameter by itself.
-        blocks: Modules of the model whose parameters come and go, none inside of another one. A parameter that several of them
-            use, or the model beside them, stays in memory.
         nvme_path: Directory on the drive, created if it is missing; or several, over which blocks are striped.
+        blocks: What comes and goes as one: None for the layers, and what is large beside them. Or names of modules, or patterns
+            such as "model.layers.*.mlp", that are blocks as well. Or modules, and then no others are. A parameter belongs to the
+            innermost block around it. One that several blocks use, or the model beside them, stays in memory.
         memory_budget: Bytes of blocks (parameters, gradients and states) that are in memory. More only for what one block needs.
         activations: "memory"; or "nvme" to have :class:`save_on_disk` keep those that ``activation_budget`` has no room for; or
             "recompute" to have only the blocks' inputs kept so, and the rest computed again in the backward.
@@ -99,8 +101,8 @@ class OffloadedTraining:
         model: nn.Module,
         optimizer_class: type[Optimizer],
         *,
-        blocks: Iterable[nn.Module],
         nvme_path: AnyPath | Sequence[AnyPath],
+        blocks: Iterable[nn.Module | str] | None = None,
         memory_budget: int = 1 << 30,
         activations: str = "memory",
         activation_budget: int = 1 << 30,
@@ -122,7 +124,7 @@ class OffloadedTraining:
         self.model = model
         self._closed = False
         self._process = os.getpid()
-        modules, params, rest = _divided(model, list(blocks))
+        modules, params, rest = partition_model(model, blocks)
         planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, _WHOLE)
         paths = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else list(nvme_path)
         directories = [Path(os.path.abspath(os.fsdecode(each))) for each in paths]
@@ -396,40 +398,6 @@ def _pieces(blocks: Iterable[TrainedBlock]) -> dict[torch.Tensor, list[tuple[Sub
     """Return where each parameter is stepped: its sub-group, and its place there."""
     sub_groups = [block.sub_group for block in blocks if block.sub_group is not None]
     return {piece.param: [(each, index)] for each in sub_groups for index, piece in enumerate(each.pieces)}
-
-
-def _divided(
-    model: nn.Module, modules: Sequence[nn.Module]
-) -> tuple[list[nn.Module], list[list[nn.Parameter]], list[nn.Parameter]]:
-    """Return the blocks' modules, the parameters of each, and those that stay in memory. Raises ValueError."""
-    inside = {each: name for name, each in model.named_modules()}
-    for module in modules:
-        if module not in inside:
-            raise ValueError(f"blocks: a {type(module).__name__} is no module of the model")
-    taken: dict[nn.Module, nn.Module] = {}
-    for module in modules:
-        for each in module.modules():
-            if each in taken:
-                raise ValueError(f"blocks: {inside[each]!r} is in two of them, {inside[taken[each]]!r} and {inside[module]!r}")
-            taken[each] = module
-    owners: dict[nn.Parameter, set[nn.Module | None]] = {}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            owners.setdefault(param, set()).add(taken.get(module))
-    for param in owners:
-        if type(param) is not nn.Parameter or param.device.type != "cpu" or param.layout is not torch.strided:
-            kind = f"a {type(param).__name__} of layout {param.layout} on {param.device}"
-            raise ValueError(f"only parameters that are dense, on the CPU, and of no subclass can be offloaded, got {kind}")
-    found: Mapping[nn.Module, list[nn.Parameter]] = {module: [] for module in modules}
-    rest = []
-    for param, users in owners.items():
-        (first, *more) = users
-        if first is None or more:
-            rest.append(param)
-        else:
-            found[first].append(param)
-    modules = [module for module in modules if found[module]]
-    return list(modules), [found[module] for module in modules], rest
 
 
 def _taken_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -426,12 +426,6 @@ def test_wrong_options_are_named(drive: Path, options: dict[str, Any], message: 
     assert not list(drive.iterdir())
 
 
-def test_a_block_inside_of_another_is_an_error(drive: Path) -> None:
-    model = Model()
-    with pytest.raises(ValueError, match="is in two of them"):
-        training_of(model, drive, blocks=[model.blocks[0], model.blocks[0].wide])
-
-
 # States
 
 

@@ -1,0 +1,72 @@
+"""Which parameters of a model are trained as one block, and which stay in memory."""
+
+from __future__ import annotations
+
+import glob
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from deepnvme._model_structure import Structure, structure_of, weights_by_name
+
+
+class ModelPartition(NamedTuple):
+    """How the parameters of a model are divided."""
+
+    modules: list[nn.Module]
+    """The module of each block. One may be inside of another."""
+    params: list[list[nn.Parameter]]
+    """The parameters of each block: those of its module that no block inside of it has. None is empty."""
+    rest: list[nn.Parameter]
+    """Those that stay in memory: in no block, or used by several."""
+
+
+def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None = None) -> ModelPartition:
+    """Divide the parameters of a model into blocks.
+
+    Args:
+        model: On the CPU or the meta device.
+        blocks: None to find them, or names and patterns of some, with the others found beside them: see
+            :func:`deepnvme._model_structure.structure_of`. Or modules of the model, and no other is a block then.
+
+    Raises:
+        TypeError: If there are both modules and names in ``blocks``.
+        ValueError: If a module is not the model's, or is a list that nobody calls; if a name matches nothing; if a parameter
+            cannot be offloaded.
+    """
+    for param in model.parameters():
+        if type(param) is not nn.Parameter or param.device.type not in ("cpu", "meta") or param.layout is not torch.strided:
+            kind = f"a {type(param).__name__} of layout {param.layout} on {param.device}"
+            raise ValueError(f"only parameters that are dense, on the CPU, and of no subclass can be offloaded, got {kind}")
+    structure = _structure(model, None if blocks is None else list(blocks))
+    weights = weights_by_name(model)
+    users = Counter([*structure.rest, *(name for block in structure.blocks for name in block.weights)])
+    alone = {name for name, number in users.items() if number == 1} - set(structure.rest)
+    found = ModelPartition([], [], [])
+    for block in structure.blocks:
+        own = [weight for name in block.weights if name in alone and isinstance(weight := weights[name], nn.Parameter)]
+        if own:
+            found.modules.append(model.get_submodule(block.name))
+            found.params.append(own)
+    in_blocks = {param for params in found.params for param in params}
+    found.rest.extend(param for param in model.parameters() if param not in in_blocks)
+    return found
+
+
+def _structure(model: nn.Module, blocks: list[nn.Module | str] | None) -> Structure:
+    modules = [each for each in blocks or () if isinstance(each, nn.Module)]
+    names = [each for each in blocks or () if isinstance(each, str)]
+    if blocks is None or (names and not modules):
+        return structure_of(model, names)
+    if len(modules) != len(blocks):
+        kinds = ", ".join(sorted({type(each).__name__ for each in blocks}))
+        raise TypeError(f"blocks must be modules, or names of modules, and not both, got {kinds}")
+    inside = {each: name for name, each in model.named_modules()}
+    for module in modules:
+        if module not in inside:
+            raise ValueError(f"blocks: a {type(module).__name__} is no module of the model")
+    with_parameters = [module for module in modules if next(module.parameters(), None) is not None]
+    return structure_of(model, [glob.escape(inside[module]) for module in with_parameters], find=False)
