@@ -22,6 +22,7 @@ BASE = {
     "_progress",
     "_shortened_lists",
     "_stopwatch",
+    "_weight_differences",
     "ops",
     "version",
 }

@@ -29,12 +29,12 @@ from torch import nn
 from deepnvme._model_structure import REST, ties_of, weights_by_name
 from deepnvme._shortened_lists import listed
 from deepnvme.checkpoint.formats.safetensors_header import read_offload_index
+from deepnvme.checkpoint.weight_locations import weights_in_index
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.streaming.placeholder import Placeholder
 from deepnvme.streaming.pretrained import as_accelerate_does, with_dtypes_kept
 from deepnvme.streaming.streamed_model import Streaming, check_not_streamed, streaming_of
 from deepnvme.streaming.weights.build_once import opened_or_built
-from deepnvme.streaming.weights.weight_locations import weights_in_index
 from deepnvme.streaming.weights.weight_store import WeightStore
 
 if TYPE_CHECKING:

@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING
 from deepnvme._lazy import from_modules
 
 if TYPE_CHECKING:
+    from deepnvme._weight_differences import StoreMismatch, WeightInfo
+    from deepnvme.checkpoint.weight_locations import Location, Source
+
     from .kv.cache import CacheReport, OffloadedCache, close_cache, offload_kv, offloaded_cache
     from .pretrained import from_pretrained
     from .stream_report import StreamReport
     from .streamed_model import Streaming, stream, streaming_of
-    from .weights.manifest import Extent, Weight, WeightInfo
-    from .weights.model_blocks import StoreMismatch
-    from .weights.weight_locations import Location, Source
+    from .weights.manifest import Extent, Weight
     from .weights.weight_store import CorruptExtent, WeightStore
 
 __all__ = [
@@ -36,13 +37,13 @@ __all__ = [
 ]
 
 _NAMES = {
+    "deepnvme._weight_differences": ("StoreMismatch", "WeightInfo"),
+    "deepnvme.checkpoint.weight_locations": ("Location", "Source"),
     "kv.cache": ("CacheReport", "OffloadedCache", "close_cache", "offload_kv", "offloaded_cache"),
     "pretrained": ("from_pretrained",),
     "stream_report": ("StreamReport",),
     "streamed_model": ("Streaming", "stream", "streaming_of"),
-    "weights.manifest": ("Extent", "Weight", "WeightInfo"),
-    "weights.model_blocks": ("StoreMismatch",),
-    "weights.weight_locations": ("Location", "Source"),
+    "weights.manifest": ("Extent", "Weight"),
     "weights.weight_store": ("CorruptExtent", "WeightStore"),
 }
 """Public names by the module that defines them."""

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .weights.manifest import WeightInfo
+from deepnvme._weight_differences import WeightInfo
 
 
 class Placeholder(torch.Tensor):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from deepnvme import AioConfig
+from deepnvme.checkpoint.weight_locations import weights_in
 from deepnvme.safetensors import save_file
 from deepnvme.streaming import WeightStore
-from deepnvme.streaming.weights.weight_locations import weights_in
 
 from ..support.disks import Disk
 from ..support.drive_profiles import EngineSettings, default_for, engine_settings, engines_made, store_profile

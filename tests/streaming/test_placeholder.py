@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from deepnvme._weight_differences import WeightInfo
 from deepnvme.streaming.placeholder import Placeholder
-from deepnvme.streaming.weights.manifest import WeightInfo
 
 
 def made() -> Any:

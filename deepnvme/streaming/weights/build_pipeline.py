@@ -15,6 +15,8 @@ from torch import nn
 
 from deepnvme._model_structure import REST, ExtentPlan, Structure, structure_of, structure_of_names
 from deepnvme._progress import Progress, counting
+from deepnvme._weight_differences import StoreMismatch, WeightInfo, described, differences
+from deepnvme.checkpoint.weight_locations import Pending, Source, Weights
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Lease
@@ -23,10 +25,8 @@ from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.gather import Transfers
 
-from .manifest import NAME, Extent, WeightInfo, WeightManifest, encode, key_of, laid_out
-from .model_blocks import StoreMismatch, described, differences
+from .manifest import NAME, Extent, WeightManifest, encode, key_of, laid_out
 from .quantization import Scheme, quantize
-from .weight_locations import Pending, Source, Weights
 
 T = TypeVar("T")
 Started = TypeVar("Started")

@@ -5,7 +5,6 @@ It is stored as one tensor of the store: two lines of JSON, the first with forma
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepnvme._weight_differences import WeightInfo
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.tensor_bytes import dtype_named
 from deepnvme.store.manifest import CorruptManifest, check_length, second_line, string_at, two_lines
@@ -28,28 +28,6 @@ LARGEST = 64 << 20
 """Bytes that a manifest may have: enough for half a million weights."""
 _EXTENT = re.compile(r",([0-9]{1,19}),(null|[0-9]{1,10}),\[")
 _WEIGHT = re.compile(r',"([a-z0-9_]{1,64})",\[([0-9,]{0,1300})\],([0-9]{1,19})(?:,"([a-z0-9_]{1,64})")?\]')
-
-
-class WeightInfo(NamedTuple):
-    """Dtype and shape of a weight."""
-
-    dtype: torch.dtype
-    """Dtype of the weight."""
-    shape: tuple[int, ...]
-    """Shape of the weight."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight, not quantised."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def named(self) -> tuple[str, tuple[int, ...]]:
-        """Return the dtype's name without "torch.", and the shape."""
-        return str(self.dtype).removeprefix("torch."), self.shape
-
-    def __str__(self) -> str:
-        dtype, shape = self.named()
-        return f"{dtype} {list(shape)}"
 
 
 class Weight(NamedTuple):

@@ -17,6 +17,8 @@ from torch import nn
 
 from deepnvme._progress import Wanted, following
 from deepnvme._shortened_lists import listed
+from deepnvme._weight_differences import StoreMismatch, described, differences
+from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Source, source_of
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.pool import BufferPool
@@ -29,9 +31,7 @@ from deepnvme.store.volumes import Directory, directory_weights
 
 from .build_pipeline import ExtentBuilder, build, read_ahead, structure_for
 from .manifest import LARGEST, NAME, Extent, WeightManifest, decode, key_of
-from .model_blocks import StoreMismatch, described, differences
 from .quantization import SCHEMES, Scheme
-from .weight_locations import Location, OpenFiles, Source, source_of
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from deepnvme._model_structure import ExtentPlan
+from deepnvme.checkpoint import weight_locations
+from deepnvme.checkpoint.weight_locations import OpenFiles, Weights
 from deepnvme.engine import Engine, File
 from deepnvme.safetensors import save_sharded
 from deepnvme.streaming import Location, WeightInfo, WeightStore
-from deepnvme.streaming.weights import weight_locations
 from deepnvme.streaming.weights.build_pipeline import ExtentBuilder, write_extents
-from deepnvme.streaming.weights.weight_locations import OpenFiles, Weights
 from deepnvme.swap import TensorStore
 from tests.faults.torture.interruption import Interruption, all_but
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepnvme._weight_differences import WeightInfo
 from deepnvme.streaming.weights.manifest import (
     LARGEST,
     Extent,
     Weight,
-    WeightInfo,
     WeightManifest,
     decode,
     encode,

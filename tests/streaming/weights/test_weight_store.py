@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deepnvme._model_structure import REST, weights_by_name
+from deepnvme._weight_differences import WeightInfo
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, StoreMismatch, WeightStore
-from deepnvme.streaming.weights.manifest import WeightInfo
 from deepnvme.streaming.weights.quantization import dequantize, quantize
 from deepnvme.swap import CorruptManifest, StoreLocked, TensorStore
 

@@ -1,4 +1,4 @@
-"""Sources of the weights of a new store: modules, checkpoint files or mappings. Each weight is read only when it is written."""
+"""Where weights are read from, one by one: modules, checkpoint files or mappings."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import nn
 
 from deepnvme._model_structure import ties_of, weights_by_name
 from deepnvme._shortened_lists import listed
-from deepnvme.checkpoint.file_io import file_version, read_consistently, started
-from deepnvme.checkpoint.formats import pt_records
-from deepnvme.checkpoint.formats.dcp_tensor import Elements, contiguous_strides
-from deepnvme.checkpoint.formats.safetensors_header import indexed, read_header, shards_of
-from deepnvme.checkpoint.unpickling import unread
+from deepnvme._weight_differences import WeightInfo
 from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.tensor_bytes import check_storable, dtype_named
 
-from .manifest import WeightInfo
+from .file_io import file_version, read_consistently, started
+from .formats import pt_records
+from .formats.dcp_tensor import Elements, contiguous_strides
+from .formats.safetensors_header import indexed, read_header, shards_of
+from .unpickling import unread
 
 _OPEN_FILES = 16
 """Most files that are open at a time. More shards of a checkpoint are rarely in use together; and fewer than any limit of
@@ -173,7 +173,7 @@ class Weights:
         """Raise CorruptCheckpoint if a file was written to or replaced since this source was made."""
         for path, version in self._versions.items():
             if file_version(path) != version:
-                raise pt_records.CorruptCheckpoint(path, "it was changed while its weights were read: build the store again")
+                raise pt_records.CorruptCheckpoint(path, "it was changed while its weights were read: read all of them again")
 
 
 def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | Location]:

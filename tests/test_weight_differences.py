@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.streaming.weights.manifest import WeightInfo
-from deepnvme.streaming.weights.model_blocks import StoreMismatch, described, differences
+from deepnvme._weight_differences import StoreMismatch, WeightInfo, described, differences
 
 F32 = WeightInfo(torch.float32, (2, 3))
 BF16 = WeightInfo(torch.bfloat16, (2, 3))

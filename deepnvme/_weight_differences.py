@@ -1,18 +1,41 @@
-"""How another set of weights differs from those of a model's blocks, by name. Does no I/O."""
+"""How weights differ from those of a model, by name. Does no I/O."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from deepnvme._model_structure import ties_of, weights_by_name
 from deepnvme._shortened_lists import listed
 
-from .manifest import WeightInfo
-
 _SHOWN = 8
 """Differences that a message lists."""
+
+
+class WeightInfo(NamedTuple):
+    """Dtype and shape of a weight."""
+
+    dtype: torch.dtype
+    """Dtype of the weight."""
+    shape: tuple[int, ...]
+    """Shape of the weight."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight, not quantised."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def named(self) -> tuple[str, tuple[int, ...]]:
+        """Return the dtype's name without "torch.", and the shape."""
+        return str(self.dtype).removeprefix("torch."), self.shape
+
+    def __str__(self) -> str:
+        dtype, shape = self.named()
+        return f"{dtype} {list(shape)}"
 
 
 class StoreMismatch(ValueError):

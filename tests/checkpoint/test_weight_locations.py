@@ -1,4 +1,4 @@
-"""Where the weights of a new store come from."""
+"""Where weights are read from."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
+from deepnvme.checkpoint.weight_locations import OpenFiles, Weights, source_of, weights_in
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.streaming import Location, WeightInfo
-from deepnvme.streaming.weights.weight_locations import OpenFiles, Weights, source_of, weights_in
 
 WEIGHTS = {
     "a.weight": torch.arange(12.0).reshape(3, 4),

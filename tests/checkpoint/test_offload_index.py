@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
+from deepnvme.checkpoint.weight_locations import OpenFiles, Weights, weights_in_index
 from deepnvme.engine import Engine
 from deepnvme.safetensors import save_file
-from deepnvme.streaming.weights.weight_locations import OpenFiles, Weights, weights_in_index
 
 WEIGHT = torch.arange(12.0).view(3, 4)
 
