@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,8 @@ class OffloadedTraining:
         accumulation: "vertical" to have :meth:`step` run each block for all micro-batches before the next one, so that it is read
             once for all of them; "horizontal" to run the micro-batches one after the other. The results are the same bits.
         max_norm: To clip gradients to, as ``clip_grad_norm_`` does. Parameters are stepped after the last backward then.
+        param_groups: The trained parameters in groups with options of their own, as torch's optimizers take them. None for one
+            group for each block, all with the same options.
         pool: Where memory is leased.
         config: Settings of the engine; None for the profile of the drive.
         **optimizer_kwargs: The optimizer's.
@@ -110,6 +113,7 @@ class OffloadedTraining:
         master_weights: bool = False,
         micro_batches: int = 1,
         max_norm: float | None = None,
+        param_groups: Iterable[dict[str, Any]] | None = None,
         pool: BufferPool | None = None,
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
@@ -128,9 +132,8 @@ class OffloadedTraining:
         planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, _WHOLE)
         paths = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else list(nvme_path)
         directories = [Path(os.path.abspath(os.fsdecode(each))) for each in paths]
-        groups = [{"params": [each for each in some if each.requires_grad]} for some in (*params, rest)]
-        self.optimizer = _Options([group for group in groups if group["params"]], planner.defaults())
-        """Has the options of each step in its ``param_groups``, one for each block: for a scheduler."""
+        self.optimizer = _Options(_grouped([*params, rest], param_groups), planner.defaults())
+        """Has the options of each step in its ``param_groups``: for a scheduler."""
         self._engine = engine_for(directories, config)
         try:
             self._store, self._directories = open_own_store(directories, _PREFIX, self._engine)
@@ -172,15 +175,15 @@ class OffloadedTraining:
             raise
 
     def _trained_blocks(self, params: Sequence[Sequence[nn.Parameter]], planner: SubGroupPlanner) -> list[TrainedBlock]:
-        groups = self.optimizer.param_groups
-        group_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
         found = []
         for number, some in enumerate(params):
-            trained = [each for each in some if each.requires_grad]
+            inside = set(some)
+            groups = [
+                {**group, "params": [each for each in group["params"] if each in inside]} for group in self.optimizer.param_groups
+            ]
             sub_group = None
-            if trained:
-                group = group_of[trained[0]]
-                (sub_group,) = planner.sub_groups_of([groups[group]], group, number)
+            if any(group["params"] for group in groups):
+                (sub_group,) = planner.sub_groups_of(groups, 0, number)
             found.append(TrainedBlock(ParameterBlock(number, some), sub_group, self._schedule, self._versions))
         return found
 
@@ -398,6 +401,19 @@ def _pieces(blocks: Iterable[TrainedBlock]) -> dict[torch.Tensor, list[tuple[Sub
     """Return where each parameter is stepped: its sub-group, and its place there."""
     sub_groups = [block.sub_group for block in blocks if block.sub_group is not None]
     return {piece.param: [(each, index)] for each in sub_groups for index, piece in enumerate(each.pieces)}
+
+
+def _grouped(
+    params: Sequence[Sequence[nn.Parameter]], param_groups: Iterable[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer: those given, or one for each block. Raises ValueError."""
+    trained = [[param for param in some if param.requires_grad] for some in params]
+    if param_groups is None:
+        return [{"params": some} for some in trained if some]
+    groups = [{**group, "params": list(group["params"])} for group in param_groups]
+    if Counter(param for group in groups for param in group["params"]) != Counter(param for some in trained for param in some):
+        raise ValueError("param_groups must have each parameter of the model that requires a gradient once, and no other")
+    return groups
 
 
 def _taken_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:

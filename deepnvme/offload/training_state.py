@@ -97,7 +97,7 @@ class TrainingState:
         before = [dict(group) for group in groups]
         with self._trained.undone_if_it_fails():
             try:
-                for group in groups:
+                for group in filter(lambda each: each["params"], groups):
                     group.update({key: value for key, value in options[names[group["params"][0]]].items() if key != "params"})
                 for block in self._trained.blocks:
                     self._load_block(block, names, model, optimizer["state"])

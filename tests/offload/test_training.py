@@ -165,6 +165,52 @@ def test_other_optimizers(drive: Path, optimizer: type[torch.optim.Optimizer]) -
     train_both(Model(), drive, optimizer=optimizer).close()
 
 
+def decayed(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups of an optimizer that decays matrices only. Each block has parameters of both; a third group is empty."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    return [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.5},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+        {"params": [], "weight_decay": 0.1},
+    ]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_parameters_of_a_block_may_be_in_several_groups(drive: Path, micro_batches: int) -> None:
+    model = Model()
+    model.blocks[1].requires_grad_(False)
+    reference = InMemory(model, lambda _: torch.optim.AdamW([{"params": []}], lr=1e-2), False, micro_batches, None)
+    reference.optimizer = torch.optim.AdamW(decayed(reference.model), lr=1e-2)
+    with training_of(model, drive, param_groups=decayed(model), micro_batches=micro_batches) as training:
+        for step in range(4):
+            for each in (reference, training):
+                for group in each.optimizer.param_groups:
+                    group["lr"] = 1e-2 / (step + 1)
+                torch.manual_seed(step)
+                each.step(*batch(step))
+        assert_equal(training, reference.model)
+        state = copy.deepcopy(training.state_dict())
+        assert [group["weight_decay"] for group in state["optimizer"]["param_groups"]] == [0.5, 0.0, 0.1]
+        training.step(*batch(0))
+        training.load_state_dict(state)
+        assert_equal(training, reference.model)
+
+
+@pytest.mark.parametrize("change", ["missing", "twice", "frozen"])
+def test_groups_that_are_not_of_the_trained_parameters_are_an_error(drive: Path, change: str) -> None:
+    model = Model()
+    groups = decayed(model)
+    if change == "missing":
+        groups[0]["params"].pop()
+    elif change == "twice":
+        groups[1]["params"].append(groups[0]["params"][0])
+    else:
+        model.blocks[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="param_groups must have each parameter"):
+        training_of(model, drive, param_groups=groups)
+    assert not list(drive.iterdir())
+
+
 @pytest.mark.parametrize("budget", [0, 10 << 20])
 def test_any_budget_will_do(drive: Path, budget: int) -> None:
     train_both(Model(), drive, memory_budget=budget).close()
