@@ -87,7 +87,7 @@ class SideBySide:
 
         states = self.random_numbers.begin(len(forwards))
         turns = [Turn(function(index), state) for index, state in enumerate(states)]
-        with self._trained.running(len(forwards)), self._trained.uses.calling_before_use(self._before_use):
+        with self._trained.running(len(forwards), of=len(forwards)), self._trained.uses.calling_before_use(self._before_use):
             take_turns(turns)
         torch.set_rng_state(turns[-1].random_state)
         return losses

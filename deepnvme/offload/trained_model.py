@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ class TrainedModel:
     ) -> None:
         self.steps = 0
         """Number of completed steps."""
-        self.micro_batches = micro_batches
+        self.micro_batches = self._in_step = micro_batches
         self.micro_batches_run = 0
         """Micro-batches of the current step that were run."""
         self.blocks = tuple(blocks)
@@ -57,6 +57,7 @@ class TrainedModel:
         self._model, self._buffers = model, BufferCopies(model)
         self._running = 0  # micro-batches that run now
         self._not_undone = False
+        self._norm: torch.Tensor | None = None
         self._block_of: dict[torch.Tensor, TrainedBlock] = {param: block for block in blocks for param in block.trained}
         self._by_parameters = {block.parameters: block for block in blocks}
         self.uses = ParameterUses(modules, self._by_parameters, schedule, self._backward_begins, self._backward_ends)
@@ -76,15 +77,21 @@ class TrainedModel:
     # -- micro-batches
 
     @contextlib.contextmanager
-    def running(self, count: int = 1) -> Iterator[None]:
+    def running(self, count: int = 1, of: int | None = None) -> Iterator[None]:
         """Run the forwards and backwards of so many micro-batches in this context.
+
+        Args:
+            count: How many.
+            of: How many the step has, if not :attr:`micro_batches`. The first ones of a step decide.
 
         Raises:
             RuntimeError: If the step has fewer left.
             OSError: From the drive.
         """
-        if self.micro_batches_run + count > self.micro_batches:
-            raise RuntimeError(f"all {self.micro_batches} micro-batches of this step were run: call step()")
+        if self.micro_batches_run == 0:
+            self._in_step = self.micro_batches if of is None else of
+        if self.micro_batches_run + count > self._in_step:
+            raise RuntimeError(f"all {self._in_step} micro-batches of this step were run: call step()")
         if self.micro_batches_run == 0:
             self._schedule.order.begin_step()
             self._buffers.take()
@@ -123,7 +130,7 @@ class TrainedModel:
         """Step a block that has all gradients of the step, or store them."""
         if not block.arrived or block.stepped:
             return
-        last = self.micro_batches_run + self._running == self.micro_batches
+        last = self.micro_batches_run + self._running == self._in_step
         if last and self._max_norm is None:
             self._step_block(block)
         else:
@@ -149,19 +156,28 @@ class TrainedModel:
             RuntimeError: If micro-batches are missing.
             OSError: From the drive.
         """
-        if self.micro_batches_run < self.micro_batches:
-            raise RuntimeError(
-                f"a step has {self.micro_batches} micro-batches, and only {self.micro_batches_run} were run: use micro_batch()"
-            )
-        waiting = [block for block in self.blocks if not block.stepped and block.gradients.any]
-        factor = None if self._max_norm is None else self._clip_factor(waiting, self._max_norm)
-        for block in reversed(waiting):  # the last ones' gradients are needed first by what is in memory still
+        self._check_all_were_run()
+        factor = None
+        if self._max_norm is not None:  # as torch.nn.utils.clip_grad_norm_ does
+            factor = torch.clamp(self._max_norm / (self.gradient_norm() + 1e-6), max=1.0)
+        for block in reversed(self._waiting()):  # the last ones' gradients are needed first by what is in memory still
             block.gradients.load()
             if factor is not None:
                 block.gradients.scale(factor)
             self._step_block(block)
         self.commit(self.steps + 1)
         self._options.step()
+
+    def _check_all_were_run(self) -> None:
+        wanted = self._in_step if self.micro_batches_run else self.micro_batches
+        if self.micro_batches_run < wanted:
+            raise RuntimeError(
+                f"a step has {wanted} micro-batches, and only {self.micro_batches_run} were run: use micro_batch()"
+            )
+
+    def _waiting(self) -> list[TrainedBlock]:
+        """Return the blocks that have gradients and were not stepped."""
+        return [block for block in self.blocks if not block.stepped and block.gradients.any]
 
     def commit(self, step: int) -> None:
         """Wait until what has changed is on the drive, and take it for the last completed step's, with this number."""
@@ -173,20 +189,30 @@ class TrainedModel:
             for block in self.blocks:
                 block.commit(self._options.param_groups)
             self.steps = step
-            self.micro_batches_run = 0
+            self.micro_batches_run, self._norm = 0, None
         self._versions.tidy()
 
-    def _clip_factor(self, blocks: Iterable[TrainedBlock], max_norm: float) -> torch.Tensor:
-        """Return what to multiply gradients with, as ``torch.nn.utils.clip_grad_norm_`` does."""
-        norms: dict[torch.Tensor, torch.Tensor] = {}
-        for block in blocks:
-            block.gradients.load()
-            block.gradients.measure()
-            norms.update({block.trained[index]: norm for index, norm in block.gradients.norms.items()})
-            block.gradients.store()
-        in_order = [norms[param] for param in self._model.parameters() if param in norms]
-        total = torch.linalg.vector_norm(torch.stack(in_order))
-        return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    @torch.no_grad()
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the 2-norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does, once all micro-batches were run.
+
+        Raises:
+            RuntimeError: If micro-batches are missing, or blocks are stepped already, since gradients are not clipped.
+            OSError: From the drive.
+        """
+        self._check_all_were_run()
+        if self._max_norm is None:
+            raise RuntimeError("there are no gradients any more: without max_norm, blocks are stepped during the backward")
+        if self._norm is None:
+            norms: dict[torch.Tensor, torch.Tensor] = {}
+            for block in self._waiting():
+                block.gradients.load()
+                block.gradients.measure()
+                norms.update({block.trained[index]: norm for index, norm in block.gradients.norms.items()})
+                block.gradients.store()
+            in_order = [norms[param] for param in self._model.parameters() if param in norms]
+            self._norm = torch.linalg.vector_norm(torch.stack(in_order))
+        return self._norm
 
     # -- failures
 
@@ -225,7 +251,7 @@ class TrainedModel:
         if self.micro_batches_run or self._running:
             self._buffers.put_back()
         self._running = 0
-        self.micro_batches_run = 0
+        self.micro_batches_run, self._norm = 0, None
         self.uses.begin(self._rest)
         self._not_undone = False
 

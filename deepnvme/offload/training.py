@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,6 +201,11 @@ class OffloadedTraining:
     # -- steps
 
     @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
     def steps(self) -> int:
         """Number of completed steps."""
         return self._trained.steps
@@ -227,24 +232,42 @@ class OffloadedTraining:
                 raise RuntimeError("step() with arguments runs all micro-batches of a step itself: end the one under way first")
             micro_batches = micro_batches_of(*_taken_apart(args, kwargs), self._trained.micro_batches)
         with self._trained.undone_if_it_fails():
-            loss = self._run(micro_batches) if micro_batches else None
+            losses = self._run([functools.partial(self._loss, each) for each in micro_batches]) if micro_batches else []
             self._trained.finish_step()
-        return loss
+        return _sum(losses) if losses else None
 
-    def _run(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Run all micro-batches of a step, and return the loss."""
-        forwards = [functools.partial(self._loss, each) for each in micro_batches]
+    def run_micro_batches(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """Run the forward, which returns the loss, and the backward of each micro-batch of a step. Call :meth:`step` after it.
+
+        >>> training.run_micro_batches([functools.partial(model, batch) for batch in batches])
+        >>> training.step()
+
+        These are all of the step's, however many ``micro_batches`` other steps have. With vertical accumulation, forwards run
+        side by side, each in a thread of its own, and may be called a second time.
+
+        Returns:
+            The losses, detached.
+
+        Raises:
+            RuntimeError: If a step is under way; after :meth:`close`; in a forked child.
+            OSError: From the drive. The step was undone.
+        """
+        self._check_between_steps()
+        with self._trained.undone_if_it_fails():
+            return self._run(forwards)
+
+    def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         random_numbers = self._side_by_side.random_numbers
         if self._vertical and len(forwards) > 1 and random_numbers.predictable:
             begin = torch.get_rng_state()
             try:
                 with self._trained.undone_if_it_fails():
-                    return _sum(self._side_by_side.run(forwards))
+                    return self._side_by_side.run(forwards)
             except DrawsDiffer:
                 torch.set_rng_state(begin)
         losses = []
         for forward in forwards:
-            with self.micro_batch():
+            with self._one_micro_batch(len(forwards)):
                 begin = torch.get_rng_state()
                 loss = forward()
                 end = torch.get_rng_state()
@@ -252,7 +275,7 @@ class OffloadedTraining:
                 loss.backward()  # type: ignore[no-untyped-call]
         if self._vertical and len(forwards) > 1 and random_numbers.predictable:
             random_numbers.learn(begin, end)
-        return _sum(losses)
+        return losses
 
     def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         output = self.model(*micro_batch.args, **micro_batch.kwargs)
@@ -275,9 +298,37 @@ class OffloadedTraining:
             RuntimeError: If all micro-batches of the step were run; after :meth:`close`; in a forked child.
             OSError: From the drive. The step was undone.
         """
-        self._check_usable()
-        with self._trained.undone_if_it_fails(), self._trained.running(), self._saved_tensors():
+        with self._one_micro_batch():
             yield
+
+    @contextlib.contextmanager
+    def _one_micro_batch(self, of: int | None = None) -> Iterator[None]:
+        self._check_usable()
+        with self._trained.undone_if_it_fails(), self._trained.running(of=of), self._saved_tensors():
+            yield
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the 2-norm of all gradients, before they are clipped: between the last micro-batch and :meth:`step`. Blocks.
+
+        Raises:
+            RuntimeError: At another time, or without ``max_norm``, since blocks are stepped during the backward then.
+            OSError: From the drive. The step was undone.
+        """
+        self._check_usable()
+        with self._trained.undone_if_it_fails():
+            return self._trained.gradient_norm()
+
+    def undo_step(self) -> None:
+        """Go back to the last completed step, if micro-batches of another one were run.
+
+        Raises:
+            RuntimeError: After :meth:`close`; in a forked child.
+            OSError: From the drive. Call it again then.
+        """
+        self._check_usable()
+        self._trained.finish_undo()
+        if self._trained.micro_batches_run:
+            self._trained.undo()
 
     def _saved_tensors(self) -> contextlib.AbstractContextManager[object]:
         if self._saver is not None:

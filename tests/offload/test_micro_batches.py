@@ -111,6 +111,57 @@ def test_micro_batches_side_by_side_have_the_bits_of_one_after_the_other(
     assert_equal(after, reference.state_dict())
 
 
+@pytest.mark.parametrize("accumulation", ["vertical", "horizontal"])
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+def test_forwards_of_the_users_own_make_a_step(drive: Path, model: Model, accumulation: str, max_norm: float | None) -> None:
+    """Each step with another number of them; the norm of the gradients is known before the step."""
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    with training_of(model, drive, accumulation=accumulation, max_norm=max_norm) as training:
+        for step, count in enumerate([3, 1, 4, 2]):
+            parts = batch(step).chunk(count)
+            torch.manual_seed(step)
+            expected = []
+            for part in parts:
+                expected.append(reference(part) / count)
+                expected[-1].backward()
+            norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), torch.inf if max_norm is None else max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            losses = training.run_micro_batches([lambda part=part: model(part) / len(parts) for part in parts])  # noqa: B023
+            assert [loss.item() for loss in losses] == [loss.item() for loss in expected]
+            if max_norm is not None:
+                assert torch.equal(training.gradient_norm(), norm)
+            training.step()
+        assert training.steps == 4
+        assert_equal(state_of(training), reference.state_dict())
+
+
+def test_the_norm_of_gradients_that_are_not_clipped_is_an_error(drive: Path, model: Model) -> None:
+    with training_of(model, drive) as training:
+        training.run_micro_batches([lambda: model(batch(1))])
+        with pytest.raises(RuntimeError, match="without max_norm"):
+            training.gradient_norm()
+
+
+def test_a_step_under_way_can_be_undone(drive: Path, model: Model) -> None:
+    with training_of(model, drive) as training:
+        training.step(batch(0))
+        before = state_of(training)
+        training.undo_step()
+        assert_equal(state_of(training), before)
+        training.run_micro_batches([lambda: model(batch(1)), lambda: model(batch(2))])
+        with pytest.raises(RuntimeError, match="a step is under way"):
+            training.run_micro_batches([lambda: model(batch(1))])
+        training.undo_step()
+        assert training.steps == 1
+        assert_equal(state_of(training), before)
+        assert training.step(batch(1)) is not None
+        assert training.steps == 2
+    assert training.closed
+
+
 def test_random_numbers_go_on_after_a_step_as_in_memory(drive: Path, model: Model) -> None:
     after = []
     for accumulation in ("vertical", "horizontal"):
