@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": ENGINE,
     "transfer": TRANSFER,
     "store": STORE,
-    "offload": STORE,
+    "offload": STREAMING,
     "checkpoint.formats": TRANSFER,
     "checkpoint": CHECKPOINT,
     "checkpoint.dcp": CHECKPOINT,

@@ -94,6 +94,7 @@ class ParameterUses:
         modules: The block of each module.
         blocks: All blocks.
         schedule: Has them in memory.
+        begun_in_forward: Called with each block whose use in a forward has begun.
         begun_in_backward: Called with each block whose use in a backward has begun.
         ended_in_backward: Called with each block whose use in a backward is about to end.
     """
@@ -103,6 +104,7 @@ class ParameterUses:
         modules: Mapping[nn.Module, ParameterBlock],
         blocks: Iterable[ParameterBlock],
         schedule: ScheduledBlocks,
+        begun_in_forward: Callable[[ParameterBlock], None],
         begun_in_backward: Callable[[ParameterBlock], None],
         ended_in_backward: Callable[[ParameterBlock], None],
     ) -> None:
@@ -110,6 +112,7 @@ class ParameterUses:
         """Whether a forward with gradients may run: one whose saved tensors go through :meth:`saved`."""
         self._blocks = tuple(blocks)
         self._schedule = schedule
+        self._begun_in_forward = begun_in_forward
         self._begun_in_backward, self._ended_in_backward = begun_in_backward, ended_in_backward
         self._in_forward: list[ParameterBlock] = []
         self._in_backward: dict[ParameterBlock, None] = {}  # the newest last
@@ -168,8 +171,21 @@ class ParameterUses:
             block.detach()
             self._schedule.cache.release([block])
 
+    def reset(self) -> None:
+        """End all uses of blocks, also those that an interrupt has come between. Never blocks."""
+        self.recording = False
+        self._in_forward.clear()
+        self._in_backward.clear()
+        self._complete.clear()
+        self._used_last = None
+        for block in self._blocks:
+            if block.holds:
+                block.holds = 0
+                block.detach()
+        self._schedule.cache.end_uses()
+
     def end_all(self) -> None:
-        """End all uses that hooks have begun, after something has failed."""
+        """End all uses that hooks have begun."""
         for block in (*self._in_forward, *self._in_backward):
             self.end(block)
         self._in_forward.clear()
@@ -190,6 +206,7 @@ class ParameterUses:
         self._call_before_use(block)
         self.begin(block)
         self._in_forward.append(block)
+        self._begun_in_forward(block)
 
     def _begin_inner_forward(self, block: ParameterBlock, module: nn.Module, *_: object) -> None:
         """Have a block in memory when a part of it is computed again by itself, since that part is checkpointed."""

@@ -217,7 +217,6 @@ class TrainedBlock:
             if self.sub_group is not None:
                 self.sub_group.pull(groups)
         self.stepped, self._undo = False, None
-        self.arrived.clear()
 
     def undo(self) -> None:
         """Go back to the last completed step. Nothing of this may be in memory any more."""

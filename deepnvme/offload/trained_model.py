@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,7 +17,23 @@ from .buffer_copies import BufferCopies
 from .gradients import GradientHooks
 from .parameter_block import ParameterBlock
 from .parameter_uses import ParameterUses, ScheduledBlocks
-from .trained_block import TrainedBlock
+from .trained_block import Groups, TrainedBlock
+
+
+@dataclass
+class _LeftForLater:
+    """What a step has left to do in the next forward."""
+
+    blocks: dict[TrainedBlock, None]
+    """Those that are not stepped yet."""
+    factor: torch.Tensor | None
+    """What to multiply gradients with."""
+    groups: Groups
+    """The options of the step."""
+    buffers: BufferCopies
+    """As they were before the step."""
+    stepping: TrainedBlock | None = None
+    """That which is being stepped; or was, when that failed."""
 
 
 class TrainedModel:
@@ -33,6 +50,8 @@ class TrainedModel:
         options: Has the options of each step in its ``param_groups``.
         micro_batches: Forwards and backwards in a step.
         max_norm: To clip gradients to; None to leave them as they are.
+        deferred: Whether :meth:`finish_step` leaves what it can to the next forward: blocks are stepped when they are used there,
+            and the step is committed in the backward that follows.
     """
 
     def __init__(
@@ -45,6 +64,7 @@ class TrainedModel:
         options: Optimizer,
         micro_batches: int,
         max_norm: float | None,
+        deferred: bool = False,
     ) -> None:
         self.steps = 0
         """Number of completed steps."""
@@ -56,11 +76,16 @@ class TrainedModel:
         self._schedule, self._versions, self._options, self._max_norm = schedule, versions, options, max_norm
         self._model, self._buffers = model, BufferCopies(model)
         self._running = 0  # micro-batches that run now
+        self._deferred = deferred
+        self._left: _LeftForLater | None = None
+        self._committed_steps = 0
         self._not_undone = False
         self._norm: torch.Tensor | None = None
         self._block_of: dict[torch.Tensor, TrainedBlock] = {param: block for block in blocks for param in block.trained}
         self._by_parameters = {block.parameters: block for block in blocks}
-        self.uses = ParameterUses(modules, self._by_parameters, schedule, self._backward_begins, self._backward_ends)
+        self.uses = ParameterUses(
+            modules, self._by_parameters, schedule, self._forward_begins, self._backward_begins, self._backward_ends
+        )
         self._hooks = GradientHooks(self._gradient_arrived)
         self._hooks.add(self._block_of)
 
@@ -113,11 +138,16 @@ class TrainedModel:
         block = self._block_of[param]
         if not self.uses.recording:
             raise RuntimeError("the backward has to run in micro_batch(), as the forward did")
+        self.finish_deferred()
         if block.stepped or block.arrived[param] == self._running:
             raise RuntimeError("there is one backward in each micro_batch(): give micro_batches for several, or sum the losses")
         block.arrived[param] += 1
         if block.arrived.total() == self._running * len(block.trained):
             self.uses.completed(block.parameters)
+
+    @torch.no_grad()
+    def _forward_begins(self, parameters: ParameterBlock) -> None:
+        self._step_if_left(self._by_parameters[parameters])
 
     def _backward_begins(self, parameters: ParameterBlock) -> None:
         self._by_parameters[parameters].gradients.load()
@@ -132,16 +162,21 @@ class TrainedModel:
             return
         last = self.micro_batches_run + self._running == self._in_step
         if last and self._max_norm is None:
-            self._step_block(block)
+            self._step_block(block, self._options.param_groups)
         else:
+            if last:
+                block.gradients.load()
+                block.gradients.measure()
             block.gradients.store()
         block.arrived.clear()
 
-    def _step_block(self, block: TrainedBlock) -> None:
+    def _step_block(self, block: TrainedBlock, groups: Groups, factor: torch.Tensor | None = None) -> None:
         block.gradients.load()
+        if factor is not None:
+            block.gradients.scale(factor)
         self.uses.begin(block.parameters)
         try:
-            block.step(self._options.param_groups)
+            block.step(groups)
         finally:
             self.uses.end(block.parameters)
         block.gradients.drop()
@@ -157,16 +192,45 @@ class TrainedModel:
             OSError: From the drive.
         """
         self._check_all_were_run()
+        self.finish_deferred()
         factor = None
         if self._max_norm is not None:  # as torch.nn.utils.clip_grad_norm_ does
             factor = torch.clamp(self._max_norm / (self.gradient_norm() + 1e-6), max=1.0)
-        for block in reversed(self._waiting()):  # the last ones' gradients are needed first by what is in memory still
-            block.gradients.load()
-            if factor is not None:
-                block.gradients.scale(factor)
-            self._step_block(block)
-        self.commit(self.steps + 1)
+        waiting = self._waiting()
+        groups = self._options.param_groups
+        if self._deferred:
+            if self.blocks[-1] in waiting:
+                self._step_block(waiting.pop(), groups, factor)
+            with defer_interrupts():
+                self._left = _LeftForLater(dict.fromkeys(waiting), factor, [dict(group) for group in groups], self._buffers)
+                self._buffers = BufferCopies(self._model)
+                self.steps += 1
+                self._end_step()
+        else:
+            for block in reversed(waiting):  # the last ones' gradients are needed first by what is in memory still
+                self._step_block(block, groups, factor)
+            self.commit(self.steps + 1)
         self._options.step()
+
+    def _end_step(self) -> None:
+        self.micro_batches_run, self._norm = 0, None
+
+    @torch.no_grad()
+    def finish_deferred(self) -> None:
+        """Step the blocks that the last step has left for later, and commit it. Blocks; raises OSError."""
+        if self._left is not None:
+            for block in list(self._left.blocks):
+                self._step_if_left(block)
+            self.commit(self.steps)
+
+    def _step_if_left(self, block: TrainedBlock) -> None:
+        left = self._left
+        if left is not None and block in left.blocks:
+            left.stepping = block
+            self._step_block(block, left.groups, left.factor)
+            with defer_interrupts():
+                del left.blocks[block]
+                left.stepping = None
 
     def _check_all_were_run(self) -> None:
         wanted = self._in_step if self.micro_batches_run else self.micro_batches
@@ -182,14 +246,14 @@ class TrainedModel:
     def commit(self, step: int) -> None:
         """Wait until what has changed is on the drive, and take it for the last completed step's, with this number."""
         changed = [each for block in self.blocks for each in block.to_write()]
-        self.uses.end(self._rest)
-        self._schedule.cache.flush(changed)
-        self.uses.begin(self._rest)
+        self._schedule.cache.flush(changed, used=True)
         with defer_interrupts():
             for block in self.blocks:
                 block.commit(self._options.param_groups)
-            self.steps = step
-            self.micro_batches_run, self._norm = 0, None
+            if self._left is None:  # otherwise the next step may be under way
+                self._end_step()
+            self._left = None
+            self.steps = self._committed_steps = step
         self._versions.tidy()
 
     @torch.no_grad()
@@ -206,10 +270,11 @@ class TrainedModel:
         if self._norm is None:
             norms: dict[torch.Tensor, torch.Tensor] = {}
             for block in self._waiting():
-                block.gradients.load()
-                block.gradients.measure()
+                if not block.gradients.norms:  # the last micro-batch did not use it
+                    block.gradients.load()
+                    block.gradients.measure()
+                    block.gradients.store()
                 norms.update({block.trained[index]: norm for index, norm in block.gradients.norms.items()})
-                block.gradients.store()
             in_order = [norms[param] for param in self._model.parameters() if param in norms]
             self._norm = torch.linalg.vector_norm(torch.stack(in_order))
         return self._norm
@@ -233,30 +298,55 @@ class TrainedModel:
 
     def finish_undo(self) -> None:
         """Undo a step that could not be undone when it failed. Raises OSError if it still cannot."""
-        if self._not_undone:
+        if self._not_undone or (self._left is not None and self._left.stepping is not None):
             self.undo()
 
     def undo(self) -> None:
-        """Go back to the last completed step. Raises OSError if the drive cannot be read; to be called again then."""
+        """Go back to the last completed step. Raises OSError if the drive cannot be read; to be called again then.
+
+        If that step has left something for later, it is done now; if that fails, the step is undone as well.
+        """
         self._not_undone = True
-        self.uses.recording = False
-        self.uses.end_all()
-        for block in self.blocks:
-            block.gradients.drop()
-        if self._rest.holds:
-            self.uses.end(self._rest)
-        self._schedule.cache.clear()
-        for block in self.blocks:
-            block.undo()
+        self.uses.reset()
         if self.micro_batches_run or self._running:
             self._buffers.put_back()
         self._running = 0
-        self.micro_batches_run, self._norm = 0, None
-        self.uses.begin(self._rest)
+        self._end_step()
+        if not self._completed_deferred():
+            self._undo_to_committed()
         self._not_undone = False
 
+    def _completed_deferred(self) -> bool:
+        """Return whether the last step has left something for later, and that could be done now."""
+        if self._left is None or self._left.stepping is not None:
+            return False
+        for block in self.blocks:
+            if block not in self._left.blocks:
+                block.gradients.drop()
+            block.arrived.clear()
+        try:
+            self.uses.begin(self._rest)
+            self.finish_deferred()
+        except Exception:
+            return False  # so that step is undone
+        return True
+
+    def _undo_to_committed(self) -> None:
+        for block in self.blocks:
+            block.gradients.drop()
+        self.uses.reset()
+        self._schedule.cache.clear()
+        for block in self.blocks:
+            block.undo()
+        if self._left is not None:
+            self._left.buffers.put_back()
+            self._left = None
+        self.steps = self._committed_steps
+        self.uses.begin(self._rest)
+
     def check_between_steps(self) -> None:
-        """Raise RuntimeError within a step; OSError if an earlier one still has to be undone and cannot be."""
-        self.finish_undo()
+        """Complete the last step. Raises RuntimeError within a step; OSError if a failed one still cannot be undone."""
+        with self.undone_if_it_fails():
+            self.finish_deferred()
         if self.micro_batches_run:
             raise RuntimeError("a step is under way: run its other micro-batches, and call step()")

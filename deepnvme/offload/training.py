@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from deepnvme.checkpoint.saving import save
 from deepnvme.memory.byte_count import byte_count
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.profiles import engine_for
@@ -88,6 +89,9 @@ class OffloadedTraining:
         accumulation: "vertical" to have :meth:`step` run each block for all micro-batches before the next one, so that it is read
             once for all of them; "horizontal" to run the micro-batches one after the other. The results are the same bits.
         max_norm: To clip gradients to, as ``clip_grad_norm_`` does. Parameters are stepped after the last backward then.
+        deferred: Whether :meth:`step` returns before all of it is on the drive, and leaves to the next forward what it can:
+            blocks whose gradients are clipped are stepped when they are used. The results are the same bits. If the drive then
+            fails, that step is undone too: see :attr:`steps`.
         param_groups: The trained parameters in groups with options of their own, as torch's optimizers take them. None for one
             group for each block, all with the same options.
         pool: Where memory is leased.
@@ -113,6 +117,7 @@ class OffloadedTraining:
         master_weights: bool = False,
         micro_batches: int = 1,
         max_norm: float | None = None,
+        deferred: bool = False,
         param_groups: Iterable[dict[str, Any]] | None = None,
         pool: BufferPool | None = None,
         config: AioConfig | None = None,
@@ -158,6 +163,7 @@ class OffloadedTraining:
             self.optimizer,
             micro_batches,
             max_norm,
+            deferred,
         )
         residents = ResidentBlocks(self._io, self._versions, memory_pool)  # there are none
         check = self._check_between_steps
@@ -211,7 +217,7 @@ class OffloadedTraining:
         return self._trained.steps
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Make a step. Blocks until it is on the drive.
+        """Make a step. Blocks until it is on the drive, unless steps are ``deferred``.
 
         With arguments: run the model's forward and backward with them before. A single mapping, tuple or list is taken apart, as
         loaders of data give them. If there are several ``micro_batches``, tensors are divided along their first dimension, and
@@ -363,6 +369,19 @@ class OffloadedTraining:
         """
         self._check_between_steps()
         return self._state.get()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`state_dict` to a file as ``torch.save`` does, see :func:`deepnvme.save`. Blocks until it is on the drive.
+
+        The file replaces an earlier one once it is whole. To go on from it with little memory:
+
+        >>> training.load_state_dict(torch.load(path, mmap=True))
+
+        Raises:
+            RuntimeError: Within a step.
+            OSError: From the drive. An earlier file is as it was.
+        """
+        save(self.state_dict(), path)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -243,6 +243,13 @@ class BlockCache(Monitor):
                 self._drop(block)
         return left
 
+    def end_uses(self) -> None:
+        """End all uses, after an interrupt that callers have not seen. Their blocks stay in memory. Never blocks."""
+        with self._changing():
+            for block in self._held:
+                block.users = 0
+                self._write_soon(block)
+
     # What comes next, and what stays
 
     def expect(self, uses: Iterable[Use]) -> None:
@@ -284,8 +291,12 @@ class BlockCache(Monitor):
 
         self._until(step)
 
-    def flush(self, blocks: Iterable[Block]) -> None:
+    def flush(self, blocks: Iterable[Block], used: bool = False) -> None:
         """Write those of the blocks that are dirty and not in use, and wait for it.
+
+        Args:
+            blocks: The blocks.
+            used: Whether those in use are written as well. Nobody may change them meanwhile.
 
         Raises:
             OSError: From writing. What failed stays in memory, and the call can be repeated.
@@ -294,7 +305,7 @@ class BlockCache(Monitor):
         with self._changing():
             self._failures.clear()  # what failed is still dirty
             for block in blocks:
-                if block.state is State.DIRTY and self._is_idle(block):
+                if block.state is State.DIRTY and (used or self._is_idle(block)):
                     self._write(block)
         self.drain()
         self.raise_failure()
