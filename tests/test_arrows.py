@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": ENGINE,
     "transfer": TRANSFER,
     "store": STORE,
-    "offload": STREAMING,
+    "offload": STORE | CHECKPOINT,  # a training may begin with the weights of a checkpoint
     "checkpoint.formats": TRANSFER,
     "checkpoint": CHECKPOINT,
     "checkpoint.dcp": CHECKPOINT,

@@ -35,7 +35,7 @@ class ParameterBlock(StoredBlock):
         super().__init__(block_name(self), self.layout.nbytes)
         self.stored = False
         self.params = tuple(params)
-        self._absent = [_absent(param) for param in params]
+        self._absent = [absent_like(param) for param in params]
         self.holds = 0
         """Number of uses of the parameters that have begun and not ended."""
         self.changes = 0
@@ -88,7 +88,7 @@ class ParameterBlock(StoredBlock):
         self.changed(self._committed)
 
 
-def _absent(param: nn.Parameter) -> torch.Tensor:
+def absent_like(param: nn.Parameter) -> torch.Tensor:
     """Return a tensor of a parameter's shape that takes the memory of one element."""
     if param.is_floating_point() or param.is_complex():
         return torch.full((), torch.nan, dtype=param.dtype, device="cpu").expand(param.shape)

@@ -28,6 +28,7 @@ from .activations import save_on_disk
 from .block_versions import BlockVersions
 from .counted_io import CountedIO
 from .forward_random_numbers import DrawsDiffer
+from .initial_values import Checkpoint, InitialValues
 from .micro_batches import MicroBatch, SideBySide, micro_batches_of
 from .model_partition import partition_model
 from .parameter_block import ParameterBlock
@@ -74,12 +75,18 @@ class OffloadedTraining:
     A step is made as a whole, or undone: after an exception parameters and states are as after the last completed step.
 
     Args:
-        model: In memory, on the CPU. Its parameters get their values from the drive from now on.
+        model: On the CPU, and its parameters get their values from the drive from now on. Or on the meta device, as a whole or in
+            part: those parameters and buffers are replaced by ones with values of ``checkpoint``, or else of their modules'
+            ``reset_parameters()`` and a transformers model's ``_init_weights``, one block at a time. After an error of the drive
+            make the model anew.
         optimizer_class: A torch optimizer that steps each parameter by itself.
         nvme_path: Directory on the drive, created if it is missing; or several, over which blocks are striped.
         blocks: What comes and goes as one: None for the layers, and what is large beside them. Or names of modules, or patterns
             such as "model.layers.*.mlp", that are blocks as well. Or modules, and then no others are. A parameter belongs to the
             innermost block around it. One that several blocks use, or the model beside them, stays in memory.
+        checkpoint: Where the values are from: a .safetensors file, a .pt or .bin of a state_dict, the index.json of several, a
+            directory with one of these, or a mapping such as ``torch.load(path, mmap=True)``. It is read one block at a time, and
+            converted to the dtypes of the model. None for the values in memory, or for new ones.
         memory_budget: Bytes of blocks (parameters, gradients and states) that are in memory. More only for what one block needs.
         activations: "memory"; or "nvme" to have :class:`save_on_disk` keep those that ``activation_budget`` has no room for; or
             "recompute" to have only the blocks' inputs kept so, and the rest computed again in the backward.
@@ -99,8 +106,9 @@ class OffloadedTraining:
         **optimizer_kwargs: The optimizer's.
 
     Raises:
-        ValueError: For parameters or options that cannot be offloaded.
-        OSError: From the drive.
+        ValueError: For parameters or options that cannot be offloaded, a checkpoint of another model, or what is on the meta
+            device and would get no value.
+        OSError: From the drive, or from the checkpoint.
     """
 
     def __init__(
@@ -110,6 +118,7 @@ class OffloadedTraining:
         *,
         nvme_path: AnyPath | Sequence[AnyPath],
         blocks: Iterable[nn.Module | str] | None = None,
+        checkpoint: Checkpoint | None = None,
         memory_budget: int = 1 << 30,
         activations: str = "memory",
         activation_budget: int = 1 << 30,
@@ -133,11 +142,14 @@ class OffloadedTraining:
         self.model = model
         self._closed = False
         self._process = os.getpid()
-        modules, params, rest = partition_model(model, blocks)
+        partition = partition_model(model, blocks)
+        initial = InitialValues(model, checkpoint)
         planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, _WHOLE)
+        defaults = planner.defaults()
         paths = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else list(nvme_path)
         directories = [Path(os.path.abspath(os.fsdecode(each))) for each in paths]
-        self.optimizer = _Options(_grouped([*params, rest], param_groups), planner.defaults())
+        modules, params, rest = initial.place(partition)
+        self.optimizer = _Options(_grouped([*params, rest], param_groups), defaults)
         """Has the options of each step in its ``param_groups``: for a scheduler."""
         self._engine = engine_for(directories, config)
         try:
@@ -175,7 +187,7 @@ class OffloadedTraining:
         self._side_by_side = SideBySide(self._trained, self._saved_tensors)
         self._vertical = accumulation == "vertical"
         try:
-            self._to_drive()
+            self._to_drive(initial, modules)
         except BaseException:
             self.close()
             raise
@@ -193,15 +205,13 @@ class OffloadedTraining:
             found.append(TrainedBlock(ParameterBlock(number, some), sub_group, self._schedule, self._versions))
         return found
 
-    def _to_drive(self) -> None:
+    def _to_drive(self, initial: InitialValues, modules: Sequence[nn.Module]) -> None:
         """Write the model's parameters to the drive, and free their memory, but for those outside of the blocks."""
         cache = self._schedule.cache
-        for block in self._trained.blocks:
-            cache.create(block.parameters)
-            block.parameters.fill(param.detach() for param in block.parameters.params)
-            cache.release([block.parameters], changed=True)
-            block.parameters.detach()
-        cache.flush([block.parameters for block in self._trained.blocks])
+        blocks = self._trained.blocks
+        by_module = {module: block.parameters for module, block in zip(modules, blocks, strict=False)}
+        initial.write(by_module, blocks[-1].parameters, cache)
+        cache.flush([block.parameters for block in blocks])
         self._trained.keep_rest()
 
     # -- steps
