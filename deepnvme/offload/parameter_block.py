@@ -56,6 +56,10 @@ class ParameterBlock(StoredBlock):
         for param, absent in zip(self.params, self._absent, strict=True):
             param.data = absent
 
+    def absent_addresses(self) -> set[int]:
+        """Return where the parameters are while they are without memory."""
+        return {absent.data_ptr() for absent in self._absent}
+
     def view_of(self, tensor: torch.Tensor) -> View | None:
         """Return how a tensor looks at the block's memory; None if it looks elsewhere, or the block has none."""
         if not self.in_memory or tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():

@@ -111,6 +111,7 @@ class ParameterUses:
         self.recording = False
         """Whether a forward with gradients may run: one whose saved tensors go through :meth:`saved`."""
         self._blocks = tuple(blocks)
+        self._absent = {address for block in self._blocks for address in block.absent_addresses()}
         self._schedule = schedule
         self._begun_in_forward = begun_in_forward
         self._begun_in_backward, self._ended_in_backward = begun_in_backward, ended_in_backward
@@ -244,8 +245,17 @@ class ParameterUses:
     # -- backward
 
     def saved(self, tensor: torch.Tensor) -> SavedParameter | None:
-        """Return what autograd keeps in place of a tensor over a parameter; None for other tensors."""
+        """Return what autograd keeps in place of a tensor over a parameter; None for other tensors.
+
+        Raises RuntimeError for a parameter that is not in memory.
+        """
         if is_plain(tensor):
+            if tensor.numel() and tensor.data_ptr() in self._absent:
+                raise RuntimeError(
+                    f"a parameter, seen in the shape {tuple(tensor.shape)}, was used outside of the forward of its block's module, when"
+                    " it is on the drive: name only modules that are called, or give the blocks as modules, so that no others are"
+                    " found"
+                )
             for block in self._blocks:
                 view = block.view_of(tensor) if block.holds else None
                 if view is not None:

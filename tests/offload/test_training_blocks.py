@@ -199,6 +199,26 @@ def test_a_large_parameter_of_the_model_itself(drive: Path) -> None:
     assert_trains_as_in_memory(model, drive)
 
 
+def test_a_parameter_that_is_used_without_its_module_is_an_error(drive: Path) -> None:
+    class Functional(Model):
+        """Ties its head to its embedding, and says so nowhere."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Identity()
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.norm(self.embedding(ids))
+            return nn.functional.cross_entropy((x @ self.embedding.weight.t()).flatten(0, 1), ids.flatten())
+
+    model = Functional()
+    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive) as training:
+        with pytest.raises(RuntimeError, match=r"seen in the shape \(64, 4200\), was used outside of the forward of its block"):
+            training.step(batch(0))
+        assert training.steps == 0
+    assert_trains_as_in_memory(Functional(), drive, blocks=list(model.layers)[:0])
+
+
 def test_what_is_found_in_torch_s_own_layers_trains_as_in_memory(drive: Path) -> None:
     """Attention uses the weight of a linear layer in it without calling that."""
 
