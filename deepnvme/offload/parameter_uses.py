@@ -252,9 +252,9 @@ class ParameterUses:
         if is_plain(tensor):
             if tensor.numel() and tensor.data_ptr() in self._absent:
                 raise RuntimeError(
-                    f"a parameter, seen in the shape {tuple(tensor.shape)}, was used outside of the forward of its block's module, when"
-                    " it is on the drive: name only modules that are called, or give the blocks as modules, so that no others are"
-                    " found"
+                    f"a parameter, seen in the shape {tuple(tensor.shape)}, was used outside of the forward of its block's module"
+                    " when it is on the drive: name only modules that are called, or give the blocks as modules,"
+                    " so that no others are found"
                 )
             for block in self._blocks:
                 view = block.view_of(tensor) if block.holds else None
