@@ -11,7 +11,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from deepnvme.tune.measure.folder import check_memory
 MIB = 1 << 20
 RING = 3
 BUFFERS, BUFFERS_IN_TURN = 16, 5
-PARTS = ("identity", "limits", "deepspeed", "classes", "memory", "small")
+PARTS = ("identity", "limits", "plain", "deepspeed", "classes", "memory", "small")
 ABSENT = "give --deepspeed-python"
 
 
@@ -84,6 +84,7 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
     parts = {
         "identity": compare_bits,
         "limits": compare_with_limits,
+        "plain": compare_without_masters,
         "deepspeed": compare_with_deepspeed,
         "classes": compare_classes,
         "memory": compare_memory,
@@ -138,9 +139,48 @@ def compare_with_limits(settings: Settings, directory: Path, measurements: Measu
     ]
 
 
-def over_limit(offloaded: Counts, limits: Counts, in_memory: Counts) -> float:
-    """Time over what it cannot undercut: the transfers at the speed of the drive, or the step in memory."""
-    drives = offloaded["bytes_read"] / limits["read"] + offloaded["bytes_written"] / limits["write"]
+def compare_without_masters(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
+    """In float32 without masters, where a step has to copy the parameters before it changes them."""
+    model = replace(settings.model, masters=False)
+    with contextlib.ExitStack() as stack:
+        progress("starting optimizers")
+        limits = stack.enter_context(drive_limits(directory / "limits", min(model.state_bytes, 1 << 30), settings.rounds))
+        memory = stack.enter_context(start_optimizer(directory / "memory", model, 0))
+        offloaded = stack.enter_context(start_optimizer(directory / "offloaded", model, min(1 << 22, model.elements // 8)))
+        contenders = {
+            "in memory": stepper(memory, directory),
+            "limits": limits,
+            "offloaded": stepper(offloaded, directory),
+        }
+        comparison = measurements.comparisons["plain"] = measure_interleaved("plain", contenders, settings.rounds, progress)
+    measurements.verdicts += [
+        judge(
+            comparison,
+            f"step of {model.elements / 1e6:.0f} M float32 parameters, no masters: time / that of reading and writing the states"
+            " once at the drive's limits, or in memory",
+            ("offloaded", "limits", "in memory"),
+            partial(over_limit, state_bytes=model.state_bytes),
+            "at most",
+            1.15,
+        ),
+        judge(
+            comparison,
+            "the same: bytes written for each parameter",
+            ("offloaded", "in memory"),
+            lambda offloaded, _: offloaded["bytes_written"] / model.elements,
+            "at most",
+            8.1,
+        ),
+    ]
+
+
+def over_limit(offloaded: Counts, limits: Counts, in_memory: Counts, state_bytes: int | None = None) -> float:
+    """Time over what it cannot undercut: the transfers at the speed of the drive, or the step in memory.
+
+    ``state_bytes``: at most so many are to be written; what is written beyond that is no excuse. None: all that is written.
+    """
+    written = offloaded["bytes_written"] if state_bytes is None else min(offloaded["bytes_written"], state_bytes)
+    drives = offloaded["bytes_read"] / limits["read"] + written / limits["write"]
     ratio: float = offloaded["seconds"] / max(drives, in_memory["seconds"])
     return ratio
 

@@ -9,12 +9,12 @@ import torch
 
 
 class Layers(torch.nn.Module):
-    """``count`` matrices of ``width`` x ``width`` in bfloat16. Its output does not fade with depth, nor do its gradients."""
+    """``count`` matrices of ``width`` x ``width``. Its output does not fade with depth, nor do its gradients."""
 
-    def __init__(self, width: int, count: int) -> None:
+    def __init__(self, width: int, count: int, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(count))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False, dtype=dtype) for _ in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -22,7 +22,7 @@ class Layers(torch.nn.Module):
         return x
 
 
-def loss_of(model: torch.nn.Module, width: int) -> torch.Tensor:
+def loss_of(model: torch.nn.Module, width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Of one row: all weights get gradients, in the least time."""
-    row = torch.linspace(-1, 1, width).to(torch.bfloat16)[None]
+    row = torch.linspace(-1, 1, width).to(dtype)[None]
     return model(row).float().square().mean()

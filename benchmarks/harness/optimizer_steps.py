@@ -22,6 +22,8 @@ Library = Literal["deepspeed", "deepnvme"]
 
 STATE_BYTES = 12
 """Of an element: its master weight in float32 and AdamW's two averages."""
+PLAIN_STATE_BYTES = 8
+"""Of an element without a master weight."""
 QUEUE_DEPTH = 128
 """Our engine's default. With DeepSpeed's, 8, its op is slower."""
 _DS_IO = AioConfig(queue_depth=32)
@@ -30,10 +32,11 @@ _DS_IO = AioConfig(queue_depth=32)
 
 @dataclass(frozen=True)
 class Model:
-    """``layers`` matrices of ``width`` x ``width``, in bfloat16."""
+    """``layers`` matrices of ``width`` x ``width``: in bfloat16 with masters in float32, or in float32 without."""
 
     width: int
     layers: int
+    masters: bool = True
 
     @property
     def elements(self) -> int:
@@ -41,7 +44,7 @@ class Model:
 
     @property
     def state_bytes(self) -> int:
-        return self.elements * STATE_BYTES
+        return self.elements * (STATE_BYTES if self.masters else PLAIN_STATE_BYTES)
 
 
 def stepper(process: WorkerProcess, directory: Path) -> Callable[[], Counts]:
@@ -83,7 +86,8 @@ def start_deepspeed(
     """``queue_depth``: of the op; None for no ``aio`` block. ``variables``: of its environment."""
     directory.mkdir()
     settings = {
-        **vars(model),
+        "width": model.width,
+        "layers": model.layers,
         "sub_group": sub_group,
         "buffers": buffers,
         "pipelined": pipelined,

@@ -1,6 +1,7 @@
 """AdamW in memory or with its states on the drive: ``python -m harness.optimizer_worker SETTINGS REQUESTS REPLIES``.
 
-bfloat16 parameters with masters in float32, torch's fused kernel. A process of its own, so that its memory can be seen.
+bfloat16 parameters with masters in float32, or float32 parameters without; torch's fused kernel. A process of its own, so that
+its memory can be seen.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ _STEPS_TO_SETTLE = 2  # the first makes the states and their files
 class OptimizerWorker:
     """``sub_group``: elements; 0 for the optimizer in memory. ``peak``: what will be asked for is memory, not time."""
 
-    def __init__(self, *, width: int, layers: int, sub_group: int, dram_budget: int, directory: str, peak: bool = False) -> None:
-        self._model = Layers(width, layers)
-        loss_of(self._model, width).backward()
+    def __init__(
+        self, *, width: int, layers: int, masters: bool, sub_group: int, dram_budget: int, directory: str, peak: bool = False
+    ) -> None:
+        dtype = torch.bfloat16 if masters else torch.float32
+        self._model = Layers(width, layers, dtype)
+        loss_of(self._model, width, dtype).backward()
+        self._masters = masters
         self._sub_group, self._dram_budget, self._directory = sub_group, dram_budget, directory
         self._optimizer: InMemory | OffloadedOptimizer | None = None
         if not peak:
@@ -85,7 +90,7 @@ class OptimizerWorker:
             torch.optim.AdamW,
             nvme_path=self._directory,
             dram_budget=self._dram_budget,
-            master_weights=True,
+            master_weights=self._masters,
             sub_group_size=self._sub_group,
             **_OPTIONS,
         )

@@ -54,7 +54,7 @@ class PinnedChunk:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.memory: Any = None
-        """The op's buffer; None until the memory is pinned."""
+        """The op's buffer; None until the memory is pinned, and if the chunk only counts memory that is somebody else's."""
         self.owner: threading.Thread | None = None
         """The thread that leased the chunk; None if it is free."""
         self.holder: Callable[[], object] = no_holder
@@ -99,18 +99,20 @@ class ChunkList:
         """Return whether the budget allows to lend ``nbytes`` more bytes."""
         return self.lent_bytes + nbytes <= self.budget
 
-    def lend(self, nbytes: int, claim: Claim) -> PinnedChunk:
+    def lend(self, nbytes: int, claim: Claim, reuse: bool = True) -> PinnedChunk:
         """Lend a chunk for a request that fits in the budget.
 
-        Reuses a free chunk of about the requested size, or makes a new one, which the caller has to pin (its ``memory`` is None).
+        Reuses a free chunk of about the requested size, or makes a new one, which the caller has to pin (its ``memory`` is None),
+        unless it only counts memory that is somebody else's.
         Free chunks are unpinned first if the budget has no room for a new one.
 
         Args:
             nbytes: Bytes wanted. The chunk may be larger by up to 1/8.
             claim: Becomes the chunk's ``holder``.
+            reuse: Whether it may be a free chunk. If not, it has exactly the size wanted.
         """
         at = bisect.bisect_left(self._free, nbytes, key=_nbytes)
-        reused = at < len(self._free) and self._free[at].nbytes <= nbytes + nbytes // _SLACK
+        reused = reuse and at < len(self._free) and self._free[at].nbytes <= nbytes + nbytes // _SLACK
         if not reused:
             self.unpin_down_to(self.budget - nbytes)
         self._change()
@@ -126,8 +128,8 @@ class ChunkList:
     def take_back(self, chunk: PinnedChunk) -> None:
         """Move a lent chunk to the free ones, for reuse.
 
-        A chunk that could not be pinned is dropped instead, and so is any chunk while more is pinned than the budget, which can
-        have been lowered.
+        A chunk without pinned memory is dropped instead, and so is any chunk while more is pinned than the budget, which can have
+        been lowered.
         """
         kept = chunk.memory is not None and self.allocated <= self.budget
         self._change()

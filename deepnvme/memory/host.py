@@ -49,10 +49,19 @@ def huge_pages(nbytes: int, skipped: int = 0) -> torch.Tensor:
         nbytes: Bytes of the tensor.
         skipped: Bytes from a page boundary to the start of the tensor and of its storage.
     """
-    pages = mmap.mmap(-1, skipped + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(private_mapping(skipped + nbytes), dtype=torch.uint8, offset=skipped)
+
+
+def private_mapping(nbytes: int) -> mmap.mmap:
+    """Return a new mapping of zeros, on huge pages if the kernel has them. They are populated when they are touched.
+
+    Raises:
+        OSError: If the kernel refuses.
+    """
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # Python does not know of huge pages, or the kernel has none
         pages.madvise(mmap.MADV_HUGEPAGE)  # measured: 3.1 GB/s read into huge pages, 2.4 into ordinary ones
-    return torch.frombuffer(pages, dtype=torch.uint8, offset=skipped)
+    return pages
 
 
 def address_range(nbytes: int) -> torch.Tensor:

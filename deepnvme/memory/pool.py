@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import mmap
 import os
 import queue
 import threading
@@ -187,6 +188,17 @@ class BufferPool:
 
         Blocks only to pin the memory, if none that is free fits.
         """
+        return self._try_lease(nbytes)
+
+    def try_lease_over(self, memory: mmap.mmap) -> Lease | None:
+        """Like :meth:`try_lease`, but count memory of the caller's own in the budget until the lease has ended. Never blocks.
+
+        Args:
+            memory: Of whole pages. The lease's buffer is all of it.
+        """
+        return self._try_lease(len(memory), memory)
+
+    def _try_lease(self, nbytes: int, memory: mmap.mmap | None = None) -> Lease | None:
         nbytes = byte_count(nbytes, "nbytes")
         self._settle()
         if nbytes == 0:  # there is no memory to give back
@@ -200,8 +212,8 @@ class BufferPool:
                 self._take_back()
                 if self._queue() or not self._chunks.fits(size):
                     return None
-                chunk = self._chunks.lend(size, claim)
-            return self._lend(chunk, nbytes)
+                chunk = self._chunks.lend(size, claim, reuse=memory is None)
+            return self._lend(chunk, nbytes, memory)
         except BaseException:
             self._give_up(claim)
             raise
@@ -246,13 +258,13 @@ class BufferPool:
                 self._queue()
             raise
 
-    def _lend(self, chunk: PinnedChunk, nbytes: int) -> Lease:
-        """Return a lease over a chunk that was lent to this thread, pinned first if it is new."""
+    def _lend(self, chunk: PinnedChunk, nbytes: int, memory: mmap.mmap | None = None) -> Lease:
+        """Return a lease over a chunk that was lent to this thread, pinned first if it is new; or over other memory, if given."""
         import torch
 
-        if chunk.memory is None:
+        if chunk.memory is None and memory is None:
             chunk.memory = self._pin(chunk.nbytes)
-        view = memoryview(chunk.memory)
+        view = memoryview(chunk.memory if memory is None else memory)
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
             buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
         holder = Holder(view, self._ended.append)

@@ -40,7 +40,8 @@ class StepReport:
     bytes_read: int
     """Bytes read of states, and of offloaded gradients."""
     bytes_written: int
-    """Bytes written of states, of offloaded gradients, and of copies of parameters to undo the step with.
+    """Bytes written of states, of offloaded gradients, and of those copies of parameters, to undo the step with, that memory had
+    no room for.
 
     ``bytes_read`` and ``bytes_written`` do not include undone steps, checkpoints and ``measure_limits``."""
     read_gb_per_second: float

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deepnvme.memory.host import give_back_heap
+from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.transfer.block_cache import BlockCache, Use
 from deepnvme.transfer.block_memory import PooledMemory
@@ -17,7 +18,19 @@ from .block_versions import BlockVersions, block_name
 from .counted_io import CountedIO, StoredBlock, shortage
 from .gradients import SubGroupGradients
 from .resident_sub_groups import RING, image_name
+from .spare_memory import SpareMemory
 from .sub_group import MASTER, BlockLayout, BlockSection, Held, SubGroup
+
+
+@dataclass(frozen=True, eq=False)
+class _Copies:
+    """Copies of those parameters of a sub-group that its block alone cannot bring back."""
+
+    layout: BlockLayout
+    lease: Lease | None = None
+    """The memory that has them, if they stay there until the step ends."""
+    images: tuple[StoredBlock, ...] = ()
+    """The block of these copies, if there are any and they go to the drive."""
 
 
 @dataclass(eq=False)
@@ -27,10 +40,7 @@ class _Stepped:
     sub_group: SubGroup
     forget: Callable[[], None]
     """Undoes the changes to what is kept in memory."""
-    layout: BlockLayout
-    """Of the copies of its parameters that its block alone cannot bring back."""
-    images: list[StoredBlock]
-    """The block of these copies, if there are any."""
+    copies: _Copies
     undoing_failed: bool = False
     """Whether undoing it has failed before. If so, a parameter that was changed since was changed by other code."""
     changed: set[int] = field(default_factory=set)
@@ -50,24 +60,27 @@ class _Stepped:
 class SubGroupPipeline:
     """Makes the step of sub-groups whose blocks are on the drive: :meth:`step` each, then :meth:`commit`, or :meth:`undo` all.
 
-    The states of a sub-group are one block, and copies of its parameters, to undo the step with, another. A step never overwrites
-    the states that it has read: each sub-group has two places on the drive, that of the last completed step and the one being
-    written.
+    The states of a sub-group are one block. A step never overwrites the states that it has read: each sub-group has two places on
+    the drive, that of the last completed step and the one being written. Copies of its parameters, to undo the step with, stay in
+    memory while some is to spare. Otherwise they are another block, which is written.
 
     Args:
         io: Reads and writes blocks.
         blocks: Chooses where states are written.
         gradients: Provides the gradients. They are read ahead, too.
         pool: Where memory is leased.
+        spare: Lends memory for copies that are not written.
     """
 
-    def __init__(self, io: CountedIO, blocks: BlockVersions, gradients: SubGroupGradients, pool: BufferPool) -> None:
-        self._io, self._blocks, self._gradients, self._pool = io, blocks, gradients, pool
+    def __init__(
+        self, io: CountedIO, blocks: BlockVersions, gradients: SubGroupGradients, pool: BufferPool, spare: SpareMemory
+    ) -> None:
+        self._io, self._blocks, self._gradients, self._pool, self._spare = io, blocks, gradients, pool, spare
         self._memory, self._copies_memory = PooledMemory(pool, 0, shortage), PooledMemory(pool, 0, shortage)
         self._cache = BlockCache(io, self._memory, read_again=False)
         """The states of sub-groups."""
         self._copies = BlockCache(io, self._copies_memory, retain=False)
-        """Copies of parameters."""
+        """Copies of parameters that go to the drive."""
         self._states: dict[SubGroup, StoredBlock] = {}
         self._in_flight = RING
         """How many sub-groups there is memory for."""
@@ -79,7 +92,7 @@ class SubGroupPipeline:
     @property
     def leased_bytes(self) -> int:
         """Bytes of memory that are leased for the sub-groups in flight."""
-        return self._cache.used + self._copies.used
+        return self._cache.used + self._copies.used + self._spare.nbytes
 
     @property
     def stepped(self) -> list[SubGroup]:
@@ -108,6 +121,7 @@ class SubGroupPipeline:
         order = list(sub_groups if front >= back else reversed(sub_groups))
         self._cache.expect(())  # what could not be read for an earlier step is read again
         self._images_bytes = 0
+        self._spare.begin_step()
         self._upcoming = list(order)
         self._leave_room_for(order)
         self._cache.expect(self._coming())
@@ -123,13 +137,14 @@ class SubGroupPipeline:
             self._upcoming.remove(sub_group)
         self._leave_room_for([sub_group])  # not all that backward completes was expected
         states = self._states_of(sub_group)
-        with self._io.times.waiting:
-            if states is None:
+        if states is None:
+            with self._io.times.waiting:
                 self._cache.drop_clean()
-            else:
+        copies = self._copy_params(sub_group)  # while the states are being read
+        if states is not None:
+            with self._io.times.waiting:
                 self._cache.acquire([states], then=self._coming())
-        layout, images = self._copy_params(sub_group)
-        self._log.append(_Stepped(sub_group, sub_group.remember(), layout, images))
+        self._log.append(_Stepped(sub_group, sub_group.remember(), copies))
         collected, scratch = self._gradients.take(sub_group)
         with self._io.times.computing:
             held = sub_group.step(None if states is None else states.content, collected, scratch, groups)
@@ -137,7 +152,7 @@ class SubGroupPipeline:
                 self._lay_out(sub_group, held)
                 del held
                 give_back_heap()
-        self._write(sub_group, images)
+        self._write(sub_group, copies.images)
         self._cache.poll()  # a write may have ended during the step: its memory is for the next read
         self._io.record_ended()
         self._gradients.expect(self._upcoming)
@@ -147,7 +162,7 @@ class SubGroupPipeline:
         lease = sub_group.resident
         assert lease is not None
         self._cache.drop_clean()  # whose memory the copy takes
-        layout, images = self._copy_params(sub_group)
+        copies = self._copy_params(sub_group)
         copy = self._pool.lease(lease.nbytes)
         copy.buffer.copy_(lease.buffer)
         forget = sub_group.remember()
@@ -157,7 +172,7 @@ class SubGroupPipeline:
             lease.buffer.copy_(copy.buffer)
             sub_group.came_to_memory(lease)  # it has another, if its states have changed their form
 
-        self._log.append(_Stepped(sub_group, bring_back, layout, images))
+        self._log.append(_Stepped(sub_group, bring_back, copies))
 
     def write_now(self, sub_group: SubGroup, held: Held) -> None:
         """Make ``held`` the sub-group's next block, and wait until it is on the drive."""
@@ -179,7 +194,7 @@ class SubGroupPipeline:
     def commit(self) -> None:
         """End a step that was made. Nothing may be under way."""
         self._copies.clear()
-        self._log.clear()
+        self._clear_log()
         self._upcoming.clear()
         if self._in_flight < RING:
             self._pool.trim()  # what was for images
@@ -206,6 +221,8 @@ class SubGroupPipeline:
                 self._log.remove(stepped)
         for stepped in self._log:
             stepped.could_not_be_undone()
+        if not self._log:
+            self._spare.take_back()
         self.abandon()
         if failed is not None:
             raise failed
@@ -220,7 +237,7 @@ class SubGroupPipeline:
         for each in self._log:
             each.look_for_changes()
             stepped |= {piece.param for index, piece in enumerate(each.sub_group.pieces) if index not in each.changed}
-        self._log.clear()
+        self._clear_log()
         return len(stepped)
 
     def forget_states(self) -> None:
@@ -235,7 +252,12 @@ class SubGroupPipeline:
         self.forget_states()  # first: an interrupt of the waiting leaves none of them to be used
         self._upcoming.clear()
         self._cache.clear()
-        self._copies.clear(keeping=[images for stepped in self._log for images in stepped.images])
+        self._copies.clear(keeping=[images for stepped in self._log for images in stepped.copies.images])
+
+    def close(self) -> None:
+        """Wait for all transfers, however they end, and release all memory. Nothing may be under way."""
+        self.abandon()
+        self._spare.release()
 
     # -- blocks, and the memory for them
 
@@ -273,19 +295,29 @@ class SubGroupPipeline:
         if before is not None:
             self._cache.reject([before])
 
-    def _copy_params(self, sub_group: SubGroup) -> tuple[BlockLayout, list[StoredBlock]]:
-        """Copy parameters as they are before a step. Begins a use of the copies' block, if there is anything to copy."""
+    def _copy_params(self, sub_group: SubGroup) -> _Copies:
+        """Copy parameters as they are before a step. Begins a use of the copies' block, if they go to the drive."""
         layout = sub_group.image()
         if not layout.sections:
-            return layout, []
+            return _Copies(layout)
+        params = (piece.of(piece.param) for piece in (sub_group.pieces[section.piece] for section in layout.sections))
+        # The first step makes the states in ordinary memory: what is to spare is for them.
+        lease = self._spare.take(layout.nbytes) if self._in_flight == RING else None
+        if lease is not None:
+            layout.fill(lease.buffer, params)
+            return _Copies(layout, lease)
         self._images_bytes = max(self._images_bytes, layout.nbytes)
         self._leave_room_for([])
         images = StoredBlock(image_name(sub_group), layout.nbytes, self._images_bytes)
         with self._io.times.waiting:
             self._copies.create(images)
-        pieces = [sub_group.pieces[section.piece] for section in layout.sections]
-        layout.fill(images.content, [piece.of(piece.param) for piece in pieces])
-        return layout, [images]
+        layout.fill(images.content, params)
+        return _Copies(layout, images=(images,))
+
+    def _clear_log(self) -> None:
+        """Forget what was stepped, and end the use of memory by copies of it."""
+        self._log.clear()
+        self._spare.take_back()
 
     def _write(self, sub_group: SubGroup, images: Sequence[StoredBlock]) -> None:
         """Start writing a sub-group's states, which are in use, to where no others are; and these copies of its parameters."""
@@ -302,22 +334,31 @@ class SubGroupPipeline:
         """Copy the parameters as they were before the step back to the model, but for those that other code has changed."""
         sub_group, changed = stepped.sub_group, stepped.changed
         sub_group.mark_stale(changed)
-        images = stepped.layout.sections
-        _copy_back(sub_group, [section for section in images if section.piece not in changed], self._copies, stepped.images)
-        imaged = {section.piece for section in images}
+        copies = stepped.copies
+        unchanged = [section for section in copies.layout.sections if section.piece not in changed]
+        if copies.lease is not None:
+            _copy_back(sub_group, unchanged, copies.lease.buffer)
+        else:
+            _read_back(sub_group, unchanged, self._copies, copies.images)
+        imaged = {section.piece for section in copies.layout.sections}
         sections = sub_group.layout.sections if sub_group.layout is not None else ()
         masters = [section for section in sections if section.key == MASTER and section.piece not in imaged | changed]
         states = self._states_of(sub_group)
         if states is not None and masters:
-            _copy_back(sub_group, masters, self._cache, [states])
+            _read_back(sub_group, masters, self._cache, [states])
             self._cache.drop_clean()  # undoing takes the memory of one at a time
 
 
-def _copy_back(sub_group: SubGroup, sections: Sequence[BlockSection], cache: BlockCache, blocks: Sequence[StoredBlock]) -> None:
-    """Copy sections of a block, or of images, to the parameters they belong to."""
+def _read_back(sub_group: SubGroup, sections: Sequence[BlockSection], cache: BlockCache, blocks: Sequence[StoredBlock]) -> None:
+    """Copy sections of a block, or of images, to the parameters they belong to, after reading them."""
     cache.acquire(blocks)
     for block in blocks:
-        for section in sections:
-            piece = sub_group.pieces[section.piece]
-            piece.of(piece.param).copy_(section.of(block.content))
+        _copy_back(sub_group, sections, block.content)
     cache.release(blocks, write=False)
+
+
+def _copy_back(sub_group: SubGroup, sections: Sequence[BlockSection], content: torch.Tensor) -> None:
+    """Copy sections of these bytes to the parameters they belong to."""
+    for section in sections:
+        piece = sub_group.pieces[section.piece]
+        piece.of(piece.param).copy_(section.of(content))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from deepnvme._interrupts import defer_interrupts
@@ -65,25 +65,34 @@ class ResidencyPolicy:
             pool: The pool to lease from.
             leased_by_others: Bytes of the pool's budget that are not available.
         """
-        staying = self._expected_to_stay(sub_groups)
-        ring, largest = 0, 0
-        for each in sub_groups:  # resident ones too: their first step goes through the drive
-            largest = max(largest, each.numel)
-            gradients = each.full_gradient_bytes + ((OPEN + 1) * _parameter_bytes(each) if self._offload_gradients else 0)
-            ring = max(ring, RING * (self._planner.estimate(each) + _parameter_bytes(each)) + gradients)
-        wanted = (sum(map(self._memory, staying)) + ring) * 9 // 8  # a lease may take up to an eighth more than was asked for
+        wanted = self._most_memory(sub_groups, self._planner.estimate)
         if wanted > pool.budget - leased_by_others:
+            largest = max(each.numel for each in sub_groups)
             raise OutOfBuffers(
                 f"{RING} sub-groups of {largest} elements and dram_budget={self._dram_budget} take {wanted} bytes; of the buffer"
                 f" pool's budget of {pool.budget} others have leased {leased_by_others}: give a smaller sub_group_size or"
                 " dram_budget, or call set_buffer_budget"
             )
 
+    def needed_memory(self, sub_groups: Sequence[SubGroup]) -> int:
+        """Return the most bytes that a step may lease beside the residents that are in memory already."""
+        resident = sum(each.resident.nbytes for each in sub_groups if each.resident is not None)
+        return max(0, self._most_memory(sub_groups, self._block) - resident)
+
+    def _most_memory(self, sub_groups: Sequence[SubGroup], block_bytes: Callable[[SubGroup], int]) -> int:
+        """Return the most bytes that the resident sub-groups and those in flight lease, where blocks have these sizes."""
+        ring = 0
+        for each in sub_groups:  # resident ones too: their first step goes through the drive
+            gradients = each.full_gradient_bytes + ((OPEN + 1) * _parameter_bytes(each) if self._offload_gradients else 0)
+            ring = max(ring, RING * (block_bytes(each) + _parameter_bytes(each)) + gradients)
+        staying = self._expected_to_stay(sub_groups)
+        return (sum(map(self._memory, staying)) + ring) * 9 // 8  # a lease may take up to an eighth more than was asked for
+
     def drive_bytes(self, sub_groups: Sequence[SubGroup]) -> int:
         """Return the most bytes that the sub-groups take on the drive.
 
         Each has two blocks there, or one if it stays in memory, from which checkpoints are mapped. To these come copies of its
-        parameters to undo a step with, and its gradients if they are offloaded.
+        parameters to undo a step with, as memory may have no room for them, and its gradients if they are offloaded.
         """
         staying = self._expected_to_stay(sub_groups)
         return sum(

@@ -21,6 +21,7 @@ from .gradients import GradientHooks, SubGroupGradients
 from .params import ParamRanks, StepVote, over_ranks
 from .pipeline import SubGroupPipeline
 from .resident_sub_groups import ResidencyPolicy, ResidentBlocks
+from .spare_memory import SpareMemory
 from .state_dict import OffloadedStates, loaded
 from .sub_group import SubGroup
 
@@ -110,7 +111,8 @@ class StepRunner:
         self._gradients = SubGroupGradients(self.io, pool)
         self._blocks = BlockVersions(store)
         self._residents = ResidentBlocks(self.io, self._blocks, pool)
-        self._pipeline = SubGroupPipeline(self.io, self._blocks, self._gradients, pool)
+        spare = SpareMemory(pool, self._needed_memory)
+        self._pipeline = SubGroupPipeline(self.io, self._blocks, self._gradients, pool, spare)
         self.states = OffloadedStates(self._pieces, store, self._blocks, self._residents, self.check_between_steps)
         self._hooks = GradientHooks(self._gradient_arrived)
         self._ranks = ParamRanks(())
@@ -123,6 +125,9 @@ class StepRunner:
     @property
     def _resident_bytes(self) -> int:
         return sum(each.resident.nbytes for each in self.sub_groups if each.resident is not None)
+
+    def _needed_memory(self) -> int:
+        return self._residency.needed_memory(self.sub_groups)
 
     def add(self, sub_groups: Sequence[SubGroup]) -> None:
         """Add sub-groups and reserve space for their blocks. Raises OSError, and adds none, if the drive has no room."""
@@ -199,7 +204,7 @@ class StepRunner:
         self._take_all_back()
         self.guard.close()
         self._hooks.remove()
-        self._pipeline.abandon()
+        self._pipeline.close()
         self._gradients.release()
         for sub_group in self.sub_groups:
             sub_group.release_memory()
