@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -111,7 +112,7 @@ class StepRunner:
         self._gradients = SubGroupGradients(self.io, pool)
         self._blocks = BlockVersions(store)
         self._residents = ResidentBlocks(self.io, self._blocks, pool)
-        spare = SpareMemory(pool, self._needed_memory)
+        spare = SpareMemory(pool, functools.partial(residency.needed_memory, self.sub_groups))
         self._pipeline = SubGroupPipeline(self.io, self._blocks, self._gradients, pool, spare)
         self.states = OffloadedStates(self._pieces, store, self._blocks, self._residents, self.check_between_steps)
         self._hooks = GradientHooks(self._gradient_arrived)
@@ -125,9 +126,6 @@ class StepRunner:
     @property
     def _resident_bytes(self) -> int:
         return sum(each.resident.nbytes for each in self.sub_groups if each.resident is not None)
-
-    def _needed_memory(self) -> int:
-        return self._residency.needed_memory(self.sub_groups)
 
     def add(self, sub_groups: Sequence[SubGroup]) -> None:
         """Add sub-groups and reserve space for their blocks. Raises OSError, and adds none, if the drive has no room."""

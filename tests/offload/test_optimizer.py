@@ -851,8 +851,8 @@ def test_a_report_that_adds_up(drive: Path, capsys: pytest.CaptureFixture[str]) 
             assert 0 < report.computing < report.seconds
             assert 0 <= report.waiting < report.seconds
             assert report.sub_groups == 8
-            # two states, and a copy of the parameters to undo the step
-            assert report.bytes_written == pytest.approx(3 * 4 << 20, rel=0.01)
+            # two states; in the first step a copy of the parameters, too, which memory is to spare for later
+            assert report.bytes_written == pytest.approx((3, 2, 2)[step] * 4 << 20, rel=0.01)
             # of 8 sub-groups two are still in memory after the first step, and then three
             assert report.bytes_read == pytest.approx((0, 7, 5)[step] * 2 * 4 << 17, rel=0.01)
             if written is not None:
@@ -922,7 +922,7 @@ def test_what_an_undone_step_has_moved_is_wear_and_not_the_next_steps(drive: Pat
             give_gradients(params, step)
             optimizer.step()
         usual = optimizer.report()
-        with failing("write", 5), pytest.raises(OSError, match="as after step 3"):
+        with failing("write", 3), pytest.raises(OSError, match="as after step 3"):
             optimizer.step()
         optimizer.measure_limits(1 << 20)
         optimizer.load_state_dict(optimizer.state_dict())

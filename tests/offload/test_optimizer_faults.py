@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import deepnvme
+from deepnvme.offload import spare_memory
 from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.store.tensor_store import CorruptTensor
 from deepnvme.swap import BufferPool, OutOfBuffers
@@ -48,8 +49,15 @@ from ..support.training import (
 )
 
 
+@pytest.fixture
+def copies_on_the_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory is to spare for copies of parameters."""
+    monkeypatch.setattr(spare_memory, "available_memory", lambda: 0)
+
+
 @pytest.fixture(params=["float32", "masters"])
-def pair(request: pytest.FixtureRequest, drive: Path) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, copies_on_the_drive: None, drive: Path) -> Iterator[Pair]:
+    """With copies in memory there is less that can fail: see test_copies_in_memory.py."""
     made = Pair(drive, request.param)
     with made.optimizer:
         yield made

@@ -28,7 +28,13 @@ WAY = [
 ]
 """Files by their place on the way, from top to bottom. A read passes ``reading.py``, a write ``writing.py``."""
 PLACES = {file: place for place, files in enumerate(WAY) for file in files}
-ASKED = {f"deepnvme/offload/{name}.py" for name in ("block_versions", "gradients", "params", "resident_sub_groups", "sub_group")}
+ASKED = {
+    "deepnvme/drives.py",  # how /proc/self/mountinfo is written, to find the limit of memory
+    *(
+        f"deepnvme/offload/{name}.py"
+        for name in ("block_versions", "gradients", "params", "resident_sub_groups", "spare_memory", "sub_group")
+    ),
+}
 """Files of the package that are asked on the way."""
 SMALLER = ("deepnvme/memory/", "deepnvme/ops/", "deepnvme/transfer/", "deepnvme/store/", "deepnvme/_")
 """Where the files are that answer one question each."""
