@@ -49,7 +49,7 @@ class Holder(weakref.ref[memoryview]):
 class PinnedChunk:
     """One allocation of pinned memory. Its size is that of the first request that it served."""
 
-    __slots__ = ("holder", "memory", "nbytes", "owner", "returned")
+    __slots__ = ("give_way", "holder", "memory", "nbytes", "owner", "returned")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -59,6 +59,8 @@ class PinnedChunk:
         """The thread that leased the chunk; None if it is free."""
         self.holder: Callable[[], object] = no_holder
         """Returns None once nobody uses the memory any more."""
+        self.give_way: Callable[[], None] | None = None
+        """Ends the lease if it can, for somebody who would wait for its bytes otherwise; None for most leases."""
         self.returned = 0.0
         """When the chunk became free (``time.monotonic()``)."""
 
@@ -136,7 +138,7 @@ class ChunkList:
         self.lent.remove(chunk)
         self._lent_bytes -= chunk.nbytes
         if kept:
-            chunk.holder, chunk.owner = no_holder, None
+            chunk.holder, chunk.owner, chunk.give_way = no_holder, None, None
             chunk.returned = time.monotonic()
             self._free.insert(bisect.bisect_left(self._free, chunk.nbytes, key=_nbytes), chunk)
             self._free_bytes += chunk.nbytes

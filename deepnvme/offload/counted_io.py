@@ -187,6 +187,11 @@ class CountedIO:
         assert isinstance(block, StoredBlock)
         return self.put(block.name, block.content)
 
+    def count_written(self, nbytes: int) -> None:
+        """Count bytes for the current step that were written through ``store`` directly. Their time is not counted as writing."""
+        self.times.writes.nbytes += nbytes
+        self._written_in_all += nbytes
+
     def record_ended(self) -> None:
         """Record transfers that have ended. Their time is counted until this is called, so call it whenever one has."""
         self.times.reads.record_ended()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from deepnvme.memory.host import give_back_heap
-from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.transfer.block_cache import BlockCache, Use
 from deepnvme.transfer.block_memory import PooledMemory
@@ -18,7 +17,7 @@ from .block_versions import BlockVersions, block_name
 from .counted_io import CountedIO, StoredBlock, shortage
 from .gradients import SubGroupGradients
 from .resident_sub_groups import RING, image_name
-from .spare_memory import SpareMemory
+from .spare_memory import SpareCopy, SpareMemory
 from .sub_group import MASTER, BlockLayout, BlockSection, Held, SubGroup
 
 
@@ -27,10 +26,10 @@ class _Copies:
     """Copies of those parameters of a sub-group that its block alone cannot bring back."""
 
     layout: BlockLayout
-    lease: Lease | None = None
-    """The memory that has them, if they stay there until the step ends."""
+    spare: SpareCopy | None = None
+    """The copies in spare memory, if they were made there."""
     images: tuple[StoredBlock, ...] = ()
-    """The block of these copies, if there are any and they go to the drive."""
+    """The block of these copies, if there are any and they were made to go to the drive."""
 
 
 @dataclass(eq=False)
@@ -62,7 +61,7 @@ class SubGroupPipeline:
 
     The states of a sub-group are one block. A step never overwrites the states that it has read: each sub-group has two places on
     the drive, that of the last completed step and the one being written. Copies of its parameters, to undo the step with, stay in
-    memory while some is to spare. Otherwise they are another block, which is written.
+    memory while some is to spare and nobody else wants it. Otherwise they are another block, which is written.
 
     Args:
         io: Reads and writes blocks.
@@ -224,6 +223,7 @@ class SubGroupPipeline:
         if not self._log:
             self._spare.take_back()
         self.abandon()
+        self._io.count_written(self._spare.pop_written())
         if failed is not None:
             raise failed
 
@@ -302,22 +302,27 @@ class SubGroupPipeline:
             return _Copies(layout)
         params = (piece.of(piece.param) for piece in (sub_group.pieces[section.piece] for section in layout.sections))
         # The first step makes the states in ordinary memory: what is to spare is for them.
-        lease = self._spare.take(layout.nbytes) if self._in_flight == RING else None
-        if lease is not None:
-            layout.fill(lease.buffer, params)
-            return _Copies(layout, lease)
-        self._images_bytes = max(self._images_bytes, layout.nbytes)
-        self._leave_room_for([])
-        images = StoredBlock(image_name(sub_group), layout.nbytes, self._images_bytes)
+        if self._in_flight == RING:
+            spare = self._spare.copy(image_name(sub_group), layout.nbytes, lambda buffer: layout.fill(buffer, params))
+            if spare is not None:
+                return _Copies(layout, spare)
+        images = self._images(sub_group, layout)
         with self._io.times.waiting:
             self._copies.create(images)
         layout.fill(images.content, params)
         return _Copies(layout, images=(images,))
 
+    def _images(self, sub_group: SubGroup, layout: BlockLayout) -> StoredBlock:
+        """Return a block for copies of a sub-group's parameters, for which there may be memory from now on."""
+        self._images_bytes = max(self._images_bytes, layout.nbytes)
+        self._leave_room_for([])
+        return StoredBlock(image_name(sub_group), layout.nbytes, self._images_bytes)
+
     def _clear_log(self) -> None:
         """Forget what was stepped, and end the use of memory by copies of it."""
         self._log.clear()
         self._spare.take_back()
+        self._io.count_written(self._spare.pop_written())
 
     def _write(self, sub_group: SubGroup, images: Sequence[StoredBlock]) -> None:
         """Start writing a sub-group's states, which are in use, to where no others are; and these copies of its parameters."""
@@ -336,10 +341,12 @@ class SubGroupPipeline:
         sub_group.mark_stale(changed)
         copies = stepped.copies
         unchanged = [section for section in copies.layout.sections if section.piece not in changed]
-        if copies.lease is not None:
-            _copy_back(sub_group, unchanged, copies.lease.buffer)
-        else:
+        if copies.spare is None:
             _read_back(sub_group, unchanged, self._copies, copies.images)
+        elif (in_memory := copies.spare.buffer) is not None:
+            _copy_back(sub_group, unchanged, in_memory)
+        else:  # somebody else wanted the memory
+            _read_back(sub_group, unchanged, self._copies, [self._images(sub_group, copies.layout)])
         imaged = {section.piece for section in copies.layout.sections}
         sections = sub_group.layout.sections if sub_group.layout is not None else ()
         masters = [section for section in sections if section.key == MASTER and section.piece not in imaged | changed]

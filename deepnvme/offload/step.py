@@ -112,7 +112,7 @@ class StepRunner:
         self._gradients = SubGroupGradients(self.io, pool)
         self._blocks = BlockVersions(store)
         self._residents = ResidentBlocks(self.io, self._blocks, pool)
-        spare = SpareMemory(pool, functools.partial(residency.needed_memory, self.sub_groups))
+        spare = SpareMemory(pool, functools.partial(residency.needed_memory, self.sub_groups), store.put)
         self._pipeline = SubGroupPipeline(self.io, self._blocks, self._gradients, pool, spare)
         self.states = OffloadedStates(self._pieces, store, self._blocks, self._residents, self.check_between_steps)
         self._hooks = GradientHooks(self._gradient_arrived)

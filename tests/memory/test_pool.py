@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import mmap
 import random
 import signal
 import sys
@@ -641,6 +642,111 @@ def test_trim_unpins_what_is_not_leased(pool: BufferPool) -> None:
     lease.release()
     pool.trim()
     assert pool.allocated == 0
+
+
+# Leases that give way
+
+
+class Yielding:
+    """A lease over memory of its own. It can end for others; ``unable``: it cannot."""
+
+    def __init__(self, pool: BufferPool, pages: int, unable: bool = False) -> None:
+        self.asked = 0
+        self.unable = unable
+        lease = pool.try_lease_over(mmap.mmap(-1, pages * PAGE), self.give_way)
+        assert lease is not None
+        self.lease = lease
+
+    def give_way(self) -> None:
+        self.asked += 1
+        if not self.unable:
+            self.lease.release()
+
+
+def test_memory_of_the_callers_own_counts_until_its_lease_ends(pool: BufferPool) -> None:
+    memory = mmap.mmap(-1, 60 * PAGE)
+    lease = pool.try_lease_over(memory)
+    assert lease is not None
+    lease.buffer.fill_(7)
+    assert memory[:] == bytes([7]) * 60 * PAGE
+    assert pool.in_use == pool.allocated == 60 * PAGE
+    assert pool.try_lease_over(mmap.mmap(-1, 60 * PAGE)) is None
+    with pytest.raises(OutOfBuffers):
+        pool.lease(60 * PAGE)
+    lease.release()
+    assert pool.in_use == pool.allocated == 0  # it is not kept for reuse
+
+
+def test_free_chunks_make_room_for_memory_of_the_callers_own(pool: BufferPool) -> None:
+    pool.lease(60 * PAGE).release()
+    assert pool.try_lease_over(mmap.mmap(-1, 60 * PAGE)) is not None
+    assert pool.allocated == 0  # the lease was dropped
+
+
+def test_leases_give_way_as_far_as_need_be_to_a_request_of_their_own_thread(pool: BufferPool) -> None:
+    leases = [Yielding(pool, 20) for _ in range(5)]
+    with pool.lease(30 * PAGE):
+        assert sorted(each.asked for each in leases) == [0, 0, 0, 1, 1]
+        assert pool.in_use == 90 * PAGE
+    with pool.lease(40 * PAGE):
+        assert sum(each.asked for each in leases) == 2
+        assert pool.try_lease(1) is None  # it never asks
+    assert sum(each.asked for each in leases) == 2
+
+
+def test_leases_give_way_to_another_thread(pool: BufferPool) -> None:
+    leases = [Yielding(pool, 50) for _ in range(2)]
+    assert in_thread(lambda: pool.lease(100 * PAGE)).nbytes == 100 * PAGE
+    assert [each.asked for each in leases] == [1, 1]
+
+
+def test_leases_that_cannot_give_way_are_asked_once_and_hold_what_they_have(pool: BufferPool) -> None:
+    unable, able = Yielding(pool, 50, unable=True), Yielding(pool, 50)
+    with pytest.raises(OutOfBuffers, match="all held by this thread"):
+        pool.lease(60 * PAGE)
+    assert (unable.asked, able.asked) == (1, 1)
+    assert pool.in_use == 50 * PAGE
+    unable.unable = False
+    assert pool.lease(60 * PAGE).nbytes == 60 * PAGE  # another request asks again
+
+
+def test_a_request_beyond_the_budget_or_that_does_not_wait_asks_nobody(pool: BufferPool) -> None:
+    lease = Yielding(pool, 100)
+    with pytest.raises(OutOfBuffers):
+        pool.lease(101 * PAGE)
+    with pytest.raises(TimeoutError):
+        in_thread(pool.lease, PAGE, 0)
+    assert lease.asked == 0
+
+
+def test_an_interrupt_while_another_gives_way_costs_no_room(pool: BufferPool) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    held = pool.try_lease_over(mmap.mmap(-1, 100 * PAGE), interrupted)
+    assert held is not None
+    with pytest.raises(KeyboardInterrupt):
+        pool.lease(PAGE)
+    assert pool.waiting == 0
+    held.release()
+    assert pool.lease(100 * PAGE).nbytes == 100 * PAGE
+
+
+def test_of_threads_that_want_what_gives_way_all_are_served(pool: BufferPool, restless: None) -> None:
+    for _ in range(20):
+        leases = [Yielding(pool, 10) for _ in range(10)]
+
+        def use() -> None:
+            for _ in range(5):
+                with pool.lease(30 * PAGE):
+                    pass
+
+        users = [Started(use) for _ in range(6)]
+        for user in users:
+            user.result()
+        for each in leases:
+            each.lease.release()
+        assert pool.in_use == 0
 
 
 def test_zero_bytes_take_nothing(pool: BufferPool) -> None:

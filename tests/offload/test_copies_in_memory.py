@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from deepnvme.offload import spare_memory
 from deepnvme.offload.spare_memory import SpareMemory
-from deepnvme.swap import BufferPool
+from deepnvme.swap import BufferPool, OutOfBuffers
 
 from ..support.disks import MIB
-from ..support.engines import failing
+from ..support.engines import FailedTransfer, failing, transfers_are
 from ..support.training import (
     ADAM,
     FULL_SHAPES,
@@ -40,6 +43,10 @@ COPY = 4 * NUMEL
 def available(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """Have the machine say that it has so much memory left."""
     monkeypatch.setattr(spare_memory, "available_memory", lambda: nbytes)
+
+
+def written_nowhere(name: str, tensor: torch.Tensor) -> Any:
+    raise AssertionError("nobody wants the memory")
 
 
 def written_by_a_step(drive: Path, **options: Any) -> float:
@@ -172,15 +179,14 @@ def test_memory_that_must_not_be_taken_back_is_not_kept(drive: Path, monkeypatch
 
 
 def test_memory_is_lent_again_in_the_next_step() -> None:
-    spare = SpareMemory(BufferPool(MIB), lambda: 0)
+    spare = SpareMemory(BufferPool(MIB), lambda: 0, written_nowhere)
     addresses = []
     for _ in range(2):
         spare.begin_step()
-        leases = [spare.take(4096) for _ in range(3)]
-        assert all(lease is not None for lease in leases)
-        addresses.append({lease.buffer.data_ptr() for lease in leases if lease is not None})
+        copies = [spare.copy(str(number), 4096, lambda buffer: None) for number in range(3)]
+        addresses.append({copy.buffer.data_ptr() for copy in copies if copy is not None and copy.buffer is not None})
+        assert len(addresses[-1]) == 3
         assert spare.nbytes == 3 * 4096
-        del leases
         spare.take_back()
         assert spare.nbytes == 0
     assert addresses[0] == addresses[1]
@@ -300,3 +306,194 @@ def test_the_same_bits(drive: Path, monkeypatch: pytest.MonkeyPatch, place: str,
     with pair.optimizer:
         pair.step(4)
         pair.check()
+
+
+# Giving way.
+
+
+def everything(pool: BufferPool) -> int:
+    """Bytes that a request gets if nobody but those of the other leases and copies has any: nothing but a sub-group in flight."""
+    return pool.budget - 3 * (3 * COPY) * 9 // 8 - COPY
+
+
+class Wanted:
+    """Another user of a pool, who wants most of it when the sub-group with this number is stepped; in this thread or another."""
+
+    def __init__(self, pool: BufferPool, number: int, in_thread: bool) -> None:
+        self._pool, self._number, self._in_thread = pool, number, in_thread
+        self._step, self._calls = torch.optim.AdamW.step, 0
+        self.error: BaseException | None = None
+        self.got = 0
+
+    def __enter__(self) -> Wanted:
+        self._patch = mock.patch.object(torch.optim.AdamW, "step", lambda inner: self._called(inner))
+        self._patch.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.__exit__(*error)
+
+    def _called(self, inner: torch.optim.Optimizer) -> None:
+        self._calls += 1
+        if self._calls == self._number:
+            if self._in_thread:
+                thread = threading.Thread(target=self._use)
+                thread.start()
+                thread.join(30)
+                assert not thread.is_alive(), "it waits for the step"
+            else:
+                self._use()
+        self._step(inner)
+
+    def _use(self) -> None:
+        try:
+            with self._pool.lease(everything(self._pool)) as lease:
+                lease.buffer.fill_(255)
+                self.got = lease.nbytes
+        except MemoryError as error:
+            self.error = error.with_traceback(None)  # whose frames would keep copies
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["same thread", "other thread"])
+def test_copies_go_to_the_drive_when_somebody_else_wants_the_memory(drive: Path, in_thread: bool) -> None:
+    pool = BufferPool(4 * MIB)
+    params, plain = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params, sub_group_size=NUMEL, pool=pool, **ADAM) as optimizer:
+        for step in range(6):
+            give_gradients(params, step)
+            give_gradients(plain, step)
+            reference.step()
+            before = optimizer.report().bytes_written_in_all if step else 0
+            with Wanted(pool, 6 if step > 1 else 0, in_thread) as other:
+                optimizer.step()
+            assert_same(params, plain)
+            report = optimizer.report()
+            assert report.bytes_written == report.bytes_written_in_all - before
+            if step > 1:
+                assert other.error is None
+                assert other.got == everything(pool)
+                assert report.bytes_written >= 8 * 8 * NUMEL + 2 * COPY  # at least two copies, beside the states
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+    assert pool.in_use == 0
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["same thread", "other thread"])
+@pytest.mark.parametrize("number", [1, 4, 8])
+def test_a_step_is_undone_from_copies_that_have_given_way(drive: Path, number: int, in_thread: bool) -> None:
+    pool = BufferPool(4 * MIB)
+    params, plain = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params, sub_group_size=NUMEL, pool=pool, **ADAM) as optimizer:
+        for step in range(5):
+            give_gradients(params, step)
+            give_gradients(plain, step)
+            if step >= 2:
+                with adamw_fails(8), Wanted(pool, number, in_thread) as other, pytest.raises(ArithmeticError):
+                    optimizer.step()
+                assert other.got == everything(pool)
+                assert_same(params, plain)
+                assert_same_state(optimizer.state_dict(), reference.state_dict())
+            if step >= 3:  # the drive cannot be read, too, for a while
+                with (
+                    adamw_fails(8),
+                    Wanted(pool, number, in_thread),
+                    failing("read", 7, 1000),
+                    pytest.raises((ArithmeticError, OSError)),
+                ):
+                    optimizer.step()
+                assert_same_state(optimizer.state_dict(), reference.state_dict())
+                assert_same(params, plain)
+            optimizer.step()
+            reference.step()
+            assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+    assert pool.in_use == 0
+
+
+class WritesOfCopiesFail:
+    """Writes of what is as large as a copy of parameters fail, and write something else."""
+
+    def __enter__(self) -> WritesOfCopiesFail:
+        self.failed = 0
+
+        def replaced(operation: str, sound: Any) -> Any:
+            def write(tensor: torch.Tensor, *arguments: Any) -> Any:
+                if tensor.nbytes != COPY:
+                    return sound(tensor, *arguments)
+                self.failed += 1
+                sound(torch.full_like(tensor, 255), *arguments).result()
+                return FailedTransfer(OSError(5, "as asked for"))
+
+            return write if operation == "write" else sound
+
+        self._transfers = transfers_are(replaced)
+        self._transfers.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._transfers.__exit__(*error)
+
+
+def test_copies_that_cannot_give_way_stay_and_the_step_is_made_or_undone(drive: Path) -> None:
+    """Who wants the memory is told that there is none."""
+    pool = BufferPool(4 * MIB)
+    params, plain = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params, sub_group_size=NUMEL, pool=pool, **ADAM) as optimizer:
+        for step in range(4):
+            give_gradients(params, step)
+            give_gradients(plain, step)
+            if step >= 2:
+                failures = WritesOfCopiesFail()
+                with failures, adamw_fails(8), Wanted(pool, 7, False) as other, pytest.raises(ArithmeticError):
+                    optimizer.step()
+                assert failures.failed >= 2
+                assert isinstance(other.error, OutOfBuffers)
+                assert_same(params, plain)
+                with WritesOfCopiesFail(), Wanted(pool, 7, False) as other:
+                    optimizer.step()
+                assert isinstance(other.error, OutOfBuffers)
+            else:
+                optimizer.step()
+            reference.step()
+            assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+    assert pool.in_use == 0
+
+
+def test_memory_between_backward_and_step_is_not_the_copies(drive: Path) -> None:
+    """The optimizer's own thread gets it, too, and zero_grad() undoes what backward has stepped."""
+    pool = BufferPool(4 * MIB)
+    params, plain = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params, sub_group_size=NUMEL, pool=pool, step_in_backward=True, **ADAM) as optimizer:
+        for step in range(4):
+            for again in (True, False):
+                backward(params, step)
+                with pool.lease(everything(pool)) as lease:
+                    lease.buffer.fill_(255)
+                    if again:
+                        optimizer.zero_grad()
+                        assert_same(params, plain)
+                    else:
+                        optimizer.step()
+            backward(plain, step)
+            reference.step()
+            reference.zero_grad()
+            assert_same(params, plain)
+        assert optimizer.report().bytes_written >= 8 * 8 * NUMEL + 2 * COPY
+    assert pool.in_use == 0
+
+
+def test_an_optimizer_dropped_within_a_step_leaves_no_memory_leased(drive: Path) -> None:
+    pool = BufferPool(4 * MIB)
+    params = parameters(shapes=SHAPES)
+    optimizer = optimizer_in(drive, params, sub_group_size=NUMEL, pool=pool, step_in_backward=True, **ADAM)
+    backward(params, 0)
+    optimizer.step()
+    backward(params, 1)
+    assert pool.in_use > 8 * COPY
+    del optimizer
+    gc.collect()
+    assert pool.in_use == 0

@@ -310,8 +310,8 @@ def test_gradients_are_told_of_in_the_report(drive: Path) -> None:
             optimizer.step()
             seconds = time.perf_counter() - begun
             report = optimizer.report()
-            # gradients, two states, and parameters to undo the step
-            assert report.bytes_written == (1 + 2 + 1) * 4 * numel
+            # gradients, two states, and in the first step parameters to undo it, which memory is to spare for later
+            assert report.bytes_written == (1 + 2 + (step == 0)) * 4 * numel
             assert report.bytes_read == 4 * numel + (0, 7, 5)[step] * 2 * 4 * 4096
             assert 0 < report.computing + report.waiting <= report.seconds <= seconds
             assert max(report.reading, report.writing) <= report.seconds

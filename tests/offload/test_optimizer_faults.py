@@ -49,15 +49,14 @@ from ..support.training import (
 )
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def copies_on_the_drive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No memory is to spare for copies of parameters."""
+    """No memory is to spare for copies of parameters. With copies there, less can fail: see test_copies_in_memory.py."""
     monkeypatch.setattr(spare_memory, "available_memory", lambda: 0)
 
 
 @pytest.fixture(params=["float32", "masters"])
-def pair(request: pytest.FixtureRequest, copies_on_the_drive: None, drive: Path) -> Iterator[Pair]:
-    """With copies in memory there is less that can fail: see test_copies_in_memory.py."""
+def pair(request: pytest.FixtureRequest, drive: Path) -> Iterator[Pair]:
     made = Pair(drive, request.param)
     with made.optimizer:
         yield made

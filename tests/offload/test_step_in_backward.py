@@ -213,7 +213,8 @@ def test_the_report_is_of_the_step_from_the_first_gradient_on(drive: Path) -> No
             seconds = time.perf_counter() - begun
             report = optimizer.report()
             assert report.sub_groups == 8
-            assert report.bytes_written == 8 * 3 * 4 * 4096
+            # two states, and in the first step parameters to undo it, which memory is to spare for later
+            assert report.bytes_written == 8 * (2 + (step == 0)) * 4 * 4096
             assert 0.01 < report.seconds <= seconds
             assert max(report.reading, report.writing) <= report.seconds
             assert report.share_of_limit is not None
