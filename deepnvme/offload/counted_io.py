@@ -41,7 +41,7 @@ class StepReport:
     """Bytes read of states, and of offloaded gradients."""
     bytes_written: int
     """Bytes written of states, of offloaded gradients, and of those copies of parameters, to undo the step with, that memory had
-    no room for.
+    no room for, or that gave way to others.
 
     ``bytes_read`` and ``bytes_written`` do not include undone steps, checkpoints and ``measure_limits``."""
     read_gb_per_second: float

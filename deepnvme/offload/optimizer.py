@@ -69,7 +69,7 @@ class OffloadedOptimizer(Optimizer):
             stepped, one written): their states and master weights; during a step, copies of those parameters that have no
             master weight; and with ``offload_gradients`` the gradients of four sub-groups. Copies of further sub-groups stay in
             memory until the step ends if they take at most half of what is free then of the pool's budget and of the machine's
-            memory, and go to the drive otherwise.
+            memory. They go to the drive otherwise, and when somebody else would wait for that part of the pool's budget.
         master_weights: Keep float32 weights of bfloat16 and float16 parameters with the states, and step these weights.
             Required for parameters on CUDA devices, because states are stepped on the CPU.
         sub_group_size: Elements that are read, stepped and written at once. A larger parameter is cut if the optimizer works

@@ -31,7 +31,8 @@ class Write(Protocol):
 class SpareCopy:
     """Bytes in spare memory. They go to the drive if somebody else wants the memory. Made by :meth:`SpareMemory.copy`."""
 
-    def __init__(self, name: str, memory: mmap.mmap) -> None:
+    def __init__(self, name: str, memory: mmap.mmap, lock: threading.RLock) -> None:
+        self._lock = lock
         self.name = name
         """The store's name for the bytes, if they go to the drive."""
         self.nbytes = len(memory)
@@ -43,8 +44,8 @@ class SpareCopy:
     @property
     def buffer(self) -> torch.Tensor | None:
         """The bytes; None if they are on the drive. As long as the tensor is kept, the memory stays as it is."""
-        lease = self.lease
-        return None if lease is None else lease.buffer
+        with self._lock:  # it may be about to go to the drive
+            return None if self.lease is None else self.lease.buffer
 
 
 class SpareMemory:
@@ -83,7 +84,7 @@ class SpareMemory:
     @property
     def nbytes(self) -> int:
         """Bytes that are lent."""
-        return sum(copy.nbytes for copy in self._lent if copy.lease is not None)
+        return sum(copy.nbytes for copy in tuple(self._lent) if copy.lease is not None)
 
     def begin_step(self) -> None:
         """Look at the next :meth:`copy` what is free."""
@@ -108,7 +109,7 @@ class SpareMemory:
                 memory = idle.pop() if idle else private_mapping(nbytes)
             except OSError:  # a limit of the process, such as RLIMIT_AS
                 return None
-            copy = SpareCopy(name, memory)
+            copy = SpareCopy(name, memory, self._lock)
             give_way = functools.partial(_give_way, weakref.ref(self), weakref.ref(copy))
             copy.lease = self._pool.try_lease_over(memory, give_way)
             if copy.lease is None:

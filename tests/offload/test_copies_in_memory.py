@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from deepnvme.swap import BufferPool, OutOfBuffers
 
 from ..support.disks import MIB
 from ..support.engines import FailedTransfer, failing, transfers_are
+from ..support.interrupts import interrupt_at
 from ..support.training import (
     ADAM,
     FULL_SHAPES,
@@ -496,4 +498,92 @@ def test_an_optimizer_dropped_within_a_step_leaves_no_memory_leased(drive: Path)
     assert pool.in_use > 8 * COPY
     del optimizer
     gc.collect()
+    assert pool.in_use == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_copies_give_way_leaves_them_in_memory_or_on_the_drive(drive: Path) -> None:
+    pool = BufferPool(4 * MIB)
+    params, plain = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params, sub_group_size=NUMEL, pool=pool, step_in_backward=True, **ADAM) as optimizer:
+        number, came, step = 0, True, 0
+        while came:
+            backward(params, step)
+            if step:
+                number += 1 if number < 10 else 23
+                interruption = interrupt_at(number)
+                try:
+                    with interruption:
+                        pool.lease(everything(pool)).release()
+                except KeyboardInterrupt:
+                    came = True
+                else:
+                    came = interruption.passed >= number  # or it was lost in a finalizer
+                gc.collect()  # what the traceback had
+                assert pool.waiting == 0
+                assert pool.in_use <= 3 * (3 * COPY) * 9 // 8 + COPY + 8 * COPY
+                if number % 3 == 1:
+                    optimizer.zero_grad()
+                    assert_same(params, plain)
+                    backward(params, step)
+            optimizer.step()
+            backward(plain, step)
+            reference.step()
+            reference.zero_grad()
+            assert_same(params, plain)
+            step += 1
+        assert number > 100
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+    assert pool.in_use == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": True}, {"offload_gradients": True}], ids=str)
+def test_others_who_come_and_go_disturb_no_step(drive: Path, options: dict[str, Any]) -> None:
+    """Threads that want the memory at any time, and steps of which every third is undone once."""
+    pool = BufferPool(4 * MIB)
+    params, plain = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    ended = threading.Event()
+    errors: list[BaseException] = []
+    served = 0
+
+    def come_and_go(seed: int) -> None:
+        nonlocal served
+        dice = random.Random(seed)
+        try:
+            while not ended.wait(dice.uniform(0, 0.005)):
+                with pool.lease(dice.randrange(MIB, 2 * MIB), timeout=30) as lease:
+                    lease.buffer.fill_(255)
+                    served += 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=come_and_go, args=(seed,)) for seed in range(2)]
+    with optimizer_in(drive, params, sub_group_size=NUMEL, pool=pool, **options, **ADAM) as optimizer:
+        for thread in threads:
+            thread.start()
+        try:
+            for step in range(40):
+                if step % 3 == 2:
+                    with adamw_fails(1 + step % 8), pytest.raises(ArithmeticError):  # noqa: PT012
+                        backward(params, step)
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    assert_same(params, plain)
+                backward(params, step)
+                optimizer.step()
+                optimizer.zero_grad()
+                backward(plain, step)
+                reference.step()
+                reference.zero_grad()
+                assert_same(params, plain)
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+        assert not errors
+        assert served > 40
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
     assert pool.in_use == 0

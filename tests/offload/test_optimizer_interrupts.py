@@ -83,6 +83,8 @@ WORLDS: dict[str, dict[str, Any]] = {
     "gradients": {"offload_gradients": True, "checksum": True},
     "in backward": {"dtype": torch.bfloat16, "masters": True, "step_in_backward": True, "dram_budget": 60_000},
     "all in memory": {"dram_budget": 1 << 40},
+    "copies in memory": {},
+    "copies on the drive": {"budget": 200_000},
 }
 
 CASES = [  # and how many places at most: all of the short ones, some of the others
@@ -94,6 +96,8 @@ CASES = [  # and how many places at most: all of the short ones, some of the oth
     ("gradients", "step", 16),
     ("all in memory", "step", 12),
     ("in backward", "step", 12),
+    ("copies in memory", "step", 12),
+    ("copies on the drive", "step", 12),
     ("in backward", "backwards_", 10),
     ("part in memory", "state_dict", 8),
     ("part in memory", "load_state_dict", 10),

@@ -40,6 +40,7 @@ class World:
         masters: bool = False,
         optimizer_class: Any = torch.optim.AdamW,
         options: dict[str, Any] | None = None,
+        budget: int = 32 << 20,
         **more: Any,
     ) -> None:
         self.directory = directory
@@ -49,7 +50,7 @@ class World:
         self.plain, self.params = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
         self.copies = [self._master_of(param) for param in self.plain]
         self.reference = optimizer_class(self._groups(self.copies), **self.options)
-        self.pool = BufferPool(32 << 20)
+        self.pool = BufferPool(budget)
         self.backwards = 0
         self.optimizer = self.make()
 
