@@ -196,9 +196,9 @@ class BufferPool:
 
         Args:
             memory: Of whole pages. The lease's buffer is all of it.
-            give_way: Releases the lease if it can. Called when a request would wait or be refused otherwise, by the thread whose
-                request it is: any, also the one that made this lease. It may take its time, may fail to release, which is no
-                error, and may be called by several threads.
+            give_way: Releases the lease if it can. Called when a request would wait or be refused otherwise, or the system has no
+                memory to pin, by the thread whose request it is: any, also the one that made this lease. It may take its time,
+                may fail to release, which is no error, and may be called by several threads.
         """
         return self._try_lease(len(memory), memory, give_way)
 
@@ -294,12 +294,23 @@ class BufferPool:
         return lease
 
     def _pin(self, nbytes: int) -> Any:
-        """Pin new memory. If the system has none left, free chunks are unpinned first."""
+        """Pin new memory. If the system has none left, free chunks are unpinned first, then leases give way that can."""
         try:
             return pinned(nbytes)
         except OutOfBuffers:
             self.trim()
-        return pinned(nbytes)
+        asked: set[PinnedChunk] = set()
+        while True:
+            try:
+                return pinned(nbytes)
+            except OutOfBuffers:
+                with self._lock:
+                    yielding = self._yielding(asked)
+                if yielding is None:
+                    raise
+            give_way, chunk = yielding
+            give_way()
+            asked.add(chunk)
 
     def _settle(self) -> None:
         """Poll the futures that leases are released after. Raises RuntimeError in a forked child.

@@ -38,7 +38,8 @@ class SpareCopy:
         self.nbytes = len(memory)
         self.lease: Lease | None = None
         """None before it is made, and when the bytes are on the drive."""
-        self.memory = memory
+        self.memory: mmap.mmap | None = memory
+        """None when the bytes are on the drive."""
         self.filled = False
 
     @property
@@ -126,7 +127,7 @@ class SpareMemory:
             idle: dict[int, list[mmap.mmap]] = {}
             for copy in self._lent:
                 lease, copy.lease = copy.lease, None
-                if lease is not None:
+                if lease is not None and copy.memory is not None:
                     lease.release()
                     try:
                         copy.memory.madvise(mmap.MADV_FREE)
@@ -162,6 +163,7 @@ class SpareMemory:
                 return
             self._written += copy.nbytes
             lease, copy.lease = copy.lease, None
+            copy.memory = None  # unmapped before the pool counts it as free, unless somebody has a tensor over it
             lease.release()
             self._lent.remove(copy)
 

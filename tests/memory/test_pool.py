@@ -835,6 +835,18 @@ def test_a_system_without_memory_is_told_and_costs_no_room(pool: BufferPool, fai
     pool.lease(100 * PAGE).release()
 
 
+def test_leases_give_way_when_the_system_has_no_more_memory(pool: BufferPool, failing: list[BaseException]) -> None:
+    leases = [Yielding(pool, 20) for _ in range(3)]
+    failing += [MemoryError(), MemoryError(), MemoryError()]
+    with pool.lease(10 * PAGE):
+        assert sorted(each.asked for each in leases) == [0, 1, 1]
+    failing += [MemoryError()] * 5
+    with pytest.raises(OutOfBuffers, match="memory to pin"):
+        pool.lease(20 * PAGE)
+    assert sorted(each.asked for each in leases) == [1, 1, 1]
+    assert pool.in_use == 0
+
+
 def test_an_interrupt_while_memory_is_pinned_costs_no_room(pool: BufferPool, failing: list[BaseException]) -> None:
     failing.append(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):

@@ -6,6 +6,7 @@ import gc
 import mmap
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
+from deepnvme.memory.host import private_mapping
 from deepnvme.offload import spare_memory
 from deepnvme.offload.spare_memory import SpareMemory
 from deepnvme.swap import BufferPool, OutOfBuffers
@@ -324,16 +326,27 @@ class Wanted:
     def __init__(self, pool: BufferPool, number: int, in_thread: bool) -> None:
         self._pool, self._number, self._in_thread = pool, number, in_thread
         self._step, self._calls = torch.optim.AdamW.step, 0
+        self._mappings: list[weakref.ref[mmap.mmap]] = []
         self.error: BaseException | None = None
         self.got = 0
+        self.mapped = 0
+        """Bytes of mappings made for copies since this was entered that were there still when it had its memory."""
+
+    def _map(self, nbytes: int) -> mmap.mmap:
+        mapping = private_mapping(nbytes)
+        self._mappings.append(weakref.ref(mapping))
+        return mapping
 
     def __enter__(self) -> Wanted:
+        self._maps = mock.patch.object(spare_memory, "private_mapping", self._map)
+        self._maps.__enter__()
         self._patch = mock.patch.object(torch.optim.AdamW, "step", lambda inner: self._called(inner))
         self._patch.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._patch.__exit__(*error)
+        self._maps.__exit__(*error)
 
     def _called(self, inner: torch.optim.Optimizer) -> None:
         self._calls += 1
@@ -352,6 +365,7 @@ class Wanted:
             with self._pool.lease(everything(self._pool)) as lease:
                 lease.buffer.fill_(255)
                 self.got = lease.nbytes
+                self.mapped = sum(mapping() is not None for mapping in self._mappings) * COPY
         except MemoryError as error:
             self.error = error.with_traceback(None)  # whose frames would keep copies
 
@@ -378,6 +392,19 @@ def test_copies_go_to_the_drive_when_somebody_else_wants_the_memory(drive: Path,
                 assert report.bytes_written >= 8 * 8 * NUMEL + 2 * COPY  # at least two copies, beside the states
         assert_same_state(optimizer.state_dict(), reference.state_dict())
     assert pool.in_use == 0
+
+
+def test_the_memory_of_copies_that_gave_way_is_unmapped(drive: Path) -> None:
+    pool = BufferPool(4 * MIB)
+    params = parameters(shapes=SHAPES)
+    with optimizer_in(drive, params, sub_group_size=NUMEL, pool=pool, **ADAM) as optimizer:
+        give_gradients(params, 0)
+        optimizer.step()  # the first copies in spare memory are made by the next one
+        give_gradients(params, 1)
+        with Wanted(pool, 8, in_thread=False) as other:
+            optimizer.step()
+    assert other.got == everything(pool)
+    assert 0 < other.mapped <= 6 * COPY
 
 
 @pytest.mark.parametrize("in_thread", [False, True], ids=["same thread", "other thread"])
