@@ -48,7 +48,7 @@ def run(place: Path, parts: Sequence[str], *arguments: str, timeout: int = 240) 
 
 @pytest.fixture(scope="module")
 def quick(io_dir: Path) -> Run:
-    return run(io_dir / "optimizer_swap", ("limits", "deepspeed", "classes", "small"))
+    return run(io_dir / "optimizer_swap", ("limits", "plain", "deepspeed", "classes", "small"))
 
 
 def test_everyone_takes_every_turn(quick: Run) -> None:
@@ -64,6 +64,13 @@ def test_states_move_and_a_budget_keeps_some_of_them_still(quick: Run) -> None:
     samples = quick.document["comparisons"]["limits"]["samples"]
     for alone, kept in zip(samples["offloaded"], samples["offloaded, half in memory"], strict=True):
         assert alone["bytes_written"] > kept["bytes_written"] > 0
+
+
+def test_without_masters_only_the_states_are_written(quick: Run) -> None:
+    samples = quick.document["comparisons"]["plain"]["samples"]
+    assert set(samples) == {"in memory", "limits", "offloaded"}
+    written = [target for target in quick.document["targets"] if "bytes written for each parameter" in target["what"]]
+    assert [target["met"] for target in written] == [True]
 
 
 def test_a_target_without_deepspeed_is_neither_met_nor_missed(quick: Run) -> None:
@@ -99,6 +106,11 @@ def test_a_step_is_measured_against_the_slower_of_drive_and_memory() -> None:
     offloaded = {"seconds": 3.0, "bytes_read": 2e9, "bytes_written": 2e9}
     assert optimizer_swap.over_limit(offloaded, limits, {"seconds": 1.0}) == pytest.approx(2.0)
     assert optimizer_swap.over_limit(offloaded, limits, {"seconds": 3.0}) == pytest.approx(1.0)
+    # what is written beyond the states is no excuse
+    alone = optimizer_swap.over_limit(offloaded, limits, {"seconds": 1.0}, state_bytes=10**9)
+    needed = offloaded["bytes_read"] / limits["read"] + 1e9 / limits["write"]
+    assert alone == pytest.approx(3.0 / needed)
+    assert alone > optimizer_swap.over_limit(offloaded, limits, {"seconds": 1.0})
 
 
 @pytest.mark.parametrize("case", identity.CASES, ids=lambda case: case.name)
