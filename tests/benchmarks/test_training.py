@@ -38,6 +38,7 @@ def test_everyone_takes_every_turn(drive: Path, document_of: Callable[..., Any])
     assert memory["figure"]["median"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:the drive sets the pace of save_on_disk:RuntimeWarning")  # which is no matter here
 @pytest.mark.parametrize("case", training_identity.CASES, ids=str)
 def test_bits_are_compared(case: training_identity.Case, drive: Path) -> None:
     assert training_identity.differences(case, drive, steps=2) == 0
