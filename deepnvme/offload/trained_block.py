@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepnvme.memory.freed_memory import return_freed_memory
 from deepnvme.transfer.block_cache import BlockCache
 
 from .block_versions import BlockVersions, block_name
@@ -19,6 +20,9 @@ from .state_dict import take_over
 from .sub_group import Held, SubGroup, lay_out
 
 Groups = Sequence[dict[str, Any]]
+
+_KEPT_FREE = 32 << 20
+"""Bytes of freed memory that the C library may keep after a block's states have appeared: they were in its memory before."""
 
 
 class BlockGradients:
@@ -133,20 +137,30 @@ class TrainedBlock:
     def _cache(self) -> BlockCache:
         return self._schedule.cache
 
-    def step(self, groups: Groups) -> None:
+    def step(self, groups: Groups, scratch: torch.Tensor) -> None:
         """Step the parameters, which are in memory, with the gradients in ``param.grad``. Reads the states, and writes both.
+
+        Args:
+            groups: The options of the step.
+            scratch: Memory of :attr:`scratch_bytes`.
 
         Raises OSError, and whatever the optimizer raises. Undo it then.
         """
         sub_group = self._begin_change()
         if self._states is not None:
             self._schedule.acquire(self._states)
-        scratch = torch.empty(sub_group.full_gradient_bytes, dtype=torch.uint8, device="cpu")
         held = sub_group.step(None if self._states is None else self._states.content, {}, scratch, groups)
         if held is not None:
             self._lay_out(sub_group, held)
+            held.clear()
+            return_freed_memory(_KEPT_FREE)
         self._write_states(sub_group)
         self._write_parameters()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of memory that a step needs beside all else."""
+        return 0 if self.sub_group is None else self.sub_group.full_gradient_bytes
 
     def load(self, values: Iterable[torch.Tensor], states: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:
         """Replace the parameters, which are in memory, and their states. Raises OSError. Undo it then.

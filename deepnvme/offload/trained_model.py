@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme.memory.freed_memory import return_freed_memory
 
 from .block_versions import BlockVersions
 from .buffer_copies import BufferCopies
@@ -18,6 +19,9 @@ from .gradients import GradientHooks
 from .parameter_block import ParameterBlock
 from .parameter_uses import ParameterUses, ScheduledBlocks
 from .trained_block import Groups, TrainedBlock
+
+_KEPT_FREE = 64 << 20
+"""Bytes of freed memory that the C library may keep between steps. It keeps gradients of blocks that are gone, in pieces."""
 
 
 @dataclass
@@ -75,6 +79,7 @@ class TrainedModel:
         self._rest = blocks[-1].parameters
         self._schedule, self._versions, self._options, self._max_norm = schedule, versions, options, max_norm
         self._model, self._buffers = model, BufferCopies(model)
+        self._scratch = torch.empty(max((block.scratch_bytes for block in blocks), default=0), dtype=torch.uint8, device="cpu")
         self._running = 0  # micro-batches that run now
         self._deferred = deferred
         self._left: _LeftForLater | None = None
@@ -176,7 +181,7 @@ class TrainedModel:
             block.gradients.scale(factor)
         self.uses.begin(block.parameters)
         try:
-            block.step(groups)
+            block.step(groups, self._scratch)
         finally:
             self.uses.end(block.parameters)
         block.gradients.drop()
@@ -211,6 +216,7 @@ class TrainedModel:
                 self._step_block(block, groups, factor)
             self.commit(self.steps + 1)
         self._options.step()
+        return_freed_memory(_KEPT_FREE)
 
     def _end_step(self) -> None:
         self.micro_batches_run, self._norm = 0, None

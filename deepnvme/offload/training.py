@@ -15,16 +15,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepnvme.checkpoint.saving import save
+from deepnvme.memory.alignment import padded
 from deepnvme.memory.byte_count import byte_count
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.profiles import engine_for
 from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.transfer.block import Block
-from deepnvme.transfer.block_cache import BlockCache
+from deepnvme.transfer.block_cache import BlockCache, BlockMemory
 from deepnvme.transfer.block_memory import PooledMemory
 
 from .activation_checkpointing import is_checkpointed, keep_for_backward, recompute_on_backward
 from .activations import save_on_disk
+from .arena_memory import ArenaMemory
 from .block_versions import BlockVersions
 from .counted_io import CountedIO
 from .forward_random_numbers import DrawsDiffer
@@ -87,10 +89,11 @@ class OffloadedTraining:
         checkpoint: Where the values are from: a .safetensors file, a .pt or .bin of a state_dict, the index.json of several, a
             directory with one of these, or a mapping such as ``torch.load(path, mmap=True)``. It is read one block at a time, and
             converted to the dtypes of the model. None for the values in memory, or for new ones.
-        memory_budget: Bytes of blocks (parameters, gradients and states) that are in memory. More only for what one block needs.
+        memory_budget: Bytes of parameters, gradients, states and saved activations that are in memory. More only if a single
+            block needs more. What a forward computes with beside these is not counted.
         activations: "memory"; or "nvme" to have :class:`save_on_disk` keep those that ``activation_budget`` has no room for; or
             "recompute" to have only the blocks' inputs kept so, and the rest computed again in the backward.
-        activation_budget: Bytes of activations in memory, unless all are.
+        activation_budget: Bytes of the memory budget for activations, unless all stay in memory; None for a quarter.
         master_weights: Whether parameters in bfloat16 and float16 have a float32 weight in the states.
         micro_batches: Backwards in a step, whose gradients are summed.
         accumulation: "vertical" to have :meth:`step` run each block for all micro-batches before the next one, so that it is read
@@ -101,7 +104,7 @@ class OffloadedTraining:
             fails, that step is undone too: see :attr:`steps`.
         param_groups: The trained parameters in groups with options of their own, as torch's optimizers take them. None for one
             group for each block, all with the same options.
-        pool: Where memory is leased.
+        pool: Where the memory of blocks is leased; None for a pinned region of its own.
         config: Settings of the engine; None for the profile of the drive.
         **optimizer_kwargs: The optimizer's.
 
@@ -121,7 +124,7 @@ class OffloadedTraining:
         checkpoint: Checkpoint | None = None,
         memory_budget: int = 1 << 30,
         activations: str = "memory",
-        activation_budget: int = 1 << 30,
+        activation_budget: int | None = None,
         accumulation: str = "vertical",
         master_weights: bool = False,
         micro_batches: int = 1,
@@ -158,14 +161,21 @@ class OffloadedTraining:
             self._engine.close()
             raise
         self._io = CountedIO(self._store, verbose=False)
-        memory_pool = buffer_pool() if pool is None else pool
-        memory = PooledMemory(memory_pool, memory_budget, _shortage)
-        self._schedule = ScheduledBlocks(BlockCache(self._io, memory))
         self._versions = BlockVersions(self._store)
         self._recomputed = [each for each in modules if activations == "recompute" and not is_checkpointed(each)]
         for module in self._recomputed:
             recompute_on_backward(module)
-        blocks_of_model = self._trained_blocks([*params, rest], planner)
+        sub_groups = self._sub_groups([*params, rest], planner)
+        if activations == "memory":
+            activation_budget = 0
+        elif activation_budget is None:
+            activation_budget = memory_budget // 4
+        memory = _memory(sub_groups, [*params, rest], planner, memory_budget - activation_budget, self._io, pool)
+        self._schedule = ScheduledBlocks(BlockCache(self._io, memory))
+        blocks_of_model = [
+            TrainedBlock(ParameterBlock(number, some), sub_group, self._schedule, self._versions)
+            for number, (some, sub_group) in enumerate(zip([*params, rest], sub_groups, strict=True))
+        ]
         self._trained = TrainedModel(
             model,
             {module: block.parameters for module, block in zip(modules, blocks_of_model, strict=False)},
@@ -177,7 +187,7 @@ class OffloadedTraining:
             max_norm,
             deferred,
         )
-        residents = ResidentBlocks(self._io, self._versions, memory_pool)  # there are none
+        residents = ResidentBlocks(self._io, self._versions, buffer_pool() if pool is None else pool)  # there are none
         check = self._check_between_steps
         states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, residents, check)
         self._state = TrainingState(model, self._trained, self.optimizer, self._versions, states, modules)
@@ -192,17 +202,18 @@ class OffloadedTraining:
             self.close()
             raise
 
-    def _trained_blocks(self, params: Sequence[Sequence[nn.Parameter]], planner: SubGroupPlanner) -> list[TrainedBlock]:
-        found = []
+    def _sub_groups(self, params: Sequence[Sequence[nn.Parameter]], planner: SubGroupPlanner) -> list[SubGroup | None]:
+        """Return what steps the parameters of each block; None for a block without trained ones."""
+        found: list[SubGroup | None] = []
         for number, some in enumerate(params):
             inside = set(some)
             groups = [
                 {**group, "params": [each for each in group["params"] if each in inside]} for group in self.optimizer.param_groups
             ]
-            sub_group = None
             if any(group["params"] for group in groups):
-                (sub_group,) = planner.sub_groups_of(groups, 0, number)
-            found.append(TrainedBlock(ParameterBlock(number, some), sub_group, self._schedule, self._versions))
+                found += planner.sub_groups_of(groups, 0, number)
+            else:
+                found.append(None)
         return found
 
     def _to_drive(self, initial: InitialValues, modules: Sequence[nn.Module]) -> None:
@@ -471,6 +482,28 @@ class _Activations(save_on_disk):
 
 def _unpack(packed: Packed) -> torch.Tensor:
     return packed.unpack()
+
+
+def _memory(
+    sub_groups: Sequence[SubGroup | None],
+    params: Sequence[Sequence[nn.Parameter]],
+    planner: SubGroupPlanner,
+    budget: int,
+    io: CountedIO,
+    pool: BufferPool | None,
+) -> BlockMemory:
+    """Return memory for blocks, given the bytes of these and of all else that training them takes."""
+    parameters = [sum(padded(param.nbytes) for param in some) for some in params]
+    gradients = [sum(padded(param.nbytes) for param in some if param.requires_grad) for some in params]
+    states = [0 if each is None else planner.estimate(each) for each in sub_groups]
+    scratch = max((each.full_gradient_bytes for each in sub_groups if each is not None), default=0)
+    # In torch's memory: gradients of a block and of the one before it, of what is in no block, and those converted to float32.
+    limit = budget - gradients[-1] - 2 * max(gradients[:-1], default=0) - scratch
+    one = max((sum(sizes) for sizes in zip(parameters[:-1], gradients[:-1], states[:-1], strict=True)), default=0)
+    limit = max(limit, parameters[-1] + max(one, gradients[-1] + states[-1]))
+    if pool is not None:
+        return PooledMemory(pool, limit, _shortage)
+    return ArenaMemory(min(limit, sum(parameters) + sum(gradients) + sum(states)), io.record_ended)
 
 
 def _shortage(held: int, block: Block) -> str:

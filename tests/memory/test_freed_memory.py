@@ -1,0 +1,27 @@
+"""Memory that was freed goes back to the system."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deepnvme.memory import freed_memory
+
+
+def own_bytes() -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+@pytest.mark.skipif(freed_memory._mallinfo2 is None, reason="needs glibc 2.33")
+def test_freed_memory_is_given_back_beyond_what_may_be_kept() -> None:
+    freed_memory.return_freed_memory(0)
+    pieces = [bytearray(b"\1" * 100_000) for _ in range(600)]  # below the size for which the C library asks the system each time
+    last = bytearray(100_000)
+    before = own_bytes()
+    pieces.clear()
+    freed_memory.return_freed_memory(1 << 40)
+    freed_memory.return_freed_memory(1 << 20)
+    assert own_bytes() < before - 40_000_000
+    assert len(last) == 100_000
