@@ -115,6 +115,7 @@ class ParameterUses:
         self._schedule = schedule
         self._begun_in_forward = begun_in_forward
         self._begun_in_backward, self._ended_in_backward = begun_in_backward, ended_in_backward
+        self._in_use: dict[ParameterBlock, None] = {}  # those in memory for a use
         self._in_forward: list[ParameterBlock] = []
         self._in_backward: dict[ParameterBlock, None] = {}  # the newest last
         self._complete: set[ParameterBlock] = set()  # of these, those whose gradients have all arrived
@@ -163,12 +164,14 @@ class ParameterUses:
         if block.holds == 0:
             self._schedule.acquire(block)
             block.attach()
+            self._in_use[block] = None
         block.holds += 1
 
     def end(self, block: ParameterBlock) -> None:
         """End a use. Never blocks."""
         block.holds -= 1
         if block.holds == 0:
+            self._in_use.pop(block, None)
             block.detach()
             self._schedule.cache.release([block])
 
@@ -179,6 +182,7 @@ class ParameterUses:
         self._in_backward.clear()
         self._complete.clear()
         self._used_last = None
+        self._in_use.clear()
         for block in self._blocks:
             if block.holds:
                 block.holds = 0
@@ -256,8 +260,8 @@ class ParameterUses:
                     " when it is on the drive: name only modules that are called, or give the blocks as modules,"
                     " so that no others are found"
                 )
-            for block in self._blocks:
-                view = block.view_of(tensor) if block.holds else None
+            for block in self._in_use:
+                view = block.view_of(tensor)
                 if view is not None:
                     return SavedParameter(self, block, view)
         return None

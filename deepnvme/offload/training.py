@@ -91,6 +91,7 @@ class OffloadedTraining:
             converted to the dtypes of the model. None for the values in memory, or for new ones.
         memory_budget: Bytes of parameters, gradients, states and saved activations that are in memory. More only if a single
             block needs more. What a forward computes with beside these is not counted.
+        parameters: "nvme"; or "memory" to have them stay in memory beside being on the drive, and only states come and go.
         activations: "memory"; or "nvme" to have :class:`save_on_disk` keep those that ``activation_budget`` has no room for; or
             "recompute" to have only the blocks' inputs kept so, and the rest computed again in the backward.
         activation_budget: Bytes of the memory budget for activations, unless all stay in memory; None for a quarter.
@@ -123,6 +124,7 @@ class OffloadedTraining:
         blocks: Iterable[nn.Module | str] | None = None,
         checkpoint: Checkpoint | None = None,
         memory_budget: int = 1 << 30,
+        parameters: str = "nvme",
         activations: str = "memory",
         activation_budget: int | None = None,
         accumulation: str = "vertical",
@@ -135,6 +137,8 @@ class OffloadedTraining:
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
+        if parameters not in ("memory", "nvme"):
+            raise ValueError(f'parameters must be "memory" or "nvme", got {parameters!r}')
         if activations not in _ACTIVATIONS:
             raise ValueError(f"activations must be one of {', '.join(_ACTIVATIONS)}, got {activations!r}")
         if accumulation not in ("vertical", "horizontal"):
@@ -170,7 +174,8 @@ class OffloadedTraining:
             activation_budget = 0
         elif activation_budget is None:
             activation_budget = memory_budget // 4
-        memory = _memory(sub_groups, [*params, rest], planner, memory_budget - activation_budget, self._io, pool)
+        stay = parameters == "memory"
+        memory = _memory(sub_groups, [*params, rest], planner, memory_budget - activation_budget, self._io, pool, stay)
         self._schedule = ScheduledBlocks(BlockCache(self._io, memory))
         blocks_of_model = [
             TrainedBlock(ParameterBlock(number, some), sub_group, self._schedule, self._versions)
@@ -197,7 +202,7 @@ class OffloadedTraining:
         self._side_by_side = SideBySide(self._trained, self._saved_tensors)
         self._vertical = accumulation == "vertical"
         try:
-            self._to_drive(initial, modules)
+            self._to_drive(initial, modules, stay)
         except BaseException:
             self.close()
             raise
@@ -216,13 +221,15 @@ class OffloadedTraining:
                 found.append(None)
         return found
 
-    def _to_drive(self, initial: InitialValues, modules: Sequence[nn.Module]) -> None:
-        """Write the model's parameters to the drive, and free their memory, but for those outside of the blocks."""
+    def _to_drive(self, initial: InitialValues, modules: Sequence[nn.Module], stay: bool) -> None:
+        """Write the model's parameters to the drive, and free their memory; blocks of them may stay in the cache."""
         cache = self._schedule.cache
         blocks = self._trained.blocks
         by_module = {module: block.parameters for module, block in zip(modules, blocks, strict=False)}
         initial.write(by_module, blocks[-1].parameters, cache)
         cache.flush([block.parameters for block in blocks])
+        if stay:
+            cache.keep(dict.fromkeys((block.parameters for block in blocks), True))
         self._trained.keep_rest()
 
     # -- steps
@@ -491,6 +498,7 @@ def _memory(
     budget: int,
     io: CountedIO,
     pool: BufferPool | None,
+    parameters_stay: bool,
 ) -> BlockMemory:
     """Return memory for blocks, given the bytes of these and of all else that training them takes."""
     parameters = [sum(padded(param.nbytes) for param in some) for some in params]
@@ -500,7 +508,8 @@ def _memory(
     # In torch's memory: gradients of a block and of the one before it, of what is in no block, and those converted to float32.
     limit = budget - gradients[-1] - 2 * max(gradients[:-1], default=0) - scratch
     one = max((sum(sizes) for sizes in zip(parameters[:-1], gradients[:-1], states[:-1], strict=True)), default=0)
-    limit = max(limit, parameters[-1] + max(one, gradients[-1] + states[-1]))
+    staying = sum(parameters) if parameters_stay else parameters[-1]
+    limit = max(limit, staying + max(one, gradients[-1] + states[-1]))
     if pool is not None:
         return PooledMemory(pool, limit, _shortage)
     return ArenaMemory(min(limit, sum(parameters) + sum(gradients) + sum(states)), io.record_ended)

@@ -154,6 +154,17 @@ def test_a_training_has_the_bits_of_one_in_memory(
     assert not list(drive.iterdir())
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_parameters_may_stay_in_memory(drive: Path, deferred: bool) -> None:
+    model = Model()
+    with train_both(model, drive, parameters="memory", deferred=deferred) as training:
+        read: list[str] = []
+        training._store.get = lambda name, *args, get=training._store.get: read.append(name) or get(name, *args)  # type: ignore[method-assign]
+        training.step(*batch(0))
+        assert read  # states
+        assert not [name for name in read if "parameters" in name]
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_gradients_are_clipped_as_in_memory(drive: Path, max_norm: float, micro_batches: int) -> None:
@@ -461,6 +472,8 @@ def test_a_backward_after_the_step_is_an_error(drive: Path) -> None:
     ("options", "message"),
     [
         ({"activations": "disk"}, "activations must be"),
+        ({"parameters": "disk"}, "parameters must be"),
+        ({"accumulation": "diagonal"}, "accumulation must be"),
         ({"micro_batches": 0}, "micro_batches must be positive"),
         ({"memory_budget": -1}, "memory_budget must not be negative"),
         ({"blocks": [nn.Linear(1, 1)]}, "is no module of the model"),
