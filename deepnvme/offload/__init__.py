@@ -1,8 +1,9 @@
-"""Train with more than fits into memory: optimizer states, gradients, master weights and activations on a drive."""
+"""Train with more than fits into memory: parameters, gradients, optimizer states and activations on a drive."""
 
 from .activation_checkpointing import checkpoint_on_disk
 from .activation_report import ActivationReport
 from .activations import save_on_disk
 from .optimizer import OffloadedOptimizer
+from .training import OffloadedTraining
 
-__all__ = ["ActivationReport", "OffloadedOptimizer", "checkpoint_on_disk", "save_on_disk"]
+__all__ = ["ActivationReport", "OffloadedOptimizer", "OffloadedTraining", "checkpoint_on_disk", "save_on_disk"]
