@@ -30,6 +30,8 @@ import torch
 
 from deepnvme.offload import ActivationReport, save_on_disk
 
+from .transformers_training import offload_training as offload_training
+
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
     from deepnvme.profiles import AnyPath
@@ -180,7 +182,7 @@ def _compute_loss_context_manager(trainer: Any) -> Any:
     """Replace ``Trainer.compute_loss_context_manager``: the same contexts, and in training, that of the drive as well."""
     contexts = _originals["compute_loss_context_manager"](trainer)
     enabled = _enabled
-    if enabled is not None and torch.is_grad_enabled():
+    if enabled is not None and torch.is_grad_enabled() and not hasattr(trainer, "offloaded_training"):  # has its own
         contexts.enter_context(enabled.forward())  # at once, as transformers does it with contexts of its own
     return contexts
 

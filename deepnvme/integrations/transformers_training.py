@@ -1,0 +1,328 @@
+"""Have transformers' ``Trainer`` train a model whose parameters, gradients and optimizer states are on a drive.
+
+    trainer = transformers.Trainer(model, arguments, train_dataset=data)
+    offload_training(trainer, "/mnt/nvme/training", memory_budget=8 << 30)
+    trainer.train()
+
+The loop stays that of transformers. The trainer gets a subclass of its class, made here, and an optimizer whose step is that of
+an :class:`deepnvme.offload.OffloadedTraining`. The loop gathers the batches of a step by ``get_batch_samples``, and
+calls ``training_step`` for each, which runs the forward and calls ``accelerator.backward``. Here the first of these calls runs
+the forwards and backwards of all batches of the step, so that a block is read once for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
+
+from deepnvme.offload import OffloadedTraining
+from deepnvme.offload.partition import ELEMENTWISE
+
+if TYPE_CHECKING:
+    from deepnvme.profiles import AnyPath
+
+_OVERRIDDEN = {
+    "train": (),
+    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
+    "training_step": ("model", "inputs", "num_items_in_batch"),
+    "_save": ("output_dir", "state_dict"),
+    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+    "_load_best_model": (),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+}
+"""Methods of ``Trainer``, with the names of their arguments that are used."""
+
+
+def offload_training(
+    trainer: Any, nvme_path: AnyPath | Sequence[AnyPath], *, blocks: Iterable[nn.Module | str] | None = None, **options: Any
+) -> OffloadedTraining:
+    """Have a trainer train with its model's layers, their gradients and the optimizer's states on a drive, from now on.
+
+    Losses, weights, logs and checkpoints are those of the trainer in memory, bit for bit; only that ``grad_norm`` is not logged
+    if gradients are not clipped. After ``train()`` the trainer's methods evaluate, save and train on as ever. The parameters are
+    in memory again after ``close(restore=True)`` of what is returned; the trainer cannot train any more then.
+
+    Args:
+        trainer: That has not trained yet, on the CPU, in one process.
+        nvme_path: As of :class:`deepnvme.offload.OffloadedTraining`.
+        blocks: As of :class:`deepnvme.offload.OffloadedTraining`.
+        **options: Others of :class:`deepnvme.offload.OffloadedTraining`: ``memory_budget``, ``activations``, ... The
+            optimizer and its options, ``micro_batches`` and ``max_norm`` are from the ``TrainingArguments``.
+
+    Returns:
+        The training, which is also ``trainer.offloaded_training``.
+
+    Raises:
+        ImportError: If transformers, or accelerate that its trainer needs, is not installed.
+        RuntimeError: If this version of transformers has another ``Trainer``, or the trainer is offloaded already.
+        ValueError: For a trainer, or an option of its, that cannot be offloaded. Nothing is changed then.
+        OSError: From the drive.
+    """
+    _check_version()
+    _check(trainer)
+    optimizer_class, optimizer_options, param_groups = _optimizer_of(trainer)
+    max_norm = trainer.args.max_grad_norm if trainer.args.max_grad_norm > 0 else None
+    training = OffloadedTraining(
+        trainer.model,
+        optimizer_class,
+        blocks=blocks,
+        nvme_path=nvme_path,
+        param_groups=param_groups,
+        max_norm=max_norm,
+        **optimizer_options,
+        **options,
+    )
+    steps = _Steps(training, max_norm)
+    trainer.accelerator.backward, trainer.accelerator.clip_grad_norm_ = steps.backward, steps.clip_grad_norm
+    trainer.optimizer = _StepsOnTheDrive(training)
+    trainer.offloaded_training = training
+    trainer.__class__ = _offloaded(type(trainer), training, steps)
+    return training
+
+
+def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps) -> type:
+    """Return a subclass of a trainer's class, for that trainer."""
+
+    class OffloadedTrainer(base):  # type: ignore[misc]
+        def train(self, *arguments: Any, **options: Any) -> Any:
+            try:
+                return super().train(*arguments, **options)
+            except BaseException:
+                with contextlib.suppress(OSError):  # what is called next tries it again
+                    if not training.closed:
+                        training.undo_step()
+                raise
+
+        def get_batch_samples(self, epoch_iterator: Any, num_batches: Any, device: Any) -> Any:
+            batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
+            steps.begin(batches)
+            return batches, num_items_in_batch
+
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            own = super().training_step
+            return steps.loss_of(inputs, lambda batch: own(model, batch, num_items_in_batch))
+
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            with _states_on_the_drive(self.model, training):
+                super()._save(output_dir, state_dict)
+
+        def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+            with _states_on_the_drive(self.model, training):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+        def _load_best_model(self) -> None:
+            with _states_on_the_drive(self.model, training):
+                super()._load_best_model()
+
+        def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+            with _mapping_files():
+                super()._load_optimizer_and_scheduler(checkpoint)
+
+    OffloadedTrainer.__name__ = OffloadedTrainer.__qualname__ = base.__name__
+    return OffloadedTrainer
+
+
+class _Thread(threading.local):
+    loss: torch.Tensor | None = None
+    """What the forward that runs in this thread has called ``accelerator.backward`` with."""
+
+
+class _Steps:
+    """Runs the batches of a trainer's step together, when the first of them is asked for.
+
+    Args:
+        training: Runs them.
+        max_norm: That it clips gradients to.
+    """
+
+    def __init__(self, training: OffloadedTraining, max_norm: float | None) -> None:
+        self._training, self._max_norm = training, max_norm
+        self._batches: list[Any] = []
+        self._losses: list[Any] = []
+        self._thread = _Thread()
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        """Take the batches of the next step."""
+        self._batches, self._losses = list(batches), []
+
+    def loss_of(self, batch: Any, training_step: Callable[[Any], Any]) -> Any:
+        """Return what ``training_step`` has returned for a batch, the next one of the step. Raises OSError."""
+        if not self._batches or batch is not self._batches[0]:
+            raise RuntimeError("training_step() is to be called with the batches of get_batch_samples(), one after the other")
+        if not self._losses:
+            self._losses = self._run(training_step)
+        del self._batches[0]
+        return self._losses.pop(0)
+
+    def _run(self, training_step: Callable[[Any], Any]) -> list[Any]:
+        returned: list[Any] = [None] * len(self._batches)
+
+        def forward(index: int, batch: Any) -> torch.Tensor:
+            self._thread.loss = None
+            returned[index] = training_step(batch)
+            loss, self._thread.loss = self._thread.loss, None
+            if loss is None:
+                raise RuntimeError("the trainer's training_step() has to call accelerator.backward(loss)")
+            return loss
+
+        self._training.run_micro_batches([functools.partial(forward, *each) for each in enumerate(self._batches)])
+        return returned
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Replace ``accelerator.backward``: the training runs the backward when ``training_step`` has returned."""
+        if self._thread.loss is not None or options:
+            raise RuntimeError("training_step() may call accelerator.backward() once, with nothing but the loss")
+        self._thread.loss = loss
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
+        """Replace ``accelerator.clip_grad_norm_``: the training clips gradients when it steps.
+
+        Returns:
+            The norm; None if gradients are not clipped, since they are gone then.
+        """
+        if self._max_norm is None and math.isinf(max_norm):
+            return None
+        if (max_norm, norm_type) != (self._max_norm, 2):
+            raise RuntimeError(f"max_grad_norm cannot be changed any more: it was {self._max_norm or 0} for offload_training()")
+        return self._training.gradient_norm()
+
+
+class _StepsOnTheDrive(Optimizer):
+    """The optimizer of a trainer whose training is offloaded. Its state is as that of an optimizer in memory."""
+
+    _is_accelerate_prepared = True  # it has no gradients to be scaled, and no states to be moved to a device
+    step_was_skipped = False
+
+    def __init__(self, training: OffloadedTraining) -> None:
+        super().__init__(training.optimizer.param_groups, training.optimizer.defaults)
+        self.param_groups = training.optimizer.param_groups
+        self._training = training
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Make the step whose micro-batches were run. Raises like :meth:`OffloadedTraining.step`."""
+        self._training.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states and options, with tensors mapped from the drive. Raises OSError."""
+        state = self._training.state_dict()["optimizer"]
+        index_of = {name: index for index, name in enumerate(_names(state))}
+        return {
+            "state": dict(sorted((index_of[name], values) for name, values in state["state"].items())),
+            "param_groups": [
+                {**group, "params": [index_of[name] for name in group["params"]]} for group in state["param_groups"]
+            ],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Replace the states and options by those of an optimizer in memory, or of this one. Raises ValueError, OSError."""
+        now = self._training.state_dict()
+        groups = now["optimizer"]["param_groups"]
+        saved = state_dict["param_groups"]
+        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
+            raise ValueError("these are the states of another optimizer: its parameter groups have other numbers of parameters")
+        name_of = dict(zip(_names(state_dict), _names(now["optimizer"]), strict=True))
+        states = {name_of[index]: values for index, values in state_dict["state"].items()}
+        named = [{**theirs, "params": ours["params"]} for theirs, ours in zip(saved, groups, strict=True)]
+        self._training.load_state_dict({**now, "optimizer": {"state": states, "param_groups": named}})
+
+
+def _names(optimizer_state: Mapping[str, Any]) -> list[Any]:
+    """Return the parameters of all groups: names, or what an optimizer in memory numbers them with."""
+    return [name for group in optimizer_state["param_groups"] for name in group["params"]]
+
+
+@contextlib.contextmanager
+def _states_on_the_drive(model: nn.Module, training: OffloadedTraining) -> Iterator[None]:
+    """Have ``state_dict`` and ``load_state_dict`` of the model be of what is on the drive, unless the training is closed."""
+    if training.closed:
+        yield
+        return
+    now = training.state_dict()
+    params = dict(model.named_parameters(remove_duplicate=False))
+
+    def load(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
+        missing = [name for name in now["model"] if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in now["model"]]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"the state has no {missing}, and {unexpected} that the model does not have")
+        given = {params[name]: value for name, value in state_dict.items() if name in params}
+        for name, value in now["model"].items():
+            alike = given.get(params[name], value) if name in params else value  # one name of a tied parameter is enough
+            now["model"][name] = state_dict.get(name, alike)
+        training.load_state_dict(now)
+        return _IncompatibleKeys(missing, unexpected)
+
+    ours: Any = model
+    ours.state_dict, ours.load_state_dict = lambda *_, **__: dict(now["model"]), load
+    try:
+        yield
+    finally:
+        del ours.state_dict, ours.load_state_dict
+
+
+def _mapping_files() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which ``torch.load`` maps files, so that states need not fit into memory. torch 2.6 reads them."""
+    serialization: Any = getattr(torch.utils, "serialization", None)
+    return contextlib.nullcontext() if serialization is None else serialization.config.patch("load.mmap", True)
+
+
+def _optimizer_of(trainer: Any) -> tuple[type[Optimizer], dict[str, Any], list[dict[str, Any]]]:
+    """Return the class of a trainer's optimizer, its options and its parameter groups. Raises ValueError."""
+    given = trainer.optimizer
+    optimizer = trainer.create_optimizer()
+    trainer.optimizer = given
+    transformers = importlib.import_module("transformers")
+    each_by_itself = {*ELEMENTWISE, torch.optim.Adafactor, getattr(transformers, "Adafactor", torch.optim.Adafactor)}
+    if type(optimizer) not in each_by_itself:
+        known = ", ".join(sorted({each.__name__ for each in each_by_itself}))
+        raise ValueError(f"a {type(optimizer).__name__} may not step each parameter by itself: use one of {known}")
+    if any(state.get("step", 1) for state in optimizer.state.values() if state):
+        raise ValueError("the optimizer has states already: give the trainer one that has not stepped")
+    names = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in names}
+    return type(optimizer), options, optimizer.param_groups
+
+
+def _check_version() -> None:
+    """Raise ImportError without transformers, and RuntimeError if methods of ``Trainer`` are not as expected."""
+    try:
+        transformers = importlib.import_module("transformers")
+        importlib.import_module("accelerate")
+    except ImportError as error:
+        raise ImportError(f"{error}: there is no Trainer; pip install 'deepnvme[transformers]'") from error
+    for name, arguments in _OVERRIDDEN.items():
+        method = getattr(transformers.Trainer, name, None)
+        if method is None or not set(arguments) <= set(inspect.signature(method).parameters):
+            missing = f"Trainer.{name}({', '.join(arguments)})"
+            raise RuntimeError(f"{missing} is not in transformers {transformers.__version__}: offload_training needs version 5")
+
+
+def _check(trainer: Any) -> None:
+    """Raise if a trainer cannot be offloaded."""
+    if hasattr(trainer, "offloaded_training"):
+        raise RuntimeError("the training of this trainer is offloaded already")
+    arguments = trainer.args
+    refused = {
+        "fp16: use bf16": arguments.fp16,
+        f"the model on {arguments.device}: set use_cpu=True": arguments.device.type != "cpu",
+        "several processes": arguments.world_size > 1,
+        "DeepSpeed and FSDP": trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
+        "torch_compile": arguments.torch_compile,
+        "fp16_full_eval and bf16_full_eval": arguments.fp16_full_eval or arguments.bf16_full_eval,
+        "auto_find_batch_size": arguments.auto_find_batch_size,
+        "model_init: give the trainer a model": trainer.model_init is not None,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ValueError(f"training cannot be offloaded with {what}")
