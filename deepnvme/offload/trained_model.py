@@ -19,6 +19,7 @@ from .gradients import GradientHooks
 from .parameter_block import ParameterBlock
 from .parameter_uses import ParameterUses, ScheduledBlocks
 from .trained_block import Groups, TrainedBlock
+from .training_report import StepMeter
 
 _KEPT_FREE = 64 << 20
 """Bytes of freed memory that the C library may keep between steps. It keeps gradients of blocks that are gone, in pieces."""
@@ -51,6 +52,7 @@ class TrainedModel:
         blocks: All blocks. The last one has the parameters outside of these modules, and stays in memory.
         schedule: Has blocks in memory.
         versions: Chooses where on the drive a step writes.
+        meter: Is told when a step begins.
         options: Has the options of each step in its ``param_groups``.
         micro_batches: Forwards and backwards in a step.
         max_norm: To clip gradients to; None to leave them as they are.
@@ -65,6 +67,7 @@ class TrainedModel:
         blocks: Sequence[TrainedBlock],
         schedule: ScheduledBlocks,
         versions: BlockVersions,
+        meter: StepMeter,
         options: Optimizer,
         micro_batches: int,
         max_norm: float | None,
@@ -77,6 +80,7 @@ class TrainedModel:
         """Micro-batches of the current step that were run."""
         self.blocks = tuple(blocks)
         self._rest = blocks[-1].parameters
+        self._meter = meter
         self._schedule, self._versions, self._options, self._max_norm = schedule, versions, options, max_norm
         self._model, self._buffers = model, BufferCopies(model)
         self._scratch = torch.empty(max((block.scratch_bytes for block in blocks), default=0), dtype=torch.uint8, device="cpu")
@@ -123,6 +127,7 @@ class TrainedModel:
         if self.micro_batches_run + count > self._in_step:
             raise RuntimeError(f"all {self._in_step} micro-batches of this step were run: call step()")
         if self.micro_batches_run == 0:
+            self._meter.begin()
             self._schedule.order.begin_step()
             self._buffers.take()
         self._running = count

@@ -42,6 +42,7 @@ from .state_dict import OffloadedStates
 from .sub_group import SubGroup
 from .trained_block import TrainedBlock
 from .trained_model import TrainedModel
+from .training_report import StepMeter, TrainingReport
 from .training_state import TrainingState
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ class OffloadedTraining:
         stay = parameters == "memory"
         memory = _memory(sub_groups, [*params, rest], planner, memory_budget - activation_budget, self._io, pool, stay)
         self._schedule = ScheduledBlocks(BlockCache(self._io, memory))
+        self._meter = StepMeter(self._io, self._schedule.cache)
         blocks_of_model = [
             TrainedBlock(ParameterBlock(number, some), sub_group, self._schedule, self._versions)
             for number, (some, sub_group) in enumerate(zip([*params, rest], sub_groups, strict=True))
@@ -187,6 +189,7 @@ class OffloadedTraining:
             blocks_of_model,
             self._schedule,
             self._versions,
+            self._meter,
             self.optimizer,
             micro_batches,
             max_norm,
@@ -268,7 +271,12 @@ class OffloadedTraining:
         with self._trained.undone_if_it_fails():
             losses = self._run([functools.partial(self._loss, each) for each in micro_batches]) if micro_batches else []
             self._trained.finish_step()
+        self._meter.end(self.steps, None if self._saver is None else self._saver.report())
         return _sum(losses) if losses else None
+
+    def report(self) -> TrainingReport:
+        """Return what the last completed step did, and what it waited for. Raises RuntimeError before the first step."""
+        return self._meter.last
 
     def run_micro_batches(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """Run the forward, which returns the loss, and the backward of each micro-batch of a step. Call :meth:`step` after it.

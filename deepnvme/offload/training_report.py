@@ -1,0 +1,82 @@
+"""What a step of a training did, and what it waited for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from deepnvme.transfer.block_cache import BlockCache
+
+from .activation_report import ActivationReport
+from .counted_io import CountedIO
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """Timings and traffic of one step of :class:`OffloadedTraining`. Seconds and bytes; 1 GB is 10^9 bytes."""
+
+    step: int
+    """Number of the step, from 1."""
+    seconds: float
+    """From the beginning of the first forward until ``step()`` has ended; with what is done between micro-batches."""
+    waiting: float
+    """Time that the step waited for blocks to be read, or for memory to read them into; without activations."""
+    reading: float
+    """Time with at least one read of a block in flight, whether or not anything waited for it."""
+    writing: float
+    """Time with at least one write of a block in flight, whether or not anything waited for it."""
+    bytes_read: int
+    """Bytes read of parameters, gradients and states."""
+    bytes_written: int
+    """Bytes written of them, as far as writing was started before the step ended: deferred steps count in the next one."""
+    activations: ActivationReport | None
+    """Of the activations; None if all of them stay in memory."""
+
+    def line(self) -> str:
+        """Return the report as one line of text."""
+        text = (
+            f"step {self.step}: {self.seconds:.3f} s, waiting {self.waiting:.3f};"
+            f" read {self.bytes_read / 1e9:.3f} GB in {self.reading:.3f} s,"
+            f" wrote {self.bytes_written / 1e9:.3f} GB in {self.writing:.3f} s"
+        )
+        return text if self.activations is None else f"{text}; activations: {self.activations.line()}"
+
+
+class StepMeter:
+    """Makes the report of each step.
+
+    Args:
+        io: Counts transfers of blocks.
+        cache: Counts waits for them.
+    """
+
+    def __init__(self, io: CountedIO, cache: BlockCache) -> None:
+        self._io, self._cache = io, cache
+        self._begun = self._waited = 0.0
+        self._last: TrainingReport | None = None
+
+    @property
+    def last(self) -> TrainingReport:
+        """The report of the last step. Raises RuntimeError before the first one."""
+        if self._last is None:
+            raise RuntimeError("there is nothing to report before the first step")
+        return self._last
+
+    def begin(self) -> None:
+        """Note that a step begins. Transfers before it, as of an evaluation, do not count."""
+        self._io.finish()
+        self._begun, self._waited = time.perf_counter(), self._cache.seconds_waited
+
+    def end(self, step: int, activations: ActivationReport | None) -> None:
+        """Make the report of the step that ends."""
+        times = self._io.finish()
+        self._last = TrainingReport(
+            step=step,
+            seconds=time.perf_counter() - self._begun,
+            waiting=self._cache.seconds_waited - self._waited,
+            reading=times.reads.seconds,
+            writing=times.writes.seconds,
+            bytes_read=times.reads.nbytes,
+            bytes_written=times.writes.nbytes,
+            activations=activations,
+        )
