@@ -58,7 +58,8 @@ class Settings:
     """The same model with few tokens."""
     memory_budget: int
     """Bytes of blocks."""
-    activation_budget: int
+    activation_budget: int | None
+    """None: the share of the budget that is the default."""
     steps: int
     only: tuple[str, ...]
 
@@ -321,7 +322,9 @@ def parse_arguments(arguments: list[str] | None) -> tuple[Settings, Path | None]
     parser.add_argument(
         "--budget-share", type=positive, metavar="N", help="memory_budget is 1/N of parameters, gradients and states (default: 4)"
     )
-    parser.add_argument("--activation-mib", type=positive, metavar="MIB", help="activation_budget (default: 256)")
+    parser.add_argument(
+        "--activation-mib", type=positive, metavar="MIB", help="activation_budget (default: a quarter of the budget)"
+    )
     parser.add_argument("--quick", action="store_true", help="a trial of the benchmark itself: tiny")
     given = parser.parse(arguments)
     quick = given.quick
@@ -338,7 +341,7 @@ def parse_arguments(arguments: list[str] | None) -> tuple[Settings, Path | None]
         compute_bound=dataclasses.replace(few, sequences=2, tokens=given.tokens or (64 if quick else 1024)),
         drive_bound=few,
         memory_budget=few.nbytes // (given.budget_share or 4),
-        activation_budget=(given.activation_mib or (8 if quick else 256)) * MIB,
+        activation_budget=given.activation_mib and given.activation_mib * MIB,
         steps=2 if quick else 20,
         only=tuple(given.only or PARTS),
     )

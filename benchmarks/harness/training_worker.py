@@ -35,7 +35,7 @@ class TrainingWorker:
         directory: Where files are made.
         memory_budget: Bytes of blocks in memory, when offloaded.
         activations: As OffloadedTraining has it.
-        activation_budget: Bytes of activations in memory.
+        activation_budget: Bytes of activations in memory; None for what is the default.
         micro_batches: Backwards in a step.
         accumulation: "vertical" or "horizontal"; None for what is the default.
     """
@@ -48,7 +48,7 @@ class TrainingWorker:
         directory: str,
         memory_budget: int = 0,
         activations: str = "memory",
-        activation_budget: int = 0,
+        activation_budget: int | None = None,
         micro_batches: int = 1,
         accumulation: str | None = None,
     ) -> None:

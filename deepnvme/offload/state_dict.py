@@ -65,9 +65,10 @@ class OffloadedStates(MutableMapping[Any, Any]):
             inside = first.offset % PAGE
             mapped = self._blocks.map([(each, section.offset - inside, section.nbytes + inside) for each, section in sections])
             whole = mapped[inside:].view(first.dtype)
-            if len(pieces) > 1 or tuple(local.shape) == first.shape:
-                stride = first.stride if len(pieces) == 1 else local.stride()
-                found[key] = distributed_like(param, whole.as_strided(local.shape, stride))
+            if len(pieces) > 1:  # of a contiguous parameter, which may be without memory now, and then has other strides
+                found[key] = distributed_like(param, whole[: local.numel()].view(local.shape))
+            elif tuple(local.shape) == first.shape:
+                found[key] = distributed_like(param, whole.as_strided(local.shape, first.stride))
             else:
                 found[key] = whole.as_strided(first.shape, first.stride)
         return found

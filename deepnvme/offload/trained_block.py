@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from deepnvme.memory.freed_memory import return_freed_memory
-from deepnvme.transfer.block_cache import BlockCache
 
 from .block_versions import BlockVersions, block_name
 from .counted_io import StoredBlock
@@ -109,33 +108,110 @@ class BlockGradients:
             self._schedule.cache.release([self._block], changed=changed, write=False)
 
 
+class BlockStates:
+    """The optimizer states of some parameters of a block, as a block on the drive of their own, and what steps them.
+
+    Args:
+        sub_group: Steps the parameters.
+        schedule: Has blocks in memory.
+        versions: Chooses where on the drive a step writes.
+    """
+
+    def __init__(self, sub_group: SubGroup, schedule: ScheduledBlocks, versions: BlockVersions) -> None:
+        self.sub_group = sub_group
+        self.block: StoredBlock | None = None
+        """None before the first step."""
+        self._schedule, self._versions = schedule, versions
+        self._undo: Callable[[], None] | None = None
+
+    def step(self, groups: Groups, scratch: torch.Tensor) -> None:
+        """Step the parameters, which are in memory, with the gradients in ``param.grad``. Reads the states, and writes them.
+
+        Raises OSError, and whatever the optimizer raises. Undo it then.
+        """
+        self._begin_change()
+        if self.block is not None:
+            self._schedule.acquire(self.block)
+        held = self.sub_group.step(None if self.block is None else self.block.content, {}, scratch, groups)
+        if held is not None:
+            self._lay_out(held)
+            held.clear()
+            return_freed_memory(_KEPT_FREE)
+        self._write()
+
+    def load(self, states: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:
+        """Replace the states by those of ``states`` that belong here. Raises OSError. Undo it then."""
+        self._begin_change()
+        held = take_over(self.sub_group, states, groups)
+        self.block = None
+        if held:
+            self._lay_out(held)
+            self._write()
+
+    def _begin_change(self) -> None:
+        block, bring_back = self.block, self.sub_group.remember()
+
+        def undo() -> None:
+            bring_back()
+            self.block = block
+            if block is not None:
+                block.rename(block_name(self.sub_group))
+
+        self._undo = undo
+
+    def _lay_out(self, held: Held) -> None:
+        """Have a new block for these tensors, which may lie in the one before."""
+        before = self.block
+        layout = self.sub_group.lay_out(held)
+        self.block = StoredBlock("", layout.nbytes)
+        self.block.stored = False
+        self._schedule.create(self.block)
+        layout.fill(self.block.content, [tensor for _, _, tensor in held])
+        if before is not None:
+            self._schedule.cache.reject([before])
+
+    def _write(self) -> None:
+        assert self.block is not None
+        self.sub_group.current_states_are_in(self._versions.next_of(self.sub_group))
+        self.block.rename(block_name(self.sub_group))
+        self._schedule.cache.release([self.block], changed=True)
+
+    def commit(self, groups: Groups) -> None:
+        """End a step whose writes have ended."""
+        if self._undo is not None:
+            self.sub_group.pull(groups)
+            self._undo = None
+
+    def undo(self) -> None:
+        """Go back to the last completed step. Nothing of this may be in memory any more."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+
 class TrainedBlock:
     """Parameters that are stepped together, their states, and what brings both back if the step is undone.
 
     Args:
         parameters: The block of the parameters.
-        sub_group: Steps those that require gradients; None if none does.
+        sub_groups: Step those that require gradients, one after the other: while one is stepped, the states of the next are read
+            and those of the one before are written.
         schedule: Has blocks in memory.
         versions: Chooses where on the drive a step writes.
     """
 
     def __init__(
-        self, parameters: ParameterBlock, sub_group: SubGroup | None, schedule: ScheduledBlocks, versions: BlockVersions
+        self, parameters: ParameterBlock, sub_groups: Iterable[SubGroup], schedule: ScheduledBlocks, versions: BlockVersions
     ) -> None:
-        self.parameters, self.sub_group = parameters, sub_group
+        self.parameters = parameters
+        self.states = tuple(BlockStates(each, schedule, versions) for each in sub_groups)
         self.trained = tuple(param for param in parameters.params if param.requires_grad)
         self.gradients = BlockGradients(f"{parameters.index}.gradients", self.trained, schedule)
         self.arrived: Counter[torch.Tensor] = Counter()
         """How many of the backwards that run now have accumulated the gradient of each parameter."""
         self.stepped = False
         """Whether the current step has changed it."""
-        self._schedule, self._versions = schedule, versions
-        self._states: StoredBlock | None = None
-        self._undo: Callable[[], None] | None = None
-
-    @property
-    def _cache(self) -> BlockCache:
-        return self._schedule.cache
+        self._cache, self._versions = schedule.cache, versions
 
     def step(self, groups: Groups, scratch: torch.Tensor) -> None:
         """Step the parameters, which are in memory, with the gradients in ``param.grad``. Reads the states, and writes both.
@@ -146,21 +222,15 @@ class TrainedBlock:
 
         Raises OSError, and whatever the optimizer raises. Undo it then.
         """
-        sub_group = self._begin_change()
-        if self._states is not None:
-            self._schedule.acquire(self._states)
-        held = sub_group.step(None if self._states is None else self._states.content, {}, scratch, groups)
-        if held is not None:
-            self._lay_out(sub_group, held)
-            held.clear()
-            return_freed_memory(_KEPT_FREE)
-        self._write_states(sub_group)
+        self.stepped = True
+        for states in self.states:
+            states.step(groups, scratch)
         self._write_parameters()
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of memory that a step needs beside all else."""
-        return 0 if self.sub_group is None else self.sub_group.full_gradient_bytes
+        return max((states.sub_group.full_gradient_bytes for states in self.states), default=0)
 
     def load(self, values: Iterable[torch.Tensor], states: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:
         """Replace the parameters, which are in memory, and their states. Raises OSError. Undo it then.
@@ -170,50 +240,11 @@ class TrainedBlock:
             states: For each parameter, its whole state.
             groups: The parameter groups that belong to these states.
         """
-        if self.sub_group is None:
-            self.stepped = True
-        else:
-            self._begin_change()
-        self.parameters.fill(values)
-        if self.sub_group is not None:
-            held = take_over(self.sub_group, states, groups)
-            self._states = None
-            if held:
-                self._lay_out(self.sub_group, held)
-                self._write_states(self.sub_group)
-        self._write_parameters()
-
-    def _begin_change(self) -> SubGroup:
-        sub_group, states = self.sub_group, self._states
-        assert sub_group is not None
-        bring_back = sub_group.remember()
         self.stepped = True
-
-        def undo() -> None:
-            bring_back()
-            self._states = states
-            if states is not None:
-                states.rename(block_name(sub_group))
-
-        self._undo = undo
-        return sub_group
-
-    def _lay_out(self, sub_group: SubGroup, held: Held) -> None:
-        """Have a new block for these tensors, which may lie in the one before."""
-        before = self._states
-        layout = sub_group.lay_out(held)
-        self._states = StoredBlock("", layout.nbytes)
-        self._states.stored = False
-        self._schedule.create(self._states)
-        layout.fill(self._states.content, [tensor for _, _, tensor in held])
-        if before is not None:
-            self._cache.reject([before])
-
-    def _write_states(self, sub_group: SubGroup) -> None:
-        assert self._states is not None
-        sub_group.current_states_are_in(self._versions.next_of(sub_group))
-        self._states.rename(block_name(sub_group))
-        self._cache.release([self._states], changed=True)
+        self.parameters.fill(values)
+        for each in self.states:
+            each.load(states, groups)
+        self._write_parameters()
 
     def _write_parameters(self) -> None:
         self.parameters.changed(self._versions.next_of(self.parameters))
@@ -222,21 +253,21 @@ class TrainedBlock:
 
     def to_write(self) -> list[StoredBlock]:
         """Return what the step has changed."""
-        return [each for each in (self.parameters, self._states) if each is not None] if self.stepped else []
+        changed = [self.parameters, *(each.block for each in self.states if each.block is not None)]
+        return changed if self.stepped else []
 
     def commit(self, groups: Groups) -> None:
         """End a step whose writes have ended."""
         if self.stepped:
             self.parameters.commit()
-            if self.sub_group is not None:
-                self.sub_group.pull(groups)
-        self.stepped, self._undo = False, None
+        for states in self.states:
+            states.commit(groups)
+        self.stepped = False
 
     def undo(self) -> None:
         """Go back to the last completed step. Nothing of this may be in memory any more."""
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        for states in self.states:
+            states.undo()
         if self.stepped:
             self.parameters.undo()
         self.stepped = False

@@ -235,3 +235,25 @@ def test_what_is_found_in_torch_s_own_layers_trains_as_in_memory(drive: Path) ->
     model = Encoder()
     assert list(names_of(model)) == ["embedding", "layers.layers.0", "layers.layers.1", "head", "rest"]
     assert_trains_as_in_memory(model, drive)
+
+
+def test_a_block_larger_than_what_is_stepped_at_a_time_gives_the_same_bits(tmp_path: Path) -> None:
+    """A weight of more elements than that is stepped in pieces, whose states are one tensor in the state_dict."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1500, 1600), nn.GELU(), nn.Linear(1600, 8))
+    in_memory = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(in_memory.parameters(), lr=1e-2, fused=True)
+    x = torch.randn(4, 1500)
+    given = {"blocks": ["0", "2"], "memory_budget": 1, "lr": 1e-2, "fused": True}
+    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=tmp_path, **given) as training:
+        for _ in range(3):
+            with training.micro_batch():
+                model(x).square().mean().backward()
+            training.step()
+            in_memory(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = training.state_dict()
+        for name, param in in_memory.named_parameters():
+            assert torch.equal(state["model"][name], param)
+            assert torch.equal(state["optimizer"]["state"][name]["exp_avg"], optimizer.state[param]["exp_avg"])
