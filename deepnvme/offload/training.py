@@ -58,8 +58,8 @@ _WHOLE = 1 << 62
 _PART = 1 << 21
 """Elements of a sub-group, where a block's can be stepped one after the other: 24 MiB of states with AdamW and master weights.
 
-Some are read and others written while one is stepped. Where a block of 154 MB of states was one sub-group, in memory for less than
-two such blocks, reading and writing took turns: a step took 0.84 instead of 0.72 s."""
+Some are read and others written while one is stepped. Where a block of 154 MB of states was one sub-group, in memory
+for less than two such blocks, reading and writing took turns: a step took 0.84 instead of 0.72 s."""
 
 
 class _Options(Optimizer):
