@@ -31,7 +31,7 @@ ENGINE = BASE | {"engine", "config", "drives", "profiles"}
 TRANSFER = ENGINE | {"memory", "transfer"}
 STORE = TRANSFER | {"store"}
 CHECKPOINT = TRANSFER | {"checkpoint", "checkpoint.formats"}
-STREAMING = STORE | CHECKPOINT
+STREAMING = STORE | CHECKPOINT | {"quantization"}
 INTEGRATIONS = STREAMING | {"streaming", "streaming.weights", "streaming.kv", "offload"}
 DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
 MEASURE = ENGINE | DEEPSPEED | {"memory", "report", "tune.sizes"}
@@ -44,7 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": ENGINE,
     "transfer": TRANSFER,
     "store": STORE,
-    "offload": STORE | CHECKPOINT,  # a training may begin with the weights of a checkpoint
+    "quantization": ENGINE | {"memory"},
+    "offload": STORE | CHECKPOINT | {"quantization"},  # a training may begin with the weights of a checkpoint
     "checkpoint.formats": TRANSFER,
     "checkpoint": CHECKPOINT,
     "checkpoint.dcp": CHECKPOINT,

@@ -5,6 +5,10 @@ from .activation_report import ActivationReport
 from .activations import save_on_disk
 from .optimizer import OffloadedOptimizer
 from .training import OffloadedTraining
+from .training_plan import TrainingPlan
 from .training_report import TrainingReport
 
-__all__ = ["ActivationReport", "OffloadedOptimizer", "OffloadedTraining", "TrainingReport", "checkpoint_on_disk", "save_on_disk"]
+__all__ = [
+    "ActivationReport", "OffloadedOptimizer", "OffloadedTraining", "TrainingPlan", "TrainingReport", "checkpoint_on_disk",
+    "save_on_disk",
+]  # fmt: skip

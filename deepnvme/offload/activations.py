@@ -31,7 +31,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _MEMORY_BUDGET = 1 << 30
-_MIN_BYTES = 1 << 20
+MIN_BYTES = 1 << 20
 
 
 class save_on_disk:
@@ -80,7 +80,7 @@ class save_on_disk:
         path: AnyPath | Iterable[AnyPath],
         *,
         memory_budget: int = _MEMORY_BUDGET,
-        min_bytes: int = _MIN_BYTES,
+        min_bytes: int = MIN_BYTES,
         config: AioConfig | None = None,
     ) -> None:
         paths = [path] if isinstance(path, str | bytes | os.PathLike) else list(path)

@@ -49,6 +49,10 @@ class BlockVersions:
             self._more[block_name(of, number)] = of
         return number
 
+    def write(self, of: Versioned, number: int, content: torch.Tensor) -> None:
+        """Write a version. Blocks; raises OSError."""
+        self._store.put(block_name(of, number), content).result()
+
     def map(self, ranges: Sequence[tuple[Versioned, int, int]]) -> torch.Tensor:
         """Map bytes of current versions as one uint8 tensor.
 

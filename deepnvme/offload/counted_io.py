@@ -15,7 +15,6 @@ from deepnvme.memory.pool import BufferPool
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.block import Block
-from deepnvme.transfer.gather import Transfers
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,10 @@ class CountedIO:
 
             def seconds(move: Callable[[str, torch.Tensor], StoreFuture[Any]]) -> float:
                 begun = time.perf_counter()
-                Transfers(map(move, names, parts)).result()
+                transfers = [move(name, part) for name, part in zip(names, parts, strict=True)]
+                errors = [error for transfer in transfers if (error := transfer.exception()) is not None]
+                if errors:
+                    raise errors[0]
                 return time.perf_counter() - begun
 
             with self.aside():

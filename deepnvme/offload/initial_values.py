@@ -165,7 +165,8 @@ class InitialValues:
             cache: Has the blocks in memory.
 
         Raises:
-            ValueError: If modules have left something without a value, or made another parameter.
+            ValueError: If modules have left something without a value, or made another parameter; or if a value cannot be
+                quantised.
             CorruptCheckpoint: If the checkpoint is damaged, or was changed meanwhile.
             OSError: From the drives.
         """
@@ -206,13 +207,14 @@ class InitialValues:
 
     def _begin(self, block: ParameterBlock, cache: BlockCache, begun: list[ParameterBlock]) -> None:
         """Have a block in memory with the values that are known."""
-        cache.create(block)
-        content = block.content
+        for part in block.parts:
+            cache.create(part)
+        if block.frozen is not None:
+            block.frozen.begin_values()
         to_read = []
-        for section, param in zip(block.layout.sections, block.params, strict=True):
-            value = section.of(content)
+        for param, value in block.values():
             if param in self._names:
-                place = content[section.offset : section.offset + section.nbytes] if value.is_contiguous() else None
+                place = _bytes_of(value) if value.is_contiguous() else None
                 to_read.append((self._names[param], value, place))
             elif param in self._reset:
                 _mark_unset(value)
@@ -224,16 +226,16 @@ class InitialValues:
 
     def _end(self, block: ParameterBlock, cache: BlockCache, begun: list[ParameterBlock]) -> None:
         """Have a block written whose modules have given it all values."""
-        content = block.content
-        for section, param in zip(block.layout.sections, block.params, strict=True):
-            value = section.of(content)
+        for param, value in block.values():
             if param.data_ptr() != value.data_ptr():  # a module has set its data to another tensor
                 value.copy_(param.detach())
         params = set(block.params)
         self._check_set(((self._all_names[param], param) for param in block.params), params.__contains__)
+        if block.frozen is not None:
+            block.frozen.quantize(self._all_names)
         block.detach()
         begun.remove(block)
-        cache.release([block], changed=True)
+        cache.release(block.parts, changed=True)
 
     # -- from the modules
 

@@ -2,77 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from .block_versions import block_name
-from .counted_io import StoredBlock
+from deepnvme.quantization import Scheme
+
+from .frozen_parameters import DequantizedMemory, FrozenParameters, quantizes
 from .saved_tensor import View, view_of
 from .sub_group import lay_out
+from .versioned_block import VersionedBlock
 
 
-class ParameterBlock(StoredBlock):
-    """The parameters of one module.
-
-    A step writes another version of it than that of the last completed step.
+class ParameterBlock(VersionedBlock):
+    """The parameters of one module. Those that are not trained are :attr:`frozen`, a block of their own, if there is one.
 
     Args:
         number: Number of the block in the model.
         params: Its parameters, each once, on the CPU.
+        memory: What quantised weights are dequantised into.
+        quantize: How weights that are not trained are quantised; None if they are not.
+        stays: Whether the block is always in memory. Of its parameters then only the quantised ones are frozen.
     """
 
-    __slots__ = ("_absent", "_committed", "changes", "current", "holds", "index", "layout", "params")
+    __slots__ = ("_absent", "changes", "frozen", "holds", "layout", "params")
 
-    def __init__(self, number: int, params: Sequence[nn.Parameter]) -> None:
-        self.layout = lay_out([(index, "", param.detach()) for index, param in enumerate(params)])
-        """Where the parameters lie in the block."""
-        self.index = f"{number}.parameters"
-        """Identifies its versions."""
-        self.current = self._committed = 0
-        """Number of the newest version."""
-        super().__init__(block_name(self), self.layout.nbytes)
-        self.stored = False
+    def __init__(
+        self,
+        number: int,
+        params: Sequence[nn.Parameter],
+        memory: DequantizedMemory,
+        quantize: Scheme | None = None,
+        stays: bool = False,
+    ) -> None:
         self.params = tuple(params)
+        frozen = _frozen(params, quantize, stays)
+        own = [(index, "", param.detach()) for index, param in enumerate(params) if index not in frozen]
+        self.layout = lay_out(own)
+        """Where the parameters lie in the block, without the frozen ones."""
+        super().__init__(f"{number}.parameters", self.layout.nbytes)
+        self.frozen = FrozenParameters(f"{number}.frozen", frozen, quantize, memory) if frozen else None
+        """The parameters that are not trained; None if they are in this block, or there are none."""
         self._absent = [absent_like(param) for param in params]
         self.holds = 0
         """Number of uses of the parameters that have begun and not ended."""
         self.changes = 0
         """Number of steps that have changed the parameters, or were undone."""
 
-    def fill(self, values: Iterable[torch.Tensor]) -> None:
-        """Copy a value of each parameter to the block's memory."""
-        self.layout.fill(self.content, values)
+    @property
+    def parts(self) -> tuple[VersionedBlock, ...]:
+        """What is on the drive: this block, and the frozen parameters."""
+        return (self,) if self.frozen is None else (self, self.frozen)
+
+    def values(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield each parameter and its place in memory."""
+        for section in self.layout.sections:
+            yield self.params[section.piece], section.of(self.content)
+        if self.frozen is not None:
+            for section in self.frozen.layout.sections:
+                yield self.params[section.piece], section.of(self.frozen.values)
+
+    def fill(
+        self,
+        values: Iterable[torch.Tensor],
+        names: Mapping[torch.Tensor, str],
+        quantized: Mapping[str, torch.Tensor] | None = None,
+    ) -> bool:
+        """Copy a value of each parameter to the block's memory, and that of the frozen ones, and quantise it there.
+
+        Args:
+            values: Of each parameter, in order.
+            names: Of the parameters.
+            quantized: As :meth:`FrozenParameters.quantize` takes them.
+
+        Returns:
+            Whether frozen parameters had other values before.
+
+        Raises:
+            ValueError: If a value cannot be quantised.
+        """
+        by_param = dict(zip(self.params, values, strict=True))
+        frozen = set() if self.frozen is None else set(self.frozen.params.values())
+        changed = set()
+        for param, place in self.values():
+            value = by_param[param]
+            # What is quantised would not be the same after a second time.
+            if param not in frozen or value.dtype != place.dtype or not torch.equal(place, value):
+                place.copy_(value)
+                changed.add(param)
+        if self.frozen is not None:
+            self.frozen.quantize(names, quantized, changed)
+        return not frozen.isdisjoint(changed)
 
     def attach(self) -> None:
         """Have the parameters be the block's memory."""
-        content = self.content
-        for section, param in zip(self.layout.sections, self.params, strict=True):
-            param.data = section.of(content)
+        for param, place in self.values():
+            param.data = place
 
     def detach(self) -> None:
         """Have the parameters be without memory. To read one gives NaN, to write one raises RuntimeError."""
         for param, absent in zip(self.params, self._absent, strict=True):
             param.data = absent
+        if self.frozen is not None:
+            self.frozen.end_values()
 
     def absent_addresses(self) -> set[int]:
         """Return where the parameters are while they are without memory."""
         return {absent.data_ptr() for absent in self._absent}
 
-    def view_of(self, tensor: torch.Tensor) -> View | None:
-        """Return how a tensor looks at the block's memory; None if it looks elsewhere, or the block has none."""
-        if not self.in_memory or tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
-            return None
-        content = self.content
-        begin = tensor.data_ptr() - content.data_ptr()
-        if not 0 <= begin < content.nbytes:
-            return None
-        return view_of(tensor, int(content.storage_offset()))
+    def view_of(self, tensor: torch.Tensor) -> tuple[bool, View] | None:
+        """Return how a tensor looks at the block's memory; None if it looks elsewhere, or the block has none.
 
-    def tensor(self, view: View) -> torch.Tensor:
-        """Return a new tensor that looks at the block's memory."""
+        With the view comes whether it is of the frozen parameters.
+        """
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+            return None
+        if self.in_memory and _is_in(tensor, self.content):
+            return False, view_of(tensor, int(self.content.storage_offset()))
+        frozen = self.frozen
+        if frozen is not None and frozen.has_values and _is_in(tensor, frozen.values):
+            return True, view_of(tensor, int(frozen.values.storage_offset()))
+        return None
+
+    def tensor(self, frozen: bool, view: View) -> torch.Tensor:
+        """Return a new tensor that looks at the block's memory, as :meth:`view_of` has found."""
         content = self.content
+        if frozen:
+            assert self.frozen is not None
+            content = self.frozen.values
         return view.on(content.untyped_storage(), int(content.storage_offset()))
 
     # -- its versions on the drive
@@ -80,16 +138,35 @@ class ParameterBlock(StoredBlock):
     def changed(self, number: int) -> None:
         """Have the next write be of this version, since a step has changed the parameters."""
         self.changes += 1
-        self.current = number
-        self.rename(block_name(self))
+        super().changed(number)
 
     def commit(self) -> None:
         """Take the newest version for the last completed step's."""
-        self._committed = self.current
+        super().commit()
+        if self.frozen is not None:
+            self.frozen.commit()
 
     def undo(self) -> None:
         """Have the next read be of the last completed step's version."""
-        self.changed(self._committed)
+        super().undo()
+        if self.frozen is not None and self.frozen.uncommitted:
+            self.frozen.undo()
+
+
+def _frozen(params: Sequence[nn.Parameter], quantize: Scheme | None, stays: bool) -> dict[int, nn.Parameter]:
+    """Return the parameters that are to be a block of their own, by their numbers.
+
+    Beside trained ones, those that are not, which then are never written again. Without trained ones, only if some are quantised.
+    """
+    quantized = {index: param for index, param in enumerate(params) if quantizes(quantize, param)}
+    if stays or not (quantized or any(param.requires_grad for param in params)):
+        return quantized
+    return {index: param for index, param in enumerate(params) if not param.requires_grad}
+
+
+def _is_in(tensor: torch.Tensor, content: torch.Tensor) -> bool:
+    """Return whether a tensor begins in a block's bytes."""
+    return 0 <= tensor.data_ptr() - content.data_ptr() < content.nbytes
 
 
 def absent_like(param: nn.Parameter) -> torch.Tensor:

@@ -14,6 +14,7 @@ from deepnvme.transfer.block import Block
 from deepnvme.transfer.block_cache import BlockCache, Use
 
 from .activation_checkpointing import CheckpointedForward, is_checkpointed
+from .frozen_parameters import FrozenParameters
 from .parameter_block import ParameterBlock
 from .saved_tensor import View, is_plain
 from .step_order import StepOrder
@@ -46,7 +47,7 @@ class ScheduledBlocks:
     def _upcoming(self, block: Block) -> list[Use]:
         found = []
         for following in self.order.following():
-            if following is not block and (following.stored or following.in_memory):
+            if following.stored or following.in_memory:
                 found.append(Use(following))
                 if len(found) == _MOST_EXPECTED:
                     break
@@ -59,13 +60,14 @@ class SavedParameter:
     Args:
         uses: Has the block in memory in the backward.
         block: The block.
-        view: How the tensor looks at it.
+        frozen: Whether it looks at the block's frozen parameters.
+        view: How the tensor looks at them, or at the others.
     """
 
-    __slots__ = ("_block", "_changes", "_uses", "_view")
+    __slots__ = ("_block", "_changes", "_frozen", "_uses", "_view")
 
-    def __init__(self, uses: ParameterUses, block: ParameterBlock, view: View) -> None:
-        self._uses, self._block, self._view = uses, block, view
+    def __init__(self, uses: ParameterUses, block: ParameterBlock, frozen: bool, view: View) -> None:
+        self._uses, self._block, self._frozen, self._view = uses, block, frozen, view
         self._changes = block.changes
 
     def unpack(self) -> torch.Tensor:
@@ -80,7 +82,7 @@ class SavedParameter:
                 f"the parameter that the {self._view} looks at was changed by a step since the forward: run the forward again"
             )
         self._uses.use_in_backward(self._block)
-        return self._block.tensor(self._view)
+        return self._block.tensor(self._frozen, self._view)
 
 
 class ParameterUses:
@@ -88,7 +90,8 @@ class ParameterUses:
 
     In a forward, a block is in memory while its module runs. In a backward, from the first tensor over it that autograd asks for,
     or from its module's forward if that is computed again, until its gradients are complete and another block is used: then
-    nothing of its module's backward is left to be computed. At the end of a backward all uses end.
+    nothing of its module's backward is left to be computed. With frozen parameters there may be, as long as those are used that
+    are in its module. At the end of a backward all uses end.
 
     Args:
         modules: The block of each module.
@@ -111,6 +114,7 @@ class ParameterUses:
         self.recording = False
         """Whether a forward with gradients may run: one whose saved tensors go through :meth:`saved`."""
         self._blocks = tuple(blocks)
+        self._block_of = dict(modules)
         self._absent = {address for block in self._blocks for address in block.absent_addresses()}
         self._schedule = schedule
         self._begun_in_forward = begun_in_forward
@@ -123,18 +127,30 @@ class ParameterUses:
         self._used_last: ParameterBlock | None = None  # in a forward, and in memory for the next micro-batch
         self._checkpointed: list[CheckpointedForward] = []
         self._handles: list[RemovableHandle] = []
+        self._around: dict[ParameterBlock, set[ParameterBlock]] = {}  # of a block, those with frozen parameters around it
         for module, block in modules.items():
+            if not all(param.requires_grad for param in block.params):
+                for inner in module.modules():
+                    if inner is not module and inner in modules:
+                        self._around.setdefault(modules[inner], set()).add(block)
             begin, end = functools.partial(self._begin_forward, block), functools.partial(self._end_forward, block)
             self._handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
-            recompute = functools.partial(self.use_in_backward, block, computed_again=True)
-            checkpointed = [vars(each)["forward"] for each in module.modules() if is_checkpointed(each)]
-            for forward in checkpointed:
-                forward.call_before_recomputing(recompute)
-            self._checkpointed += checkpointed
+            for each in module.modules():
+                if is_checkpointed(each):
+                    self._follow_recomputing(each, block)
             params = set(block.params)
             for inner in module.modules():
                 if inner is not module and not params.isdisjoint(inner.parameters(recurse=False)):
                     self._handles.append(inner.register_forward_pre_hook(functools.partial(self._begin_inner_forward, block)))
+
+    def follow_recomputing(self, module: nn.Module) -> None:
+        """Have a module's block in memory whenever that is computed again, since it is checkpointed now."""
+        self._follow_recomputing(module, self._block_of[module])
+
+    def _follow_recomputing(self, module: nn.Module, block: ParameterBlock) -> None:
+        forward: CheckpointedForward = vars(module)["forward"]
+        forward.call_before_recomputing(functools.partial(self.use_in_backward, block, computed_again=True))
+        self._checkpointed.append(forward)
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -163,9 +179,23 @@ class ParameterUses:
         """Begin a use: the parameters are in memory from now on. Blocks while they are read. Raises OSError."""
         if block.holds == 0:
             self._schedule.acquire(block)
+            try:
+                self._begin_frozen(block.frozen)
+            except BaseException:
+                self._schedule.cache.release([block])
+                raise
             block.attach()
             self._in_use[block] = None
         block.holds += 1
+
+    def _begin_frozen(self, frozen: FrozenParameters | None) -> None:
+        if frozen is not None:
+            self._schedule.acquire(frozen)
+            if frozen.quantized:
+                try:
+                    frozen.dequantize()
+                finally:
+                    self._schedule.cache.release([frozen])
 
     def end(self, block: ParameterBlock) -> None:
         """End a use. Never blocks."""
@@ -174,6 +204,8 @@ class ParameterUses:
             self._in_use.pop(block, None)
             block.detach()
             self._schedule.cache.release([block])
+            if block.frozen is not None and not block.frozen.quantized:
+                self._schedule.cache.release([block.frozen])
 
     def reset(self) -> None:
         """End all uses of blocks, also those that an interrupt has come between. Never blocks."""
@@ -184,9 +216,8 @@ class ParameterUses:
         self._used_last = None
         self._in_use.clear()
         for block in self._blocks:
-            if block.holds:
-                block.holds = 0
-                block.detach()
+            block.holds = 0
+            block.detach()
         self._schedule.cache.end_uses()
 
     def end_all(self) -> None:
@@ -261,9 +292,9 @@ class ParameterUses:
                     " so that no others are found"
                 )
             for block in self._in_use:
-                view = block.view_of(tensor)
-                if view is not None:
-                    return SavedParameter(self, block, view)
+                found = block.view_of(tensor)
+                if found is not None:
+                    return SavedParameter(self, block, *found)
         return None
 
     def use_in_backward(self, block: ParameterBlock, computed_again: bool = False) -> None:
@@ -278,7 +309,7 @@ class ParameterUses:
             return
         if not self._in_backward and self._before_use is None:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-        self._end_complete()
+        self._end_complete(block)
         self.begin(block)
         self._in_backward[block] = None
         # Of a frozen block no gradient says when the tensors of a checkpoint are no longer used: then it is the backward's end.
@@ -288,7 +319,7 @@ class ParameterUses:
 
     def completed(self, block: ParameterBlock) -> None:
         """Note that all gradients of a block have arrived."""
-        self._end_complete()
+        self._end_complete(block)
         if block in self._in_backward:
             self._complete.add(block)
 
@@ -297,8 +328,10 @@ class ParameterUses:
         for block in list(self._in_backward):
             self._end_in_backward(block)
 
-    def _end_complete(self) -> None:
-        for block in [each for each in self._in_backward if each in self._complete]:
+    def _end_complete(self, used: ParameterBlock) -> None:
+        """End the uses of blocks whose gradients are complete, since another one is used."""
+        around = self._around.get(used, ())
+        for block in [each for each in self._in_backward if each in self._complete and each not in around]:
             self._end_in_backward(block)
 
     def _end_in_backward(self, block: ParameterBlock) -> None:

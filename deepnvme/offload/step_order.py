@@ -30,6 +30,11 @@ class StepOrder:
                 self._place = place + 1
                 return
 
+    @property
+    def newest(self) -> list[Block]:
+        """The uses of the newest step, in order; a block may have several."""
+        return list(self._now)
+
     def following(self) -> Iterator[Block]:
         """Yield what is used next, each block once."""
         yield from dict.fromkeys(itertools.chain(self._last[self._place :], self._last[: self._place]))

@@ -36,8 +36,9 @@ class BlockGradients:
     def __init__(self, name: str, params: Sequence[nn.Parameter], schedule: ScheduledBlocks) -> None:
         self._params, self._schedule = tuple(params), schedule
         self._layout = lay_out([(index, "", param.detach()) for index, param in enumerate(params)])
-        self._block = StoredBlock(name, self._layout.nbytes)
-        self._block.stored = False
+        self.block = StoredBlock(name, self._layout.nbytes)
+        """The block, which is new in each step."""
+        self.block.stored = False
         self._present: set[int] = set()  # indices of the parameters whose gradient the block has
         self._in_use = False
         self.norms: dict[int, torch.Tensor] = {}
@@ -52,11 +53,11 @@ class BlockGradients:
         """Have ``param.grad`` be the sums so far. Blocks while they are read. Raises OSError."""
         if self._in_use or not self._present:
             return
-        self._schedule.acquire(self._block)
+        self._schedule.acquire(self.block)
         self._in_use = True
         for section in self._layout.sections:
             if section.piece in self._present:
-                self._add(self._params[section.piece], section.of(self._block.content))
+                self._add(self._params[section.piece], section.of(self.block.content))
 
     def _add(self, param: nn.Parameter, total: torch.Tensor) -> None:
         if param.grad is not None:  # of a parameter that no saved tensor has looked at before its gradient arrived
@@ -71,13 +72,13 @@ class BlockGradients:
         if self._present:
             self.load()
         else:
-            self._schedule.create(self._block)
+            self._schedule.create(self.block)
             self._in_use = True
         for section in self._layout.sections:
             param = self._params[section.piece]
             if section.piece in arrived - self._present:
                 assert param.grad is not None
-                section.of(self._block.content).copy_(param.grad)
+                section.of(self.block.content).copy_(param.grad)
         self._present |= arrived
         self._let_go(changed=True)
 
@@ -96,7 +97,7 @@ class BlockGradients:
     def drop(self) -> None:
         """Forget all gradients. Waits for a transfer of theirs."""
         self._let_go(changed=False)
-        self._schedule.cache.discard(self._block)
+        self._schedule.cache.discard(self.block)
         self._present.clear()
         self.norms.clear()
 
@@ -105,7 +106,7 @@ class BlockGradients:
             param.grad = None
         if self._in_use:
             self._in_use = False
-            self._schedule.cache.release([self._block], changed=changed, write=False)
+            self._schedule.cache.release([self.block], changed=changed, write=False)
 
 
 class BlockStates:
@@ -232,19 +233,39 @@ class TrainedBlock:
         """Bytes of memory that a step needs beside all else."""
         return max((states.sub_group.full_gradient_bytes for states in self.states), default=0)
 
-    def load(self, values: Iterable[torch.Tensor], states: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:
-        """Replace the parameters, which are in memory, and their states. Raises OSError. Undo it then.
+    def load(
+        self,
+        values: Iterable[torch.Tensor],
+        names: Mapping[torch.Tensor, str],
+        quantized: Mapping[str, torch.Tensor] | None,
+        states: Mapping[torch.Tensor, Mapping[str, Any]],
+        groups: Groups,
+    ) -> None:
+        """Replace the parameters, which are in memory, and their states. Undo it if it fails.
 
         Args:
             values: For each parameter, its value.
+            names: Of the parameters.
+            quantized: Quantised weights by name, as :meth:`FrozenParameters.quantize` takes them.
             states: For each parameter, its whole state.
             groups: The parameter groups that belong to these states.
+
+        Raises:
+            ValueError: If a value cannot be quantised.
+            OSError: From the drive.
         """
         self.stepped = True
-        self.parameters.fill(values)
+        frozen = self.parameters.frozen
+        if frozen is not None:
+            self._cache.acquire([frozen])
+        frozen_changed = self.parameters.fill(values, names, quantized)
         for each in self.states:
             each.load(states, groups)
         self._write_parameters()
+        if frozen is not None:
+            if frozen_changed:
+                frozen.changed(self._versions.next_of(frozen))
+            self._cache.release([frozen], changed=frozen_changed)
 
     def _write_parameters(self) -> None:
         self.parameters.changed(self._versions.next_of(self.parameters))
@@ -253,8 +274,9 @@ class TrainedBlock:
 
     def to_write(self) -> list[StoredBlock]:
         """Return what the step has changed."""
-        changed = [self.parameters, *(each.block for each in self.states if each.block is not None)]
-        return changed if self.stepped else []
+        states = [each.block for each in self.states if each.block is not None]
+        frozen = [part for part in self.parameters.parts[1:] if part.uncommitted]
+        return [self.parameters, *frozen, *states] if self.stepped else []
 
     def commit(self, groups: Groups) -> None:
         """End a step whose writes have ended."""

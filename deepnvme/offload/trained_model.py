@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +102,18 @@ class TrainedModel:
         """Have the parameters outside of the modules in memory from now on. Raises OSError."""
         self._schedule.cache.keep({self._rest: True})
         self.uses.begin(self._rest)
+
+    def change_memory(self, change: Callable[[], None]) -> None:
+        """Complete the last step, have no block in memory while a function is called, and go on.
+
+        Raises OSError from the drive, and what the function raises. The last step is as it was.
+        """
+        with self.undone_if_it_fails():
+            self.finish_deferred()
+            self.uses.reset()
+            self._schedule.cache.clear()
+            change()
+            self.uses.begin(self._rest)
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the model."""

@@ -19,9 +19,10 @@ from deepnvme.memory.alignment import padded
 from deepnvme.memory.byte_count import byte_count
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.profiles import engine_for
+from deepnvme.quantization import SCHEMES, Scheme
 from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.transfer.block import Block
-from deepnvme.transfer.block_cache import BlockCache, BlockMemory
+from deepnvme.transfer.block_cache import BlockCache
 from deepnvme.transfer.block_memory import PooledMemory
 
 from .activation_checkpointing import is_checkpointed, keep_for_backward, recompute_on_backward
@@ -30,6 +31,7 @@ from .arena_memory import ArenaMemory
 from .block_versions import BlockVersions
 from .counted_io import CountedIO
 from .forward_random_numbers import DrawsDiffer
+from .frozen_parameters import DequantizedMemory
 from .initial_values import Checkpoint, InitialValues
 from .micro_batches import MicroBatch, SideBySide, micro_batches_of
 from .model_partition import partition_model
@@ -42,6 +44,8 @@ from .state_dict import OffloadedStates
 from .sub_group import SubGroup
 from .trained_block import TrainedBlock
 from .trained_model import TrainedModel
+from .training_plan import TrainingPlan
+from .training_planner import TrainingPlanner
 from .training_report import StepMeter, TrainingReport
 from .training_state import TrainingState
 
@@ -49,10 +53,11 @@ if TYPE_CHECKING:
     from deepnvme.config import AioConfig
     from deepnvme.profiles import AnyPath
 
+    from .activation_report import ActivationReport
     from .activation_store import ActivationStore
 
 _PREFIX = "deepnvme-training"
-_ACTIVATIONS = ("memory", "nvme", "recompute")
+_ACTIVATIONS = ("auto", "memory", "nvme", "recompute")
 _WHOLE = 1 << 62
 """Elements of a sub-group: all of a block's."""
 _PART = 1 << 21
@@ -98,9 +103,14 @@ class OffloadedTraining:
         memory_budget: Bytes of parameters, gradients, states and saved activations that are in memory. More only if a single
             block needs more. What a forward computes with beside these is not counted.
         parameters: "nvme"; or "memory" to have them stay in memory beside being on the drive, and only states come and go.
-        activations: "memory"; or "nvme" to have :class:`save_on_disk` keep those that ``activation_budget`` has no room for; or
-            "recompute" to have only the blocks' inputs kept so, and the rest computed again in the backward.
-        activation_budget: Bytes of the memory budget for activations, unless all stay in memory; None for a quarter.
+        quantize: "int8" or "int4" to have weights that are frozen, that is, do not require gradients, quantised on the drive, as
+            :meth:`deepnvme.streaming.WeightStore.build` does. A block's are dequantised into their own dtypes when it is used:
+            the results are the bits of a training with these values. None to keep all as they are.
+        activations: "memory" to have them stay there, beside the budget; or "nvme" to have :class:`save_on_disk` keep those that
+            ``activation_budget`` has no room for; or "recompute" to have only the blocks' inputs kept so, and the rest computed
+            again in the backward; or "auto" for what takes the least time: as "nvme", with some blocks computed again.
+        activation_budget: Bytes of the memory budget for activations, unless all stay in memory; None to have them chosen by
+            what the third step has measured, see :meth:`plan`, and a quarter until then.
         master_weights: Whether parameters in bfloat16 and float16 have a float32 weight in the states.
         micro_batches: Backwards in a step, whose gradients are summed.
         accumulation: "vertical" to have :meth:`step` run each block for all micro-batches before the next one, so that it is read
@@ -116,8 +126,8 @@ class OffloadedTraining:
         **optimizer_kwargs: The optimizer's.
 
     Raises:
-        ValueError: For parameters or options that cannot be offloaded, a checkpoint of another model, or what is on the meta
-            device and would get no value.
+        ValueError: For parameters or options that cannot be offloaded, a checkpoint of another model, values that cannot be
+            quantised, or what is on the meta device and would get no value.
         OSError: From the drive, or from the checkpoint.
     """
 
@@ -131,6 +141,7 @@ class OffloadedTraining:
         checkpoint: Checkpoint | None = None,
         memory_budget: int = 1 << 30,
         parameters: str = "nvme",
+        quantize: Scheme | None = None,
         activations: str = "memory",
         activation_budget: int | None = None,
         accumulation: str = "vertical",
@@ -158,6 +169,8 @@ class OffloadedTraining:
         partition = partition_model(model, blocks)
         initial = InitialValues(model, checkpoint)
         size = _PART if optimizer_class in ELEMENTWISE else _WHOLE
+        if quantize is not None and quantize not in SCHEMES:
+            raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {quantize!r}")
         planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, size)
         defaults = planner.defaults()
         paths = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else list(nvme_path)
@@ -179,15 +192,22 @@ class OffloadedTraining:
         sub_groups = self._sub_groups([*params, rest], planner)
         if activations == "memory":
             activation_budget = 0
-        elif activation_budget is None:
-            activation_budget = memory_budget // 4
+        first_activation_budget = memory_budget // 4 if activation_budget is None else activation_budget
         stay = parameters == "memory"
-        memory = _memory(sub_groups, [*params, rest], planner, memory_budget - activation_budget, self._io, pool, stay)
-        self._schedule = ScheduledBlocks(BlockCache(self._io, memory))
+        self._dequantized = DequantizedMemory(pool)
+        parameter_blocks = [
+            ParameterBlock(number, some, self._dequantized, quantize, some is rest) for number, some in enumerate([*params, rest])
+        ]
+        values = [sum(part.values_nbytes for part in (each.frozen,) if part is not None) for each in parameter_blocks]
+        dequantized_bytes = values[-1] + max(values[:-1], default=0)
+        limits = _BlockLimits(sub_groups, parameter_blocks, planner, memory_budget - dequantized_bytes, stay)
+        limit = limits.beside(first_activation_budget)
+        memory = ArenaMemory(limit, self._io.record_ended) if pool is None else PooledMemory(pool, limit, _shortage)
+        self._schedule = ScheduledBlocks(BlockCache(self._io, memory, helper="deepnvme-training"))
         self._meter = StepMeter(self._io, self._schedule.cache)
         blocks_of_model = [
-            TrainedBlock(ParameterBlock(number, some), stepping, self._schedule, self._versions)
-            for number, (some, stepping) in enumerate(zip([*params, rest], sub_groups, strict=True))
+            TrainedBlock(parameter_block, stepping, self._schedule, self._versions)
+            for parameter_block, stepping in zip(parameter_blocks, sub_groups, strict=True)
         ]
         self._trained = TrainedModel(
             model,
@@ -205,12 +225,27 @@ class OffloadedTraining:
         check = self._check_between_steps
         states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, residents, check)
         self._state = TrainingState(model, self._trained, self.optimizer, self._versions, states, modules)
-        self._saver = None
+        self._make_saver = functools.partial(_Activations, self._trained.uses, directories, activation_budget is None, config)
+        self._saver: save_on_disk | None = None
         if activations != "memory":
-            self._saver = _Activations(self._trained.uses, directories, activation_budget, config)
+            self._saver = self._make_saver(first_activation_budget)
+        self._names = {module: name for name, module in model.named_modules() if module in set(modules)}
+        self._planner = TrainingPlanner(
+            memory_budget,
+            lambda activation_bytes: limits.beside(activation_bytes) if limits.suffices_beside(activation_bytes) else None,
+            activation_budget,
+            {each: name for each, name in self._names.items() if activations == "auto" and not is_checkpointed(each)},
+            [self._names[each] for each in self._recomputed],
+            blocks_of_model,
+            self._schedule,
+            self._io,
+        )
+        self._rounds = 0  # how often the step has saved activations
+        self._memory = memory
         self._side_by_side = SideBySide(self._trained, self._saved_tensors)
         self._vertical = accumulation == "vertical"
         try:
+            self._dequantized.reserve(dequantized_bytes)
             self._to_drive(initial, modules, stay)
         except BaseException:
             self.close()
@@ -234,9 +269,10 @@ class OffloadedTraining:
         blocks = self._trained.blocks
         by_module = {module: block.parameters for module, block in zip(modules, blocks, strict=False)}
         initial.write(by_module, blocks[-1].parameters, cache)
-        cache.flush([block.parameters for block in blocks])
+        parts = [part for block in blocks for part in block.parameters.parts]
+        cache.flush(parts)
         if stay:
-            cache.keep(dict.fromkeys((block.parameters for block in blocks), True))
+            cache.keep(dict.fromkeys(parts, True))
         self._trained.keep_rest()
 
     # -- steps
@@ -276,11 +312,48 @@ class OffloadedTraining:
             losses = self._run([functools.partial(self._loss, each) for each in micro_batches]) if micro_batches else []
             self._trained.finish_step()
         self._meter.end(self.steps, None if self._saver is None else self._saver.report())
+        self._planner.end_step(self._meter.last, self._rounds)
         return _sum(losses) if losses else None
 
     def report(self) -> TrainingReport:
         """Return what the last completed step did, and what it waited for. Raises RuntimeError before the first step."""
         return self._meter.last
+
+    def plan(self) -> TrainingPlan:
+        """Return how the memory is divided, which blocks are computed again, what a step should take, and by which measurements.
+
+        ``print(training.plan())`` shows it. What is left to choose is chosen after the third step, and again when a step saves
+        more activations than that was made for. Blocks while the drive is measured, for the first plan.
+
+        Raises:
+            RuntimeError: Before the end of the third step; after :meth:`close`; in a forked child.
+            OSError: From the drive.
+        """
+        self._check_usable()
+        return self._planner.plan()
+
+    def _begin_step(self) -> None:
+        """Follow a new plan, if there is one and this is the beginning of a step. Raises OSError."""
+        if self._trained.micro_batches_run == 0:
+            self._rounds = 0
+            plan = self._planner.begin_step(self._saver)
+            if plan is not None:
+                self._trained.change_memory(functools.partial(self._follow, plan))
+                self._planner.followed(plan)
+
+    def _follow(self, plan: TrainingPlan) -> None:
+        self._memory.set_limit(plan.block_bytes)
+        before, self._saver = self._saver, self._make_saver(plan.activation_bytes)
+        if before is not None:
+            before.close()
+        for module, name in self._names.items():
+            if name in plan.recomputed and module not in self._recomputed:
+                recompute_on_backward(module)
+                self._recomputed.append(module)
+                self._trained.uses.follow_recomputing(module)
+            elif name not in plan.recomputed and module in self._recomputed:
+                self._recomputed.remove(module)
+                keep_for_backward(module)
 
     def run_micro_batches(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """Run the forward, which returns the loss, and the backward of each micro-batch of a step. Call :meth:`step` after it.
@@ -305,10 +378,13 @@ class OffloadedTraining:
     def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         random_numbers = self._side_by_side.random_numbers
         if self._vertical and len(forwards) > 1 and random_numbers.predictable:
+            self._begin_step()
             begin = torch.get_rng_state()
             try:
                 with self._trained.undone_if_it_fails():
-                    return self._side_by_side.run(forwards)
+                    losses = self._side_by_side.run(forwards)
+                    self._rounds = 1
+                    return losses
             except DrawsDiffer:
                 torch.set_rng_state(begin)
         losses = []
@@ -350,8 +426,11 @@ class OffloadedTraining:
     @contextlib.contextmanager
     def _one_micro_batch(self, of: int | None = None) -> Iterator[None]:
         self._check_usable()
-        with self._trained.undone_if_it_fails(), self._trained.running(of=of), self._saved_tensors():
-            yield
+        with self._trained.undone_if_it_fails():
+            self._begin_step()
+            with self._trained.running(of=of), self._saved_tensors():
+                yield
+            self._rounds += 1
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the 2-norm of all gradients, before they are clipped: between the last micro-batch and :meth:`step`. Blocks.
@@ -398,14 +477,16 @@ class OffloadedTraining:
         """Return the model and the optimizer as of the last completed step, with tensors mapped from the drive.
 
         The tensors take no memory. They keep their values when steps are made, and occupy space on the drive while they live.
+        With ``quantize`` the first call writes the dequantised weights, which occupy space from then on.
 
         Returns:
             "model": what ``model.state_dict()`` would be. "optimizer": "state" by the names of parameters, and "param_groups",
             whose "params" are names: what ``torch.distributed.checkpoint.state_dict`` uses. "steps": the number of steps.
+            "quantized", only with ``quantize``: the bytes of quantised weights by name. "model" has the dequantised values.
 
         Raises:
             RuntimeError: Within a step.
-            OSError: If an earlier step still has to be undone and cannot be.
+            OSError: If an earlier step still has to be undone and cannot be; or if dequantised weights cannot be written.
         """
         self._check_between_steps()
         return self._state.get()
@@ -431,7 +512,7 @@ class OffloadedTraining:
             state: As :meth:`state_dict` returns it. Its tensors may be mapped from a file.
 
         Raises:
-            ValueError: If names or shapes are not those of the model. Nothing is changed then.
+            ValueError: If names or shapes are not those of the model, or a value cannot be quantised. Nothing is changed then.
             RuntimeError: Within a step.
             OSError: From the drive. Nothing is changed then.
         """
@@ -465,6 +546,7 @@ class OffloadedTraining:
             uses.end(rest)
         self._closed = True
         self._trained.remove_hooks()
+        self._planner.remove_hooks()
         self._state.remove_hooks()
         for module in self._recomputed:
             keep_for_backward(module)
@@ -474,6 +556,7 @@ class OffloadedTraining:
             param.data = value
         if self._saver is not None:
             self._saver.close()
+        self._dequantized.close()
         self._store.close()
         self._engine.close()
         remove_directories(self._directories)
@@ -489,43 +572,72 @@ class OffloadedTraining:
 
 
 class _Activations(save_on_disk):
-    """Keeps activations on the drive, and of parameters only where they are."""
+    """Keeps activations on the drive, and of parameters only where they are.
 
-    def __init__(self, uses: ParameterUses, paths: Sequence[Path], budget: int, config: AioConfig | None) -> None:
+    Args:
+        uses: Has the parameters in memory.
+        paths: Directories.
+        budget: Bytes of memory.
+        chosen: Whether a plan has chosen the budget, so that there is nothing to advise if the drive sets the pace.
+        config: Settings of the engine.
+    """
+
+    def __init__(
+        self, uses: ParameterUses, paths: Sequence[Path], chosen: bool, config: AioConfig | None, budget: int
+    ) -> None:
         super().__init__(paths, memory_budget=budget, config=config)
-        self._uses = uses
+        self._uses, self._chosen = uses, chosen
 
     def _pack(self, store: ActivationStore, tensor: torch.Tensor) -> Packed:
         return self._uses.saved(tensor) or super()._pack(store, tensor)
+
+    def _warn_of(self, slow: ActivationReport) -> None:
+        if not self._chosen:
+            super()._warn_of(slow)
 
 
 def _unpack(packed: Packed) -> torch.Tensor:
     return packed.unpack()
 
 
-def _memory(
-    sub_groups: Sequence[Sequence[SubGroup]],
-    params: Sequence[Sequence[nn.Parameter]],
-    planner: SubGroupPlanner,
-    budget: int,
-    io: CountedIO,
-    pool: BufferPool | None,
-    parameters_stay: bool,
-) -> BlockMemory:
-    """Return memory for blocks, given the bytes of these and of all else that training them takes."""
-    parameters = [sum(padded(param.nbytes) for param in some) for some in params]
-    gradients = [sum(padded(param.nbytes) for param in some if param.requires_grad) for some in params]
-    states = [[planner.estimate(each) for each in some] for some in sub_groups]
-    largest_states = [max(some, default=0) for some in states]
-    scratch = max((each.full_gradient_bytes for some in sub_groups for each in some), default=0)
-    # In torch's memory: gradients of a block and of the one before it, of what is in no block, and those converted to float32.
-    limit = budget - gradients[-1] - 2 * max(gradients[:-1], default=0) - scratch
-    one = max((sum(sizes) for sizes in zip(parameters[:-1], gradients[:-1], largest_states[:-1], strict=True)), default=0)
-    staying = sum(parameters) if parameters_stay else parameters[-1]
-    limit = max(limit, staying + max(one, gradients[-1] + largest_states[-1]))
-    if pool is not None:
-        return PooledMemory(pool, limit, _shortage)
-    return ArenaMemory(min(limit, sum(parameters) + sum(gradients) + sum(map(sum, states))), io.record_ended)
+class _BlockLimits:
+    """How much of the memory blocks may have.
+
+    Args:
+        sub_groups: What steps each block.
+        blocks: The blocks; the last one stays in memory.
+        planner: Estimates the states.
+        budget: Bytes for blocks and activations.
+        parameters_stay: Whether all parameters stay in memory.
+    """
+
+    def __init__(
+        self,
+        sub_groups: Sequence[Sequence[SubGroup]],
+        blocks: Sequence[ParameterBlock],
+        planner: SubGroupPlanner,
+        budget: int,
+        parameters_stay: bool,
+    ) -> None:
+        parameters = [sum(padded(part.nbytes) for part in block.parts) for block in blocks]
+        gradients = [sum(padded(param.nbytes) for param in block.params if param.requires_grad) for block in blocks]
+        states = [[planner.estimate(each) for each in some] for some in sub_groups]
+        largest_states = [max(some, default=0) for some in states]
+        scratch = max((each.full_gradient_bytes for some in sub_groups for each in some), default=0)
+        # In torch's memory: gradients of a block and the one before, of what is in no block, and those converted to float32.
+        self._free = budget - gradients[-1] - 2 * max(gradients[:-1], default=0) - scratch
+        one = max((sum(sizes) for sizes in zip(parameters[:-1], gradients[:-1], largest_states[:-1], strict=True)), default=0)
+        staying = sum(parameters) if parameters_stay else parameters[-1]
+        self._least = staying + max(one, gradients[-1] + largest_states[-1])
+        self._most = sum(parameters) + sum(gradients) + sum(map(sum, states))
+
+    def suffices_beside(self, activation_bytes: int) -> bool:
+        """Return whether enough is left for any block if activations have so many bytes."""
+        return self._free - activation_bytes >= self._least
+
+    def beside(self, activation_bytes: int) -> int:
+        """Return the bytes of blocks if activations have so many: those that are left, and at least what any block needs."""
+        return min(max(self._free - activation_bytes, self._least), self._most)
 
 
 def _shortage(held: int, block: Block) -> str:

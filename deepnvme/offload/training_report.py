@@ -20,7 +20,8 @@ class TrainingReport:
     seconds: float
     """From the beginning of the first forward until ``step()`` has ended; with what is done between micro-batches."""
     waiting: float
-    """Time that the step waited for blocks to be read, or for memory to read them into; without activations."""
+    """Time that the step waited for blocks to be read, for memory to read them into, and for the last writes; without
+    activations."""
     reading: float
     """Time with at least one read of a block in flight, whether or not anything waited for it."""
     writing: float

@@ -11,9 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepnvme._shortened_lists import listed
+from deepnvme.memory.alignment import PAGE
 
-from .block_versions import BlockVersions
+from .block_versions import BlockVersions, Versioned
+from .frozen_parameters import FrozenParameters
+from .parameter_block import ParameterBlock
 from .state_dict import OffloadedStates
+from .sub_group import BlockLayout, BlockSection
 from .trained_block import TrainedBlock
 from .trained_model import TrainedModel
 
@@ -70,20 +74,46 @@ class TrainingState:
         """Return what :meth:`OffloadedTraining.state_dict` does. Raises OSError."""
         names = self._names()
         values: dict[torch.Tensor, torch.Tensor] = {}
+        quantized: dict[str, torch.Tensor] = {}
         for block in self._trained.blocks:
-            if block.parameters.params:
-                mapped = self._versions.map([(block.parameters, 0, block.parameters.layout.nbytes)])
-                sections = block.parameters.layout.sections
-                values.update((block.parameters.params[section.piece], section.of(mapped)) for section in sections)
+            parameters, frozen = block.parameters, block.parameters.frozen
+            layouts: list[tuple[Versioned, BlockLayout]] = [(parameters, parameters.layout)]
+            if frozen is not None:
+                layouts.append((self._dequantized(parameters, frozen), frozen.layout))
+                for section in frozen.quantized_sections:
+                    quantized[names[parameters.params[section.piece]]] = self._mapped(frozen, section)
+            for of, layout in layouts:
+                values.update((parameters.params[section.piece], self._mapped(of, section)) for section in layout.sections)
         with self._unguarded():
             model = self._model.state_dict(keep_vars=True)
         groups = [{**group, "params": [names[each] for each in group["params"]]} for group in self._options.param_groups]
         model = {name: values.get(value, value) if isinstance(value, torch.Tensor) else value for name, value in model.items()}
-        return {
+        found = {
             "model": model,
             "optimizer": {"state": {names[param]: state for param, state in self._states.items()}, "param_groups": groups},
             "steps": self._trained.steps,
         }
+        return {**found, "quantized": quantized} if quantized else found
+
+    def _mapped(self, of: Versioned, section: BlockSection) -> torch.Tensor:
+        """Map one tensor of a block by itself: a ``.pt`` cannot hold a storage that is seen in several dtypes."""
+        inside = section.offset % PAGE
+        mapped = self._versions.map([(of, section.offset - inside, section.nbytes + inside)])
+        return mapped[inside:].view(section.dtype).as_strided(section.shape, section.stride)
+
+    def _dequantized(self, parameters: ParameterBlock, frozen: FrozenParameters) -> Versioned:
+        """Return what on the drive has the values of frozen parameters. Writes a copy if they are quantised there."""
+        if not frozen.quantized:
+            return frozen
+        if frozen.copy.outdated:
+            number = self._versions.next_of(frozen.copy)
+            self._trained.uses.begin(parameters)
+            try:
+                self._versions.write(frozen.copy, number, frozen.values)
+            finally:
+                self._trained.uses.end(parameters)
+            frozen.copy.written(number)
+        return frozen.copy
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Do what :meth:`OffloadedTraining.load_state_dict` does. Raises ValueError, OSError."""
@@ -100,7 +130,7 @@ class TrainingState:
                 for group in filter(lambda each: each["params"], groups):
                     group.update({key: value for key, value in options[names[group["params"][0]]].items() if key != "params"})
                 for block in self._trained.blocks:
-                    self._load_block(block, names, model, optimizer["state"])
+                    self._load_block(block, names, model, state.get("quantized"), optimizer["state"])
                 self._trained.commit(int(state["steps"]))
             except BaseException:
                 for group, values in zip(groups, before, strict=True):
@@ -112,7 +142,12 @@ class TrainingState:
                     buffer.copy_(model[name])
 
     def _load_block(
-        self, block: TrainedBlock, names: Mapping[torch.Tensor, str], model: Mapping[str, Any], states: Mapping[str, Any]
+        self,
+        block: TrainedBlock,
+        names: Mapping[torch.Tensor, str],
+        model: Mapping[str, Any],
+        quantized: Mapping[str, Any] | None,
+        states: Mapping[str, Any],
     ) -> None:
         if not block.parameters.params:
             return
@@ -120,7 +155,8 @@ class TrainingState:
         try:
             params = block.parameters.params
             found: dict[torch.Tensor, Any] = {each: states[names[each]] for each in block.trained if names[each] in states}
-            block.load([model[names[param]] for param in params], found, self._options.param_groups)
+            values = [model[names[param]] for param in params]
+            block.load(values, names, quantized, found, self._options.param_groups)
         finally:
             self._trained.uses.end(block.parameters)
 

@@ -10,10 +10,10 @@ import torch
 
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Transfer
+from deepnvme.quantization import QuantizedLayout, dequantize
 from deepnvme.store.futures import StoreFuture
 
 from .weights.manifest import Extent, Weight, laid_out
-from .weights.quantization import QuantizedLayout, dequantize
 from .weights.weight_store import WeightStore
 
 _THREADS = 2

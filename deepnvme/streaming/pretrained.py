@@ -24,11 +24,11 @@ import torch
 from deepnvme._model_structure import weights_by_name
 from deepnvme._progress import Wanted
 from deepnvme.checkpoint.weight_locations import Location, weights_in_index
+from deepnvme.quantization import Scheme
 from deepnvme.store.volumes import directory_weights
 
 from .streamed_model import Streaming, streaming_of
 from .weights.build_once import opened_or_built
-from .weights.quantization import Scheme
 from .weights.weight_store import Directories, WeightStore
 
 if TYPE_CHECKING:

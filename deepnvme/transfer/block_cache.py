@@ -281,15 +281,15 @@ class BlockCache(Monitor):
         """Wait until a block is not in transfer."""
         self._until(lambda: self._ending_of(block))
 
-    def drain(self) -> None:
-        """Wait for all transfers, and start no others."""
+    def drain(self, timed: bool = False) -> None:
+        """Wait for all transfers, and start no others. With ``timed``, the wait is added to :attr:`seconds_waited`."""
 
         def step() -> Wait | None:
             self._set_expected(())
             self._to_write.clear()
             return self._ending_of_any(self._transfers)
 
-        self._until(step)
+        self._until(step, timed=timed)
 
     def flush(self, blocks: Iterable[Block], used: bool = False) -> None:
         """Write those of the blocks that are dirty and not in use, and wait for it.
@@ -301,13 +301,13 @@ class BlockCache(Monitor):
         Raises:
             OSError: From writing. What failed stays in memory, and the call can be repeated.
         """
-        self.drain()
+        self.drain(timed=True)
         with self._changing():
             self._failures.clear()  # what failed is still dirty
             for block in blocks:
                 if block.state is State.DIRTY and (used or self._is_idle(block)):
                     self._write(block)
-        self.drain()
+        self.drain(timed=True)
         self.raise_failure()
 
     def drop_clean(self) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from deepnvme.memory.tensor_bytes import flat_bytes
+from deepnvme.quantization import dequantize, quantize
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, WeightStore, stream
-from deepnvme.streaming.weights.quantization import dequantize, quantize
 
 from ..support.files import flip
 from ..support.models import Calls

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from deepnvme.quantization import dequantize, quantize
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, extent_reader, stream
-from deepnvme.streaming.weights.quantization import dequantize, quantize
 
 from ..faults.torture.interruption import interrupted
 from ..support.engines import transfers_through

@@ -22,11 +22,11 @@ from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.quantization import Scheme, quantize
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.gather import Transfers
 
 from .manifest import NAME, Extent, WeightManifest, encode, key_of, laid_out
-from .quantization import Scheme, quantize
 
 T = TypeVar("T")
 Started = TypeVar("Started")

@@ -16,9 +16,8 @@ import torch
 from deepnvme._weight_differences import WeightInfo
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.tensor_bytes import dtype_named
+from deepnvme.quantization import ALIGNMENT, SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
 from deepnvme.store.manifest import CorruptManifest, check_length, second_line, string_at, two_lines
-
-from .quantization import ALIGNMENT, SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
 
 NAME = "manifest"
 """Name of the store's tensor that holds the manifest."""

@@ -24,6 +24,7 @@ from deepnvme.memory.alignment import padded
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.profiles import engine_for
+from deepnvme.quantization import SCHEMES, Scheme
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.manifest import CorruptManifest
 from deepnvme.store.tensor_store import TensorStore
@@ -31,7 +32,6 @@ from deepnvme.store.volumes import Directory, directory_weights
 
 from .build_pipeline import ExtentBuilder, build, read_ahead, structure_for
 from .manifest import LARGEST, NAME, Extent, WeightManifest, decode, key_of
-from .quantization import SCHEMES, Scheme
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig

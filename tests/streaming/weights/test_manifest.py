@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deepnvme._weight_differences import WeightInfo
+from deepnvme.quantization import ALIGNMENT
 from deepnvme.streaming.weights.manifest import (
     LARGEST,
     Extent,
@@ -19,7 +20,6 @@ from deepnvme.streaming.weights.manifest import (
     encode,
     laid_out,
 )
-from deepnvme.streaming.weights.quantization import ALIGNMENT
 from deepnvme.swap import CorruptManifest
 
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from deepnvme._model_structure import REST, weights_by_name
 from deepnvme._weight_differences import WeightInfo
+from deepnvme.quantization import dequantize, quantize
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, StoreMismatch, WeightStore
-from deepnvme.streaming.weights.quantization import dequantize, quantize
 from deepnvme.swap import CorruptManifest, StoreLocked, TensorStore
 
 from ...support.memory import bytes_of

@@ -4,7 +4,7 @@ def dequantize(matrices: list[tuple[str, str, int, int, int, int, int]], threads
     """Work out matrices' values, one matrix after the other.
 
     Each is (scheme, dtype, rows, columns, and the addresses of values, scales and codes), as
-    :mod:`deepnvme.streaming.weights.quantization` has them. Nothing checks the addresses.
+    :mod:`deepnvme.quantization` has them. Nothing checks the addresses.
     """
 
 def quantize(matrix: tuple[str, str, int, int, int, int, int], threads: int) -> int | None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.streaming.weights import quantization
-from deepnvme.streaming.weights.quantization import (
+from deepnvme import quantization
+from deepnvme.quantization import (
     GROUP,
     SCHEMES,
     QuantizedLayout,
@@ -21,7 +21,7 @@ from deepnvme.streaming.weights.quantization import (
     quantize,
 )
 
-from ...support.threads import others_run_during
+from .support.threads import others_run_during
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = {
