@@ -99,7 +99,7 @@ class Generation:
                 tokens = self._model.generate(
                     self._ids,
                     attention_mask=torch.ones_like(self._ids),
-                    past_key_values=cache,
+                    cache=cache,
                     do_sample=False,
                     max_new_tokens=self._new,
                     min_new_tokens=self._new,

@@ -137,7 +137,7 @@ def kv(directory: Path, scale: float) -> Turn:
 
     def turn() -> None:
         with OffloadedCache(config, "nvme", path=directory) as cache:
-            model.generate(ids, past_key_values=cache, do_sample=False, **options)
+            model.generate(ids, cache=cache, do_sample=False, **options)
 
     return turn
 

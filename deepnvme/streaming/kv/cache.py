@@ -43,10 +43,10 @@ class CacheReport:
 
 
 class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager["OffloadedCache"]):
-    """A KV cache in host memory or on a drive, for ``model.generate(..., past_key_values=cache)``.
+    """A KV cache in host memory or on a drive, for ``model.generate(..., cache=cache)``.
 
     >>> with OffloadedCache(model.config, "nvme", path="/mnt/nvme") as cache, torch.no_grad():
-    ...     model.generate(**inputs, past_key_values=cache)
+    ...     model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
 
     Takes the place of a DynamicCache and gives the same tokens. Layers of full, sliding-window and chunked attention are
     offloaded; the states of linear attention, which do not grow, stay where the model has them. For encoder-decoder models see
@@ -235,8 +235,8 @@ def offload_kv(
     """Make ``model.generate()`` use an offloaded KV cache in each call that is not given a cache or asked for another kind.
 
     Each call makes a cache of its own and closes it at the end; a cache that is returned (``return_dict_in_generate``) stays open
-    until it is garbage-collected. A model that takes no ``past_key_values`` (such as Mamba) has states that do not grow, and is
-    left as it is. Other arguments as for :class:`OffloadedCache`.
+    until it is garbage-collected. A model without keys and values (such as Mamba) has states that do not grow, and is left as it
+    is. Other arguments as for :class:`OffloadedCache`.
 
     Args:
         model: A transformers model; its ``generate`` is replaced.
@@ -248,26 +248,42 @@ def offload_kv(
     _check(where, path, memory_budget, prefetch, aio_config)
     if not model.can_generate():
         raise ValueError(f"a {type(model).__name__} does not generate: it has no keys and values to offload")
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    argument = _cache_argument(model)
+    if argument is None:
         return
     generate: Callable[..., Any] = model.generate  # type: ignore[assignment]  # nn.Module's attributes can be anything
 
     @functools.wraps(generate)
     def offloading(*args: Any, **kwargs: Any) -> Any:
         """Generate with a cache made for this call, if the caller gives none and asks for no other kind."""
-        if kwargs.get("past_key_values") is not None or _caches_otherwise(model, *args, **kwargs):
+        if any(kwargs.get(name) is not None for name in _CACHE_ARGUMENTS) or _caches_otherwise(model, *args, **kwargs):
             return generate(*args, **kwargs)
         cache = offloaded_cache(
             model.config, where, path=path, memory_budget=memory_budget, prefetch=prefetch, aio_config=aio_config
         )
         with contextlib.ExitStack() as ending:
             ending.callback(close_cache, cache)
-            result = generate(*args, **{**kwargs, "past_key_values": cache})
+            result = generate(*args, **{**kwargs, argument: cache})
             if not isinstance(result, torch.Tensor):
                 ending.pop_all()  # the result holds the cache, and keeps it open
             return result
 
     model.generate = offloading  # type: ignore[assignment]
+
+
+def _cache_argument(model: PreTrainedModel) -> str | None:
+    """Return by which name the model takes a cache; None if it has no states that grow."""
+    names = inspect.signature(model.forward).parameters
+    if "past_key_values" in names:
+        return "past_key_values"
+    if "cache" not in names:
+        return None
+    # By this name transformers 5.24 and later give models without attention their states, too.
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return "cache" if getattr(config, "num_attention_heads", None) else None
+    return "cache" if any("attention" in kind and kind != "linear_attention" for kind in kinds) else None
 
 
 def _caches_otherwise(
@@ -285,6 +301,8 @@ def _caches_otherwise(
     return chosen("use_cache") is False or chosen("cache_implementation") not in (None, "hybrid")
 
 
+_CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""What ``generate`` calls a cache: the second is its name before transformers 5.24."""
 _OFFLOADED = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
 _KEPT = (cache_utils.DummyLayer, cache_utils.LinearAttentionLayer)
 

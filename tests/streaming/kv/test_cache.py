@@ -30,6 +30,8 @@ from deepnvme.streaming import OffloadedCache, close_cache, offload_kv, offloade
 from deepnvme.streaming.kv import layer as kv_layer  # noqa: E402
 from deepnvme.streaming.kv.drive import CHUNK_BYTES  # noqa: E402
 
+from ...support.transformers_names import CACHE  # noqa: E402
+
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 32, "vocab_size": 64}
 GENERATION = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -80,7 +82,7 @@ def prompt(batch: int = 2, positions: int = 11, seed: int = 1) -> torch.Tensor:
 
 
 def generated(model: Any, ids: torch.Tensor, cache: Any = None, **settings: Any) -> torch.Tensor:
-    given = {} if cache is None else {"past_key_values": cache}
+    given = {} if cache is None else {CACHE: cache}
     tokens: torch.Tensor = model.generate(ids, **{"max_new_tokens": 14, **GENERATION, **settings}, **given)
     return tokens
 
@@ -127,9 +129,9 @@ def test_layers_of_a_kind_that_cannot_be_offloaded_are_named(drive: Path) -> Non
 
 def test_states_that_autograd_would_need_are_refused(llama: Any, cache: OffloadedCache) -> None:
     with pytest.raises(RuntimeError, match="no_grad"):
-        llama(prompt(), past_key_values=cache)
+        llama(prompt(), **{CACHE: cache})
     with torch.no_grad():
-        llama(prompt(), past_key_values=cache)
+        llama(prompt(), **{CACHE: cache})
 
 
 def test_states_of_another_batch_are_refused_and_harm_nothing(cache: OffloadedCache) -> None:
@@ -238,14 +240,14 @@ def test_a_forward_that_is_broken_off_between_two_layers_is_not_gone_on_with(lla
     with torch.no_grad():
         for before in ([], [ids]):  # in the first forward, and in a later one
             for each in before:
-                llama(each, past_key_values=cache)
+                llama(each, **{CACHE: cache})
             handle = llama.model.layers[1].register_forward_pre_hook(stop)
             with pytest.raises(KeyboardInterrupt):
-                llama(ids[:, :1], past_key_values=cache)
+                llama(ids[:, :1], **{CACHE: cache})
             handle.remove()
             for _ in range(2):
                 with pytest.raises(RuntimeError, match="reset"):
-                    llama(ids[:, :1], past_key_values=cache)
+                    llama(ids[:, :1], **{CACHE: cache})
             cache.reset()
             assert torch.equal(generated(llama, ids, cache), generated(llama, ids))
             cache.reset()
@@ -256,7 +258,7 @@ def test_a_change_that_reaches_some_layers_only_is_not_gone_on_with(
     llama: Any, cache: OffloadedCache, change: Callable[[OffloadedCache], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torch.no_grad():
-        llama(prompt(), past_key_values=cache)
+        llama(prompt(), **{CACHE: cache})
 
         def stop(*_: object) -> None:
             raise KeyboardInterrupt
@@ -267,7 +269,7 @@ def test_a_change_that_reaches_some_layers_only_is_not_gone_on_with(
             with pytest.raises(KeyboardInterrupt):
                 change(cache)
         with pytest.raises(RuntimeError, match="reset"):
-            llama(prompt(positions=1), past_key_values=cache)
+            llama(prompt(positions=1), **{CACHE: cache})
 
 
 @pytest.mark.slow
@@ -295,9 +297,9 @@ def test_an_interrupt_at_any_point_of_generating_leaves_a_cache_that_works_or_sa
                 reference = transformers.DynamicCache(config=llama.config)
                 begin = prompt().shape[1]
                 for start, end in [(0, begin), *((at, at + 1) for at in range(begin, there))]:
-                    llama(expected[:, start:end], past_key_values=reference)
-                logits = llama(expected[:, there : there + 1], past_key_values=cache).logits
-                assert torch.equal(logits, llama(expected[:, there : there + 1], past_key_values=reference).logits)
+                    llama(expected[:, start:end], **{CACHE: reference})
+                logits = llama(expected[:, there : there + 1], **{CACHE: cache}).logits
+                assert torch.equal(logits, llama(expected[:, there : there + 1], **{CACHE: reference}).logits)
         cache.reset()
         assert cache.report().bytes_on_drive == 0
         assert torch.equal(generated(llama, prompt(), cache), expected)
@@ -437,10 +439,10 @@ def test_generate_makes_a_cache_of_its_own_each_time(llama: Any, drive: Path) ->
     assert not any(drive.iterdir())
     kept = generated(llama, prompt(), return_dict_in_generate=True)
     assert torch.equal(kept.sequences, expected)
-    assert kept.past_key_values.get_seq_length() == expected.shape[1] - 1
-    assert kept.past_key_values.report().bytes_on_drive > 0
+    assert getattr(kept, CACHE).get_seq_length() == expected.shape[1] - 1
+    assert getattr(kept, CACHE).report().bytes_on_drive > 0
     assert torch.equal(generated(llama, prompt(), transformers.DynamicCache(config=llama.config)), expected)
-    kept.past_key_values.close()
+    getattr(kept, CACHE).close()
 
 
 @pytest.mark.parametrize("setting", [{"use_cache": False}, {"cache_implementation": "dynamic"}], ids=str)

@@ -88,6 +88,8 @@ def _with_an_interrupt(
 ) -> None:
     import transformers
 
+    from ....support.transformers_names import CACHE
+
     kind = (model.config.sliding_window, memory_budget)
     outside = (str(Path(transformers.__file__).parent),) if random.random() < 0.5 else ()
     begin = prompt.shape[1]
@@ -96,7 +98,7 @@ def _with_an_interrupt(
     def forwards() -> None:
         with torch.no_grad():
             for start, end in pieces:
-                model(expected[:, start:end], past_key_values=cache)
+                model(expected[:, start:end], **{CACHE: cache})
 
     key = (*kind, outside)
     if key not in _points:
@@ -109,22 +111,24 @@ def _with_an_interrupt(
         reference = transformers.DynamicCache(config=model.config)
         with torch.no_grad():
             for start, end in pieces[: 1 + there - begin]:
-                model(expected[:, start:end], past_key_values=reference)
+                model(expected[:, start:end], **{CACHE: reference})
             following = expected[:, there : there + 1]
             try:
-                logits = model(following, past_key_values=cache).logits
+                logits = model(following, **{CACHE: cache}).logits
             except RuntimeError as refused:
                 if "reset()" not in str(refused):
                     raise
             else:
-                if not torch.equal(logits, model(following, past_key_values=reference).logits):
+                if not torch.equal(logits, model(following, **{CACHE: reference}).logits):
                     raise Wrong("other logits after an interrupt")
     streams.in_another_thread(cache.reset)
     del error
 
 
 def _generated(model: Any, prompt: torch.Tensor, cache: Any) -> torch.Tensor:
-    given = {} if cache is None else {"past_key_values": cache}
+    from ....support.transformers_names import CACHE
+
+    given = {} if cache is None else {CACHE: cache}
     settings = {"max_new_tokens": _NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     tokens: torch.Tensor = model.generate(prompt, **settings, **given)
     return tokens
