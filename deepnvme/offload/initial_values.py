@@ -23,6 +23,7 @@ from deepnvme.transfer.block_cache import BlockCache
 
 from .model_partition import ModelPartition
 from .parameter_block import ParameterBlock, absent_like
+from .training_ranks import TrainingRanks
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, torch.Tensor]
 
@@ -153,8 +154,12 @@ class InitialValues:
         return ModelPartition(partition.modules, [of(some) for some in partition.params], of(partition.rest))
 
     @torch.no_grad()
-    def write(self, blocks: Mapping[nn.Module, ParameterBlock], rest: ParameterBlock, cache: BlockCache) -> None:
+    def write(
+        self, blocks: Mapping[nn.Module, ParameterBlock], rest: ParameterBlock, cache: BlockCache, ranks: TrainingRanks
+    ) -> None:
         """Have the values in blocks, of which the cache begins to write each when all of its values are there. Blocks.
+
+        With several processes, all have the first one's values, buffers too.
 
         In memory are ``rest``, one block, those around it, and of a checkpoint in other dtypes one weight. Modules are reset in
         the order in which they were made, if every module makes those in it before its own parameters.
@@ -163,8 +168,10 @@ class InitialValues:
             blocks: The block of each module.
             rest: The block of all other parameters.
             cache: Has the blocks in memory.
+            ranks: The processes that train the model together.
 
         Raises:
+            RuntimeError: If another process has failed, or is gone.
             ValueError: If modules have left something without a value, or made another parameter; or if a value cannot be
                 quantised.
             CorruptCheckpoint: If the checkpoint is damaged, or was changed meanwhile.
@@ -174,9 +181,10 @@ class InitialValues:
         try:
             self._begin(rest, cache, begun)
             self._read((name, buffer, None) for buffer, name in self._names.items() if not isinstance(buffer, nn.Parameter))
-            self._visit(self._model, set(), blocks, cache, begun)
+            self._visit(self._model, set(), blocks, cache, begun, ranks)
             self._check_set(_tensors(self._model), lambda tensor: not isinstance(tensor, nn.Parameter))
-            self._end(rest, cache, begun)
+            self._end(rest, cache, begun, ranks)
+            ranks.have_first_ranks([each for _, each in self._model.named_buffers()])
             if self._weights is not None:
                 self._weights.check_unchanged()
         finally:
@@ -192,6 +200,7 @@ class InitialValues:
         blocks: Mapping[nn.Module, ParameterBlock],
         cache: BlockCache,
         begun: list[ParameterBlock],
+        ranks: TrainingRanks,
     ) -> None:
         """Give values to a module, after those in it."""
         visited.add(module)
@@ -200,17 +209,16 @@ class InitialValues:
             self._begin(block, cache, begun)
         for child in module.children():
             if child not in visited:
-                self._visit(child, visited, blocks, cache, begun)
+                self._visit(child, visited, blocks, cache, begun, ranks)
         self._reset_module(module)
         if block is not None:
-            self._end(block, cache, begun)
+            self._end(block, cache, begun, ranks)
 
     def _begin(self, block: ParameterBlock, cache: BlockCache, begun: list[ParameterBlock]) -> None:
         """Have a block in memory with the values that are known."""
         for part in block.parts:
             cache.create(part)
-        if block.frozen is not None:
-            block.frozen.begin_values()
+        block.begin_values()
         to_read = []
         for param, value in block.values():
             if param in self._names:
@@ -224,14 +232,17 @@ class InitialValues:
         begun.append(block)
         block.attach()
 
-    def _end(self, block: ParameterBlock, cache: BlockCache, begun: list[ParameterBlock]) -> None:
+    def _end(self, block: ParameterBlock, cache: BlockCache, begun: list[ParameterBlock], ranks: TrainingRanks) -> None:
         """Have a block written whose modules have given it all values."""
         for param, value in block.values():
             if param.data_ptr() != value.data_ptr():  # a module has set its data to another tensor
                 value.copy_(param.detach())
         params = set(block.params)
         self._check_set(((self._all_names[param], param) for param in block.params), params.__contains__)
-        if block.frozen is not None:
+        ranks.have_first_ranks([value for _, value in block.values()], block.number)
+        if block.ranks is not None:
+            block.scatter()
+        elif block.frozen is not None:
             block.frozen.quantize(self._all_names)
         block.detach()
         begun.remove(block)

@@ -23,6 +23,13 @@ class ModelPartition(NamedTuple):
     rest: list[nn.Parameter]
     """Those that stay in memory: in no block, or used by several."""
 
+    def with_scalars_in_memory(self) -> ModelPartition:
+        """Return a partition in which parameters without dimensions, which have no rows to share, stay in memory."""
+        params = [[param for param in some if param.dim()] for some in self.params]
+        scalars = [param for some in self.params for param in some if not param.dim()]
+        kept = [index for index, some in enumerate(params) if some]
+        return ModelPartition([self.modules[index] for index in kept], [params[index] for index in kept], self.rest + scalars)
+
 
 def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None = None) -> ModelPartition:
     """Divide the parameters of a model into blocks.

@@ -178,15 +178,33 @@ class ParameterUses:
     def begin(self, block: ParameterBlock) -> None:
         """Begin a use: the parameters are in memory from now on. Blocks while they are read. Raises OSError."""
         if block.holds == 0:
-            self._schedule.acquire(block)
-            try:
-                self._begin_frozen(block.frozen)
-            except BaseException:
-                self._schedule.cache.release([block])
-                raise
+            if block.ranks is None:
+                self._schedule.acquire(block)
+                try:
+                    self._begin_frozen(block.frozen)
+                except BaseException:
+                    self._schedule.cache.release([block])
+                    raise
+            else:
+                self._gather(block)
             block.attach()
             self._in_use[block] = None
         block.holds += 1
+
+    def gather_again(self, block: ParameterBlock) -> None:
+        """Have a block that is in use be what its shards are now. Blocks. Raises OSError, RuntimeError."""
+        self._gather(block)
+        block.attach()
+
+    def _gather(self, block: ParameterBlock) -> None:
+        begun: list[Block] = []
+        try:
+            for part in block.parts:
+                self._schedule.acquire(part)
+                begun.append(part)
+            block.gather()
+        finally:
+            self._schedule.cache.release(begun)
 
     def _begin_frozen(self, frozen: FrozenParameters | None) -> None:
         if frozen is not None:
@@ -203,9 +221,31 @@ class ParameterUses:
         if block.holds == 0:
             self._in_use.pop(block, None)
             block.detach()
+            if block.ranks is None:
+                self._schedule.cache.release([block])
+                if block.frozen is not None and not block.frozen.quantized:
+                    self._schedule.cache.release([block.frozen])
+
+    @contextlib.contextmanager
+    def changing(self, block: ParameterBlock) -> Iterator[None]:
+        """Have the shards, or the parameters if this process has all of them, in memory in this context. Raises OSError.
+
+        Parameters that were gathered before keep the values that they had.
+        """
+        if block.ranks is None:
+            self.begin(block)
+            try:
+                yield
+            finally:
+                self.end(block)
+            return
+        self._schedule.acquire(block)
+        try:
+            block.attach_shards()
+            yield
+        finally:
+            block.detach_shards()
             self._schedule.cache.release([block])
-            if block.frozen is not None and not block.frozen.quantized:
-                self._schedule.cache.release([block.frozen])
 
     def reset(self) -> None:
         """End all uses of blocks, also those that an interrupt has come between. Never blocks."""
@@ -218,6 +258,7 @@ class ParameterUses:
         for block in self._blocks:
             block.holds = 0
             block.detach()
+            block.detach_shards()
         self._schedule.cache.end_uses()
 
     def end_all(self) -> None:

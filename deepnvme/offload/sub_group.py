@@ -61,6 +61,8 @@ class BlockLayout:
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides (elements) of a dense copy: the tensor's own if contiguous, else those of ``torch.empty_like``."""
+    if tensor.is_contiguous() and 0 in tensor.stride():  # an expanded tensor of one element counts as contiguous
+        return torch.empty(tensor.shape, device="meta").stride()
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 

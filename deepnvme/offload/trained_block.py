@@ -17,6 +17,7 @@ from .parameter_block import ParameterBlock
 from .parameter_uses import ScheduledBlocks
 from .state_dict import take_over
 from .sub_group import Held, SubGroup, lay_out
+from .training_ranks import TrainingRanks
 
 Groups = Sequence[dict[str, Any]]
 
@@ -207,12 +208,28 @@ class TrainedBlock:
         self.parameters = parameters
         self.states = tuple(BlockStates(each, schedule, versions) for each in sub_groups)
         self.trained = tuple(param for param in parameters.params if param.requires_grad)
-        self.gradients = BlockGradients(f"{parameters.index}.gradients", self.trained, schedule)
+        self.trained_shards = tuple(shard for shard in parameters.shards if shard.requires_grad)
+        """What is stepped of each: the parameter, or this process's shard of it."""
+        self.gradients = BlockGradients(f"{parameters.index}.gradients", self.trained_shards, schedule)
         self.arrived: Counter[torch.Tensor] = Counter()
         """How many of the backwards that run now have accumulated the gradient of each parameter."""
         self.stepped = False
         """Whether the current step has changed it."""
+        self.reduced = False
+        """Whether the gradients of the backwards that run now were summed over the processes."""
         self._cache, self._versions = schedule.cache, versions
+
+    def reduce_gradients(self, ranks: TrainingRanks) -> None:
+        """Have the gradients of the shards be the averages over all processes, added to those before. Blocks.
+
+        Raises RuntimeError if another process has failed, or is gone.
+        """
+        shared = self.parameters.ranks is None  # each process has all of the parameters
+        averages = ranks.reduce(self.parameters.number, self.trained, whole=shared)
+        for shard, average in zip(self.trained_shards, averages, strict=True):
+            if average is not None:
+                shard.grad = average if shard.grad is None else shard.grad.add_(average)
+        self.reduced = True
 
     def step(self, groups: Groups, scratch: torch.Tensor) -> None:
         """Step the parameters, which are in memory, with the gradients in ``param.grad``. Reads the states, and writes both.

@@ -19,6 +19,7 @@ from .gradients import GradientHooks
 from .parameter_block import ParameterBlock
 from .parameter_uses import ParameterUses, ScheduledBlocks
 from .trained_block import Groups, TrainedBlock
+from .training_ranks import TrainingRanks
 from .training_report import StepMeter
 
 _KEPT_FREE = 64 << 20
@@ -53,6 +54,7 @@ class TrainedModel:
         schedule: Has blocks in memory.
         versions: Chooses where on the drive a step writes.
         meter: Is told when a step begins.
+        ranks: The processes that make each step together.
         options: Has the options of each step in its ``param_groups``.
         micro_batches: Forwards and backwards in a step.
         max_norm: To clip gradients to; None to leave them as they are.
@@ -68,6 +70,7 @@ class TrainedModel:
         schedule: ScheduledBlocks,
         versions: BlockVersions,
         meter: StepMeter,
+        ranks: TrainingRanks,
         options: Optimizer,
         micro_batches: int,
         max_norm: float | None,
@@ -80,7 +83,7 @@ class TrainedModel:
         """Micro-batches of the current step that were run."""
         self.blocks = tuple(blocks)
         self._rest = blocks[-1].parameters
-        self._meter = meter
+        self._meter, self._ranks = meter, ranks
         self._schedule, self._versions, self._options, self._max_norm = schedule, versions, options, max_norm
         self._model, self._buffers = model, BufferCopies(model)
         self._scratch = torch.empty(max((block.scratch_bytes for block in blocks), default=0), dtype=torch.uint8, device="cpu")
@@ -143,6 +146,8 @@ class TrainedModel:
             self._schedule.order.begin_step()
             self._buffers.take()
         self._running = count
+        for block in self.blocks:
+            block.reduced = False
         self.uses.recording = True
         try:
             yield
@@ -169,7 +174,8 @@ class TrainedModel:
 
     @torch.no_grad()
     def _forward_begins(self, parameters: ParameterBlock) -> None:
-        self._step_if_left(self._by_parameters[parameters])
+        if self._step_if_left(self._by_parameters[parameters]) and parameters.ranks is not None:
+            self.uses.gather_again(parameters)
 
     def _backward_begins(self, parameters: ParameterBlock) -> None:
         self._by_parameters[parameters].gradients.load()
@@ -180,8 +186,13 @@ class TrainedModel:
 
     def _gradients_are_in(self, block: TrainedBlock) -> None:
         """Step a block that has all gradients of the step, or store them."""
-        if not block.arrived or block.stepped:
+        to_reduce = self._ranks.several and bool(block.trained) and not block.reduced  # also if only others have gradients
+        if block.stepped or not (block.arrived or to_reduce):
             return
+        if self._ranks.several:
+            block.reduce_gradients(self._ranks)
+            if not block.gradients.any:
+                return
         last = self.micro_batches_run + self._running == self._in_step
         if last and self._max_norm is None:
             self._step_block(block, self._options.param_groups)
@@ -196,11 +207,8 @@ class TrainedModel:
         block.gradients.load()
         if factor is not None:
             block.gradients.scale(factor)
-        self.uses.begin(block.parameters)
-        try:
+        with self.uses.changing(block.parameters):
             block.step(groups, self._scratch)
-        finally:
-            self.uses.end(block.parameters)
         block.gradients.drop()
 
     # -- the end of a step
@@ -246,14 +254,17 @@ class TrainedModel:
                 self._step_if_left(block)
             self.commit(self.steps)
 
-    def _step_if_left(self, block: TrainedBlock) -> None:
+    def _step_if_left(self, block: TrainedBlock) -> bool:
+        """Step a block that the last step has left for later. Returns whether it had."""
         left = self._left
-        if left is not None and block in left.blocks:
-            left.stepping = block
-            self._step_block(block, left.groups, left.factor)
-            with defer_interrupts():
-                del left.blocks[block]
-                left.stepping = None
+        if left is None or block not in left.blocks:
+            return False
+        left.stepping = block
+        self._step_block(block, left.groups, left.factor)
+        with defer_interrupts():
+            del left.blocks[block]
+            left.stepping = None
+        return True
 
     def _check_all_were_run(self) -> None:
         wanted = self._in_step if self.micro_batches_run else self.micro_batches
@@ -270,6 +281,8 @@ class TrainedModel:
         """Wait until what has changed is on the drive, and take it for the last completed step's, with this number."""
         changed = [each for block in self.blocks for each in block.to_write()]
         self._schedule.cache.flush(changed, used=True)
+        if self._ranks.several:
+            self._ranks.agree_to_commit(step)
         with defer_interrupts():
             for block in self.blocks:
                 block.commit(self._options.param_groups)
@@ -297,7 +310,11 @@ class TrainedModel:
                     block.gradients.load()
                     block.gradients.measure()
                     block.gradients.store()
-                norms.update({block.trained[index]: norm for index, norm in block.gradients.norms.items()})
+                found = block.gradients.norms
+                norms_of_block = list(found.values())
+                if block.parameters.ranks is not None:
+                    norms_of_block = self._ranks.norms_of_shards(norms_of_block)
+                norms.update(zip((block.trained[index] for index in found), norms_of_block, strict=True))
             in_order = [norms[param] for param in self._model.parameters() if param in norms]
             self._norm = torch.linalg.vector_norm(torch.stack(in_order))
         return self._norm
@@ -313,6 +330,7 @@ class TrainedModel:
         except BaseException as error:
             try:
                 with defer_interrupts():
+                    self._ranks.tell_failure(error)
                     self.undo()
             except OSError as failed:
                 if hasattr(error, "add_note"):
@@ -322,6 +340,12 @@ class TrainedModel:
     def finish_undo(self) -> None:
         """Undo a step that could not be undone when it failed. Raises OSError if it still cannot."""
         if self._not_undone or (self._left is not None and self._left.stepping is not None):
+            self.undo()
+
+    def abandon_step(self) -> None:
+        """Go back to the last completed step, on all ranks, if micro-batches of another one were run. Raises OSError as undo."""
+        if self.micro_batches_run:
+            self._ranks.tell_failure(RuntimeError("the step was undone"))
             self.undo()
 
     def undo(self) -> None:
@@ -341,16 +365,19 @@ class TrainedModel:
 
     def _completed_deferred(self) -> bool:
         """Return whether the last step has left something for later, and that could be done now."""
-        if self._left is None or self._left.stepping is not None:
+        if self._left is None:
             return False
         for block in self.blocks:
             if block not in self._left.blocks:
                 block.gradients.drop()
             block.arrived.clear()
         try:
+            if not self._ranks.agree(self._left.stepping is None):
+                return False
             self.uses.begin(self._rest)
             self.finish_deferred()
-        except Exception:
+        except Exception as error:
+            self._ranks.tell_failure(error)
             return False  # so that step is undone
         return True
 

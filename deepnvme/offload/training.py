@@ -46,10 +46,13 @@ from .trained_block import TrainedBlock
 from .trained_model import TrainedModel
 from .training_plan import TrainingPlan
 from .training_planner import TrainingPlanner
+from .training_ranks import TrainingRanks
 from .training_report import StepMeter, TrainingReport
 from .training_state import TrainingState
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from deepnvme.config import AioConfig
     from deepnvme.profiles import AnyPath
 
@@ -121,6 +124,10 @@ class OffloadedTraining:
             fails, that step is undone too: see :attr:`steps`.
         param_groups: The trained parameters in groups with options of their own, as torch's optimizers take them. None for one
             group for each block, all with the same options.
+        process_group: Processes that train the model together, as ``torch.distributed.group.WORLD``: each with other batches, whose
+            gradients are averaged, and a shard of each block on its own drive. They have to make the same calls, and to run the same
+            modules. All begin with the parameters and buffers of the first. None for one process. The optimizer has to work element
+            by element then, as AdamW and SGD do.
         pool: Where the memory of blocks is leased; None for a pinned region of its own.
         config: Settings of the engine; None for the profile of the drive.
         **optimizer_kwargs: The optimizer's.
@@ -150,6 +157,7 @@ class OffloadedTraining:
         max_norm: float | None = None,
         deferred: bool = False,
         param_groups: Iterable[dict[str, Any]] | None = None,
+        process_group: ProcessGroup | None = None,
         pool: BufferPool | None = None,
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
@@ -167,6 +175,11 @@ class OffloadedTraining:
         self._closed = False
         self._process = os.getpid()
         partition = partition_model(model, blocks)
+        self._ranks = TrainingRanks(process_group, max(map(len, (*partition.params, partition.rest))))
+        if self._ranks.several:
+            partition = partition.with_scalars_in_memory()
+            _check_for_several(optimizer_class, activations, quantize)
+            activation_budget = memory_budget // 4 if activation_budget is None else activation_budget  # nothing is chosen
         initial = InitialValues(model, checkpoint)
         size = _PART if optimizer_class in ELEMENTWISE else _WHOLE
         if quantize is not None and quantize not in SCHEMES:
@@ -178,6 +191,13 @@ class OffloadedTraining:
         modules, params, rest = initial.place(partition)
         self.optimizer = _Options(_grouped([*params, rest], param_groups), defaults)
         """Has the options of each step in its ``param_groups``: for a scheduler."""
+        self._dequantized = DequantizedMemory(pool)
+        sharing = self._ranks if self._ranks.several else None
+        parameter_blocks = [
+            ParameterBlock(number, some, self._dequantized, quantize, some is rest, None if some is rest else sharing)
+            for number, some in enumerate([*params, rest])
+        ]
+        sub_groups = self._sub_groups(parameter_blocks, planner)
         self._engine = engine_for(directories, config)
         try:
             self._store, self._directories = open_own_store(directories, _PREFIX, self._engine)
@@ -189,22 +209,17 @@ class OffloadedTraining:
         self._recomputed = [each for each in modules if activations == "recompute" and not is_checkpointed(each)]
         for module in self._recomputed:
             recompute_on_backward(module)
-        sub_groups = self._sub_groups([*params, rest], planner)
         if activations == "memory":
             activation_budget = 0
         first_activation_budget = memory_budget // 4 if activation_budget is None else activation_budget
         stay = parameters == "memory"
-        self._dequantized = DequantizedMemory(pool)
-        parameter_blocks = [
-            ParameterBlock(number, some, self._dequantized, quantize, some is rest) for number, some in enumerate([*params, rest])
-        ]
-        values = [sum(part.values_nbytes for part in (each.frozen,) if part is not None) for each in parameter_blocks]
+        values = [each.values_nbytes for each in parameter_blocks]
         dequantized_bytes = values[-1] + max(values[:-1], default=0)
         limits = _BlockLimits(sub_groups, parameter_blocks, planner, memory_budget - dequantized_bytes, stay)
         limit = limits.beside(first_activation_budget)
         memory = ArenaMemory(limit, self._io.record_ended) if pool is None else PooledMemory(pool, limit, _shortage)
         self._schedule = ScheduledBlocks(BlockCache(self._io, memory, helper="deepnvme-training"))
-        self._meter = StepMeter(self._io, self._schedule.cache)
+        self._meter = StepMeter(self._io, self._schedule.cache, self._ranks)
         blocks_of_model = [
             TrainedBlock(parameter_block, stepping, self._schedule, self._versions)
             for parameter_block, stepping in zip(parameter_blocks, sub_groups, strict=True)
@@ -216,6 +231,7 @@ class OffloadedTraining:
             self._schedule,
             self._versions,
             self._meter,
+            self._ranks,
             self.optimizer,
             micro_batches,
             max_norm,
@@ -247,17 +263,19 @@ class OffloadedTraining:
         try:
             self._dequantized.reserve(dequantized_bytes)
             self._to_drive(initial, modules, stay)
-        except BaseException:
+        except BaseException as error:
+            self._ranks.tell_failure(error)
             self.close()
             raise
 
-    def _sub_groups(self, params: Sequence[Sequence[nn.Parameter]], planner: SubGroupPlanner) -> list[list[SubGroup]]:
-        """Return what steps the parameters of each block; nothing for a block without trained ones."""
+    def _sub_groups(self, blocks: Sequence[ParameterBlock], planner: SubGroupPlanner) -> list[list[SubGroup]]:
+        """Return what steps the parameters of each block, or their shards; nothing for a block without trained ones."""
         found: list[list[SubGroup]] = []
-        for some in params:
-            inside = set(some)
+        for block in blocks:
+            stepped = dict(zip(block.params, block.shards, strict=True))
             groups = [
-                {**group, "params": [each for each in group["params"] if each in inside]} for group in self.optimizer.param_groups
+                {**group, "params": [stepped[each] for each in group["params"] if each in stepped]}
+                for group in self.optimizer.param_groups
             ]
             trained = any(group["params"] for group in groups)
             found.append(planner.sub_groups_of(groups, 0, sum(map(len, found))) if trained else [])
@@ -268,7 +286,7 @@ class OffloadedTraining:
         cache = self._schedule.cache
         blocks = self._trained.blocks
         by_module = {module: block.parameters for module, block in zip(modules, blocks, strict=False)}
-        initial.write(by_module, blocks[-1].parameters, cache)
+        initial.write(by_module, blocks[-1].parameters, cache, self._ranks)
         parts = [part for block in blocks for part in block.parameters.parts]
         cache.flush(parts)
         if stay:
@@ -377,7 +395,7 @@ class OffloadedTraining:
 
     def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         random_numbers = self._side_by_side.random_numbers
-        if self._vertical and len(forwards) > 1 and random_numbers.predictable:
+        if self._vertical and len(forwards) > 1 and self._ranks.agree(random_numbers.predictable):
             self._begin_step()
             begin = torch.get_rng_state()
             try:
@@ -452,8 +470,7 @@ class OffloadedTraining:
         """
         self._check_usable()
         self._trained.finish_undo()
-        if self._trained.micro_batches_run:
-            self._trained.undo()
+        self._trained.abandon_step()
 
     def _saved_tensors(self) -> contextlib.AbstractContextManager[object]:
         if self._saver is not None:
@@ -502,7 +519,7 @@ class OffloadedTraining:
             RuntimeError: Within a step.
             OSError: From the drive. An earlier file is as it was.
         """
-        save(self.state_dict(), path)
+        save(self.state_dict(), path, group=self._ranks.group)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -621,15 +638,18 @@ class _BlockLimits:
     ) -> None:
         parameters = [sum(padded(part.nbytes) for part in block.parts) for block in blocks]
         gradients = [sum(padded(param.nbytes) for param in block.params if param.requires_grad) for block in blocks]
+        stored = [sum(padded(shard.nbytes) for shard in block.shards if shard.requires_grad) for block in blocks]
+        exchanged = [2 * padded(param.nbytes) for block in blocks if block.ranks is not None for param in block.params]
         states = [[planner.estimate(each) for each in some] for some in sub_groups]
         largest_states = [max(some, default=0) for some in states]
         scratch = max((each.full_gradient_bytes for some in sub_groups for each in some), default=0)
-        # In torch's memory: gradients of a block and the one before, of what is in no block, and those converted to float32.
-        self._free = budget - gradients[-1] - 2 * max(gradients[:-1], default=0) - scratch
-        one = max((sum(sizes) for sizes in zip(parameters[:-1], gradients[:-1], largest_states[:-1], strict=True)), default=0)
+        # In torch's memory: gradients of a block and the one before, of what is in no block, those converted to float32, and those
+        # of the other processes.
+        self._free = budget - gradients[-1] - 2 * max(gradients[:-1], default=0) - scratch - max(exchanged, default=0)
+        one = max((sum(sizes) for sizes in zip(parameters[:-1], stored[:-1], largest_states[:-1], strict=True)), default=0)
         staying = sum(parameters) if parameters_stay else parameters[-1]
-        self._least = staying + max(one, gradients[-1] + largest_states[-1])
-        self._most = sum(parameters) + sum(gradients) + sum(map(sum, states))
+        self._least = staying + max(one, stored[-1] + largest_states[-1])
+        self._most = sum(parameters) + sum(stored) + sum(map(sum, states))
 
     def suffices_beside(self, activation_bytes: int) -> bool:
         """Return whether enough is left for any block if activations have so many bytes."""
@@ -638,6 +658,17 @@ class _BlockLimits:
     def beside(self, activation_bytes: int) -> int:
         """Return the bytes of blocks if activations have so many: those that are left, and at least what any block needs."""
         return min(max(self._free - activation_bytes, self._least), self._most)
+
+
+def _check_for_several(optimizer_class: type[Optimizer], activations: str, quantize: Scheme | None) -> None:
+    """Raise ValueError for what several processes cannot do."""
+    if optimizer_class not in ELEMENTWISE:
+        names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
+        raise ValueError(f"with a process_group the optimizer must be one of {names}, got {optimizer_class.__name__}")
+    if activations == "auto":
+        raise ValueError('activations="auto" is for one process, whose measurements decide: choose them with a process_group')
+    if quantize is not None:
+        raise ValueError(f"quantize={quantize!r} is for one process: leave it out with a process_group")
 
 
 def _shortage(held: int, block: Block) -> str:

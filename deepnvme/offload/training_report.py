@@ -9,6 +9,7 @@ from deepnvme.transfer.block_cache import BlockCache
 
 from .activation_report import ActivationReport
 from .counted_io import CountedIO
+from .training_ranks import TrainingRanks
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class TrainingReport:
     """Bytes written of them, as far as writing was started before the step ended: deferred steps count in the next one."""
     activations: ActivationReport | None
     """Of the activations; None if all of them stay in memory."""
+    exchanging: float = 0.0
+    """Time in exchanges with the other processes of the group, waiting for them among it."""
 
     def line(self) -> str:
         """Return the report as one line of text."""
@@ -40,6 +43,8 @@ class TrainingReport:
             f" read {self.bytes_read / 1e9:.3f} GB in {self.reading:.3f} s,"
             f" wrote {self.bytes_written / 1e9:.3f} GB in {self.writing:.3f} s"
         )
+        if self.exchanging:
+            text += f"; exchanging {self.exchanging:.3f} s"
         return text if self.activations is None else f"{text}; activations: {self.activations.line()}"
 
 
@@ -49,11 +54,12 @@ class StepMeter:
     Args:
         io: Counts transfers of blocks.
         cache: Counts waits for them.
+        ranks: Counts exchanges with other processes.
     """
 
-    def __init__(self, io: CountedIO, cache: BlockCache) -> None:
-        self._io, self._cache = io, cache
-        self._begun = self._waited = 0.0
+    def __init__(self, io: CountedIO, cache: BlockCache, ranks: TrainingRanks) -> None:
+        self._io, self._cache, self._ranks = io, cache, ranks
+        self._begun = self._waited = self._exchanged = 0.0
         self._last: TrainingReport | None = None
 
     @property
@@ -66,7 +72,7 @@ class StepMeter:
     def begin(self) -> None:
         """Note that a step begins. Transfers before it, as of an evaluation, do not count."""
         self._io.finish()
-        self._begun, self._waited = time.perf_counter(), self._cache.seconds_waited
+        self._begun, self._waited, self._exchanged = time.perf_counter(), self._cache.seconds_waited, self._ranks.seconds
 
     def end(self, step: int, activations: ActivationReport | None) -> None:
         """Make the report of the step that ends."""
@@ -80,4 +86,5 @@ class StepMeter:
             bytes_read=times.reads.nbytes,
             bytes_written=times.writes.nbytes,
             activations=activations,
+            exchanging=self._ranks.seconds - self._exchanged,
         )

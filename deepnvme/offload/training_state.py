@@ -20,6 +20,7 @@ from .state_dict import OffloadedStates
 from .sub_group import BlockLayout, BlockSection
 from .trained_block import TrainedBlock
 from .trained_model import TrainedModel
+from .training_ranks import TrainingRanks
 
 
 class TrainingState:
@@ -83,20 +84,41 @@ class TrainingState:
                 for section in frozen.quantized_sections:
                     quantized[names[parameters.params[section.piece]]] = self._mapped(frozen, section)
             for of, layout in layouts:
-                values.update((parameters.params[section.piece], self._mapped(of, section)) for section in layout.sections)
+                for section in layout.sections:
+                    param = parameters.params[section.piece]
+                    values[param] = self._distributed(parameters, param, self._mapped(of, section))
         with self._unguarded():
             model = self._model.state_dict(keep_vars=True)
         groups = [{**group, "params": [names[each] for each in group["params"]]} for group in self._options.param_groups]
         model = {name: values.get(value, value) if isinstance(value, torch.Tensor) else value for name, value in model.items()}
         found = {
             "model": model,
-            "optimizer": {"state": {names[param]: state for param, state in self._states.items()}, "param_groups": groups},
+            "optimizer": {"state": self._optimizer_state(names), "param_groups": groups},
             "steps": self._trained.steps,
         }
         return {**found, "quantized": quantized} if quantized else found
 
+    def _optimizer_state(self, names: Mapping[torch.Tensor, str]) -> dict[str, dict[str, Any]]:
+        """Return the optimizer's states by names."""
+        found = {}
+        for parameters in (block.parameters for block in self._trained.blocks):
+            for param, shard in zip(parameters.params, parameters.shards, strict=True):
+                if shard in self._states:
+                    found[names[param]] = {
+                        key: self._distributed(parameters, param, value) if _is_like(value, shard) else value
+                        for key, value in self._states[shard].items()
+                    }
+        return found
+
+    @staticmethod
+    def _distributed(parameters: ParameterBlock, param: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor if a parameter is sharded, and the local tensor otherwise."""
+        return local if parameters.ranks is None else parameters.ranks.distributed(local, param)
+
     def _mapped(self, of: Versioned, section: BlockSection) -> torch.Tensor:
         """Map one tensor of a block by itself: a ``.pt`` cannot hold a storage that is seen in several dtypes."""
+        if not section.nbytes:
+            return torch.empty(section.shape, dtype=section.dtype, device="cpu")
         inside = section.offset % PAGE
         mapped = self._versions.map([(of, section.offset - inside, section.nbytes + inside)])
         return mapped[inside:].view(section.dtype).as_strided(section.shape, section.stride)
@@ -151,14 +173,17 @@ class TrainingState:
     ) -> None:
         if not block.parameters.params:
             return
-        self._trained.uses.begin(block.parameters)
-        try:
-            params = block.parameters.params
-            found: dict[torch.Tensor, Any] = {each: states[names[each]] for each in block.trained if names[each] in states}
-            values = [model[names[param]] for param in params]
+        params, ranks = block.parameters.params, block.parameters.ranks
+        found: dict[torch.Tensor, Any] = {}
+        for param, shard in zip(block.trained, block.trained_shards, strict=True):
+            state = states.get(names[param])
+            if state is not None and ranks is not None:
+                state = {key: _local_shard(ranks, value, param) for key, value in state.items()}
+            if state is not None:
+                found[shard] = state
+        values = [model[names[param]] for param in params]
+        with self._trained.uses.changing(block.parameters):
             block.load(values, names, quantized, found, self._options.param_groups)
-        finally:
-            self._trained.uses.end(block.parameters)
 
     def _names(self) -> dict[torch.Tensor, str]:
         """Return the first name of each parameter."""
@@ -174,3 +199,11 @@ class TrainingState:
         if wrong:
             kind = type(self._model).__name__
             raise ValueError(f"this is the state of another model than this {kind}: {listed(wrong, 8)}")
+
+
+def _is_like(value: Any, shard: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == shard.shape
+
+
+def _local_shard(ranks: TrainingRanks, value: Any, param: torch.Tensor) -> Any:
+    return ranks.local_shard(value, param) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,316 @@
+"""The processes that train a model together: what each has of a parameter, and what they tell and give each other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepnvme._interrupts import defer_interrupts
+
+from .forward_random_numbers import DrawsDiffer
+from .params import local_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The function has another name since torch 2.13, which warns of the older one."""
+
+
+class RankFailed(RuntimeError):
+    """Another process could not make a step, and none has made it."""
+
+
+class Meeting(IntEnum):
+    """What processes meet for. All have to come for the same."""
+
+    FAILURE = 0
+    """One has failed, and says so in place of what the others have come for."""
+    VALUES = 1
+    """To have the first one's values."""
+    GATHER = 2
+    """To put shards together."""
+    REDUCE = 3
+    """To sum gradients."""
+    NORM = 4
+    """To sum norms."""
+    COMMIT = 5
+    """To agree that all have written a step."""
+    CHOICE = 6
+    """To agree on what to do next."""
+
+
+class _Failure(IntEnum):
+    NONE = 0
+    FAILED = 1
+    DRAWS_DIFFER = 2
+
+
+class TrainingRanks:
+    """The processes of a group, each with other batches and a shard of each parameter: some of its rows.
+
+    A shard is what ``torch.chunk`` gives: of ``d`` rows, the first dimension, each rank but the last ones has ``ceil(d / count)``.
+    So it is that of a DTensor with the placement ``Shard(0)``.
+
+    Every exchange begins with a meeting, in which each rank says what it has come for. So a rank that has failed is waited for by
+    none: it says so in place of that, once, and all others raise. Invariant: all ranks have been at the same number of meetings.
+
+    Args:
+        group: The group, which can communicate tensors on the CPU; None for this process alone.
+        most_parameters: Of one reduction.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, most_parameters: int = 0) -> None:
+        self.group = group if group is not None and dist.get_world_size(group) > 1 else None
+        """The group; None if there is no other process."""
+        self.count = 1 if self.group is None else dist.get_world_size(self.group)
+        """Number of ranks."""
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        """Of this process, in the group."""
+        self.seconds = 0.0
+        """Time in meetings and exchanges so far, waiting for other ranks among it."""
+        self._said = torch.zeros(3 + most_parameters, dtype=torch.int32, device="cpu")
+        self._failure_is_known = False
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other processes."""
+        return self.group is not None
+
+    @functools.cached_property
+    def mesh(self) -> DeviceMesh:
+        """The group as a mesh, for DTensors."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        assert self.group is not None
+        return DeviceMesh.from_group(self.group, "cpu")
+
+    # -- shards
+
+    def rows_of(self, param: torch.Tensor, rank: int | None = None) -> tuple[int, int]:
+        """Return which rows a rank has, this one if none is given: the first, and one past the last."""
+        rows = param.shape[0]
+        each = -(-rows // self.count)
+        rank = self.rank if rank is None else rank
+        return min(rank * each, rows), min((rank + 1) * each, rows)
+
+    def padded_shape(self, param: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of the shards of all ranks together, if each had as many rows as the first."""
+        return (self.count * -(-param.shape[0] // self.count), *param.shape[1:])
+
+    def shard_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows, as a view."""
+        begin, end = self.rows_of(value)
+        return value[begin:end]
+
+    def local_shard(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a value of a parameter, or of a state of its shape. Others are returned as they are.
+
+        Raises ValueError for a DTensor that is not sharded as the parameters here are.
+        """
+        if hasattr(value, "to_local"):
+            local = local_of(value)
+            if local.shape != self.shard_of(param).shape and value.shape == param.shape:
+                raise ValueError(
+                    f"a DTensor of shape {tuple(value.shape)} has {tuple(local.shape)} of it here, and this training"
+                    f" {tuple(self.shard_of(param).shape)}: give it with the placement Shard(0) over {self.count} ranks, or whole"
+                )
+            return local
+        return self.shard_of(value) if value.shape == param.shape else value
+
+    def distributed(self, local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """Return a shard of a parameter, or of a state of its shape, as a DTensor."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        shape = param.shape
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    # -- meetings
+
+    def _meet(self, for_what: Meeting, number: int = 0, flags: Sequence[bool] = ()) -> torch.Tensor:
+        """Wait for all ranks, and return what each has said: the flags, one row for each.
+
+        Raises:
+            RankFailed: If another rank has failed.
+            DrawsDiffer: If its forward drew another number of random numbers than expected.
+            RuntimeError: If a rank has come for something else, or is gone.
+        """
+        self._failure_is_known = False
+        said = self._exchange(for_what, number, _Failure.NONE, flags)
+        if not bool((said[:, :2] == said[0, :2]).all()):
+            others = ", ".join(f"rank {rank}: {Meeting(each[0]).name} {each[1]}" for rank, each in enumerate(said.tolist()))
+            raise RuntimeError(
+                f"the ranks do not use the same blocks in the same order ({others}): each has to run the same modules, and to call"
+                " step(), state_dict(), save() and close(restore=True) when the others do"
+            )
+        return said[:, 3 : 3 + len(flags)]
+
+    def _exchange(self, for_what: Meeting, number: int, failure: _Failure, flags: Sequence[bool] = ()) -> torch.Tensor:
+        self._said.zero_()
+        self._said[:3] = torch.tensor([for_what, number, failure], dtype=torch.int32)
+        if flags:
+            self._said[3 : 3 + len(flags)] = torch.tensor(flags, dtype=torch.int32)
+        with defer_interrupts():
+            heard = self._all_of(self._said)
+            failures = heard[:, 2].tolist()
+            self._failure_is_known = any(failures)
+        if failure is _Failure.NONE and self._failure_is_known:
+            if _Failure.FAILED not in failures:
+                raise DrawsDiffer
+            failed = failures.index(_Failure.FAILED)
+            raise RankFailed(f"rank {failed} failed in this step, and says why: no rank makes it")
+        return heard
+
+    def _all_of(self, given: torch.Tensor) -> torch.Tensor:
+        """Return what each rank gives, a tensor of one dimension, as the rows of one of two."""
+        found = given.new_empty(self.count * len(given))
+        _gather_single(found, given, group=self.group)
+        return found.view(self.count, len(given))
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Say that this rank has failed, if the others do not know of a failure yet. Blocks until all have met.
+
+        Has no effect if a rank is gone: the others then fail by themselves.
+        """
+        if self.several and not self._failure_is_known:
+            failure = _Failure.DRAWS_DIFFER if isinstance(error, DrawsDiffer) else _Failure.FAILED
+            with contextlib.suppress(RuntimeError):
+                self._exchange(Meeting.FAILURE, 0, failure)
+
+    def agree_to_commit(self, step: int) -> None:
+        """Wait until all ranks have written a step. Raises like every meeting."""
+        with self._timed():
+            self._meet(Meeting.COMMIT, step)
+
+    def agree(self, here: bool) -> bool:
+        """Return whether all ranks say yes. Raises like every meeting."""
+        return bool(self._meet(Meeting.CHOICE, flags=[here]).all()) if self.several else here
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - begun
+
+    # -- exchanges
+
+    def have_first_ranks(self, values: Sequence[torch.Tensor], number: int = 0) -> None:
+        """Have the values that the first rank has. Blocks; raises like every meeting.
+
+        Args:
+            values: Dense tensors, alike on all ranks, which are overwritten.
+            number: Of the block.
+        """
+        if not self.several:
+            return
+        with self._timed():
+            self._meet(Meeting.VALUES, number)
+            assert self.group is not None
+            first = dist.get_global_rank(self.group, 0)
+            for value in values:
+                given = value.detach().contiguous()
+                dist.broadcast(_bytes(given), first, group=self.group)
+                value.detach().copy_(given)
+
+    def gather(self, number: int, shards: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+        """Put the shards of all ranks together. Blocks; raises like every meeting.
+
+        Args:
+            number: Of the block.
+            shards: This rank's.
+            places: Where each whole parameter belongs, with the memory of :meth:`padded_shape`.
+        """
+        with self._timed():
+            self._meet(Meeting.GATHER, number)
+            for shard, place in zip(shards, places, strict=True):
+                self._gather(shard, place)
+
+    def _gather(self, shard: torch.Tensor, place: torch.Tensor) -> None:
+        if not place.numel():
+            return
+        if len(shard) < len(place) // self.count:  # one of the last ranks
+            padded = place.new_zeros((len(place) // self.count, *place.shape[1:]))
+            padded[: len(shard)] = shard
+            shard = padded
+        _gather_single(_bytes(place), _bytes(shard), group=self.group)
+
+    def reduce(self, number: int, params: Sequence[nn.Parameter], whole: bool) -> list[torch.Tensor | None]:
+        """Average the gradients of all ranks, and take them out of ``param.grad``. Blocks; raises like every meeting.
+
+        Each is divided by the number of ranks, and they are summed in the order of the ranks, in their own dtype: with 2, 4 or 8
+        ranks these are the bits of as many micro-batches in one process. A gradient that a rank does not have counts as zero.
+
+        Args:
+            number: Of the block.
+            params: Its parameters that require gradients.
+            whole: Whether to return whole gradients, and not this rank's rows of them.
+
+        Returns:
+            For each parameter the gradient; None if no rank has one.
+
+        Raises:
+            TypeError: For a sparse gradient.
+        """
+        with self._timed():
+            present = [param.grad is not None for param in params]
+            for param in params:
+                if param.grad is not None and param.grad.layout is not torch.strided:
+                    raise TypeError(f"a gradient of layout {param.grad.layout} cannot be summed over several processes")
+            anywhere = self._meet(Meeting.REDUCE, number, present).any(0).tolist()
+            return [self._reduce(param, whole) if has else None for param, has in zip(params, anywhere, strict=True)]
+
+    def _reduce(self, param: nn.Parameter, whole: bool) -> torch.Tensor:
+        gradient = torch.zeros(param.shape, dtype=param.dtype) if param.grad is None else param.grad.detach().contiguous()
+        param.grad = None
+        rows = gradient if gradient.dim() else gradient.view(1)
+        own = self.shard_of(rows)
+        if not rows.numel():
+            return gradient if whole else own
+        sizes = [end - begin for begin, end in (self.rows_of(rows, rank) for rank in range(self.count))]
+        of_ranks = rows.new_empty((self.count * len(own), *rows.shape[1:]))
+        dist.all_to_all_single(
+            _bytes_of_rows(of_ranks, rows), _bytes_of_rows(rows, rows), [len(own)] * self.count, sizes, group=self.group
+        )
+        parts = of_ranks.view(self.count, len(own), *rows.shape[1:])
+        total = parts[0].div_(self.count)
+        for part in parts[1:]:
+            total.add_(part.div_(self.count))
+        if not whole:
+            return total.clone()  # without the memory of the other parts
+        place = rows.new_empty(self.padded_shape(rows))
+        self._gather(total, place)
+        return place[: len(rows)].view(gradient.shape)
+
+    def norms_of_shards(self, norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the 2-norms of whole tensors, given those of this rank's shards. Blocks; raises like every meeting."""
+        if not self.several or not norms:
+            return list(norms)
+        with self._timed():
+            self._meet(Meeting.NORM, len(norms))
+            squares = torch.stack([norm.double().square() for norm in norms])
+            total, *others = self._all_of(squares)
+            for each in others:
+                total.add_(each)
+            return [norm.to(before.dtype) for norm, before in zip(total.sqrt(), norms, strict=True)]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor: there are dtypes that cannot be communicated."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _bytes_of_rows(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor, one row for each of its rows."""
+    width = like[:1].numel() * like.element_size() if len(like) else 0
+    return _bytes(tensor).view(len(tensor), width)

@@ -1,0 +1,141 @@
+"""OffloadedTraining in several processes: each has a shard of every block, and the bits are those of micro-batches in one process."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ..support.interpreters import Interpreters
+from ..support.ranks import run_ranks
+
+WORLD = """
+from unittest import mock
+from deepnvme.offload.training import OffloadedTraining
+from tests.support.engines import failing
+
+WIDTH = 64
+ADAM = {"lr": 1e-2, "fused": True}
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.wide = torch.nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = torch.nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.narrow(torch.nn.functional.gelu(self.wide(self.norm(x))))
+
+
+class Model(torch.nn.Module):
+    # The head is tied to the embedding, so they stay in memory on each rank.
+    def __init__(self, seed=0, layers=4):
+        torch.manual_seed(seed)
+        super().__init__()
+        self.embedding = torch.nn.Embedding(32, WIDTH)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(layers))
+        self.head = torch.nn.Linear(WIDTH, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def batches(step, count=ranks):
+    ids = torch.randint(0, 32, (2 * count, 9), generator=torch.Generator().manual_seed(step))
+    return ids.chunk(count)
+
+
+def trained(model, name=None, **options):
+    # With a name of its own, a training in this process alone.
+    together = {} if name else {"process_group": dist.group.WORLD}
+    options = {"memory_budget": 1 << 20, **together, **ADAM, **options}
+    return OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive / (name or "together"), **options)
+
+
+def whole(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def assert_same_states(found, expected):
+    assert found.keys() == expected.keys(), (found.keys(), expected.keys())
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_same_states(found[key], value)
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(whole(found[key]), value), key
+        else:
+            assert found[key] == value, key
+
+
+def train_alone(training, steps):
+    # What all ranks do together, as micro-batches: the loss of each, as the rank with these has it.
+    for step in steps:
+        losses = []
+        for batch in batches(step):
+            with training.micro_batch():
+                loss = training.model(batch)
+                (loss / ranks).backward()
+                losses.append(loss.item())
+        training.step()
+        yield losses[rank]
+
+
+def train(training, steps):
+    for step in steps:
+        yield training.step(batches(step)[rank]).item()
+"""
+
+
+def run(count: int, program: str, drive: Path, interpreters: Interpreters) -> None:
+    run_ranks(count, WORLD + textwrap.dedent(program), drive, interpreters)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"master_weights": True, "dtype": "bfloat16"},
+        {"activations": "recompute"},
+        {"activations": "nvme", "activation_budget": 1 << 16},
+        {"parameters": "memory"},
+    ],
+    ids=lambda options: ", ".join(map(str, options.values())) or "default",
+)
+def test_ranks_train_as_micro_batches_in_one_process(count: int, options: dict, drive: Path, interpreters: Interpreters) -> None:
+    run(
+        count,
+        f"""
+        options = {options!r}
+        dtype = getattr(torch, options.pop("dtype", "float32"))
+        # the first rank's values count
+        with trained(Model(rank).to(dtype), **options) as together, trained(
+            Model().to(dtype), f"alone{{rank}}", micro_batches=ranks, **options
+        ) as alone:
+            assert list(train(together, range(4))) == list(train_alone(alone, range(4)))
+            assert together.steps == 4
+            # evaluated alike
+            with torch.no_grad():
+                assert torch.equal(together.model(batches(9)[0]), alone.model(batches(9)[0]))
+            found, expected = together.state_dict(), alone.state_dict()
+            for state in found, expected:
+                for name in [name for name in state["model"] if name.endswith("calls")]:
+                    del state["model"][name]
+            assert_same_states(found, expected)
+            # each has a shard on its drive
+            sharded = [value for value in found["model"].values() if hasattr(value, "to_local")]
+            assert len(sharded) == 4 * 6
+            assert sum(each.to_local().numel() for each in sharded) == sum(each.numel() for each in sharded) / ranks
+        """,
+        drive,
+        interpreters,
+    )

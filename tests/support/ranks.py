@@ -1,0 +1,61 @@
+"""Programs of several processes, the ranks of a process group over gloo."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from .interpreters import Interpreters
+
+OPENING = """
+import contextlib, os, sys, traceback
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+drive = Path({drive!r})
+ranks = {count}
+rank, others = 0, []
+for number in range(1, ranks):
+    child = os.fork()
+    if child == 0:
+        rank, others = number, []
+        break
+    others.append(child)
+
+
+def ended(code):
+    # A child that fails says why, and does not go on to what only its parent does.
+    if rank:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+try:
+    dist.init_process_group("gloo", init_method=f"file://{drive}/ranks", rank=rank, world_size=ranks)
+"""
+
+CLOSING = """
+    dist.barrier()
+    dist.destroy_process_group()
+except BaseException:
+    traceback.print_exc()
+    ended(1)
+    raise
+ended(0)
+assert all([os.waitpid(each, 0)[1] == 0 for each in others])
+"""
+
+
+def run_ranks(count: int, program: str, drive: Path, interpreters: Interpreters) -> None:
+    """Run ``program`` as each of ``count`` ranks, which has ``rank``, ``ranks`` and ``drive``."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo")
+    opening = OPENING.replace("{drive!r}", repr(str(drive))).replace("{count}", str(count))
+    interpreters.run(opening + textwrap.indent(textwrap.dedent(program), "    ") + CLOSING, timeout=200).check()
