@@ -232,6 +232,7 @@ class TrainedModel:
             if self.blocks[-1] in waiting:
                 self._step_block(waiting.pop(), groups, factor)
             with defer_interrupts():
+                self._ranks.agree_to_commit(self.steps + 1)  # later, but what is left for then is the same on all ranks
                 self._left = _LeftForLater(dict.fromkeys(waiting), factor, [dict(group) for group in groups], self._buffers)
                 self._buffers = BufferCopies(self._model)
                 self.steps += 1
@@ -281,9 +282,8 @@ class TrainedModel:
         """Wait until what has changed is on the drive, and take it for the last completed step's, with this number."""
         changed = [each for block in self.blocks for each in block.to_write()]
         self._schedule.cache.flush(changed, used=True)
-        if self._ranks.several:
-            self._ranks.agree_to_commit(step)
         with defer_interrupts():
+            self._ranks.agree_to_commit(step)
             for block in self.blocks:
                 block.commit(self._options.param_groups)
             if self._left is None:  # otherwise the next step may be under way
@@ -325,6 +325,7 @@ class TrainedModel:
     def undone_if_it_fails(self) -> Iterator[None]:
         """Undo the step if there is an exception in this context. Undoes first what could not be undone before."""
         self.finish_undo()
+        self._ranks.begin_attempt()
         try:
             yield
         except BaseException as error:
@@ -355,6 +356,8 @@ class TrainedModel:
         """
         self._not_undone = True
         self.uses.reset()
+        for block in self.blocks:
+            block.drop_unreduced()
         if self.micro_batches_run or self._running:
             self._buffers.put_back()
         self._running = 0
@@ -371,14 +374,15 @@ class TrainedModel:
             if block not in self._left.blocks:
                 block.gradients.drop()
             block.arrived.clear()
-        try:
-            if not self._ranks.agree(self._left.stepping is None):
-                return False
-            self.uses.begin(self._rest)
-            self.finish_deferred()
-        except Exception as error:
-            self._ranks.tell_failure(error)
-            return False  # so that step is undone
+        with self._ranks.repairing():
+            try:
+                if not self._ranks.agree(self._left.stepping is None):
+                    return False
+                self.uses.begin(self._rest)
+                self.finish_deferred()
+            except Exception as error:
+                self._ranks.tell_failure(error)
+                return False  # so that step is undone
         return True
 
     def _undo_to_committed(self) -> None:

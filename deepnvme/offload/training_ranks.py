@@ -43,7 +43,7 @@ class Meeting(IntEnum):
     NORM = 4
     """To sum norms."""
     COMMIT = 5
-    """To agree that all have written a step."""
+    """To agree that all have come to the end of a step."""
     CHOICE = 6
     """To agree on what to do next."""
 
@@ -144,7 +144,6 @@ class TrainingRanks:
             DrawsDiffer: If its forward drew another number of random numbers than expected.
             RuntimeError: If a rank has come for something else, or is gone.
         """
-        self._failure_is_known = False
         said = self._exchange(for_what, number, _Failure.NONE, flags)
         if not bool((said[:, :2] == said[0, :2]).all()):
             others = ", ".join(f"rank {rank}: {Meeting(each[0]).name} {each[1]}" for rank, each in enumerate(said.tolist()))
@@ -162,8 +161,9 @@ class TrainingRanks:
         with defer_interrupts():
             heard = self._all_of(self._said)
             failures = heard[:, 2].tolist()
-            self._failure_is_known = any(failures)
-        if failure is _Failure.NONE and self._failure_is_known:
+            if any(failures):
+                self._failure_is_known = True
+        if failure is _Failure.NONE and any(failures):
             if _Failure.FAILED not in failures:
                 raise DrawsDiffer
             failed = failures.index(_Failure.FAILED)
@@ -176,6 +176,19 @@ class TrainingRanks:
         _gather_single(found, given, group=self.group)
         return found.view(self.count, len(given))
 
+    def begin_attempt(self) -> None:
+        """Take what fails from now on for a new failure, which the others do not know of."""
+        self._failure_is_known = False
+
+    @contextlib.contextmanager
+    def repairing(self) -> Iterator[None]:
+        """Take what fails in this context for a new failure, and then no more for one what was known before."""
+        self._failure_is_known = False
+        try:
+            yield
+        finally:
+            self._failure_is_known = True
+
     def tell_failure(self, error: BaseException) -> None:
         """Say that this rank has failed, if the others do not know of a failure yet. Blocks until all have met.
 
@@ -187,9 +200,10 @@ class TrainingRanks:
                 self._exchange(Meeting.FAILURE, 0, failure)
 
     def agree_to_commit(self, step: int) -> None:
-        """Wait until all ranks have written a step. Raises like every meeting."""
-        with self._timed():
-            self._meet(Meeting.COMMIT, step)
+        """Wait until all ranks can commit a step, or leave it for later. Raises like every meeting."""
+        if self.several:
+            with self._timed():
+                self._meet(Meeting.COMMIT, step)
 
     def agree(self, here: bool) -> bool:
         """Return whether all ranks say yes. Raises like every meeting."""
