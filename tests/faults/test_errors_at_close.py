@@ -75,20 +75,18 @@ def test_closes_that_hang_keep_no_transfers_of_open_files_waiting(
 
 def test_files_are_closed_without_a_thread_for_it_too(interpreters: Any, drive: Path) -> None:
     interpreters.run(f"""
-        import re, resource
         import deepnvme
+        from tests.support.threads import no_new_threads
         engine = deepnvme.Engine("threads")  # io_uring may start threads of its own
         with engine.open({str(drive / "file")!r}, "rw") as file:
             engine.write(torch.ones(5000), file).result()  # what the worker needs is there
-        with open("/proc/self/status") as status:
-            used = int(re.search(r"VmSize:\\s+(\\d+)", status.read())[1]) * 1024
-        resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), resource.RLIM_INFINITY))  # a thread's stack is larger
         threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-        for _ in range(5):
-            for future in [engine.write(torch.ones(5000), {str(drive)!r} + "/" + str(index)) for index in range(40)]:
-                future.result(20)
-            assert len(os.listdir("/proc/self/fd")) == files
-        assert len(os.listdir("/proc/self/task")) == threads
+        with no_new_threads():
+            for _ in range(5):
+                for future in [engine.write(torch.ones(5000), {str(drive)!r} + "/" + str(index)) for index in range(40)]:
+                    future.result(20)
+                assert len(os.listdir("/proc/self/fd")) == files
+            assert len(os.listdir("/proc/self/task")) == threads
     """).check()
 
 
