@@ -389,7 +389,9 @@ class OffloadedTraining:
             RuntimeError: If a step is under way; after :meth:`close`; in a forked child.
             OSError: From the drive. The step was undone.
         """
-        self._check_between_steps()
+        self._check_usable()
+        if self._trained.micro_batches_run:
+            raise RuntimeError("a step is under way: call step() or undo_step() before run_micro_batches()")
         with self._trained.undone_if_it_fails():
             return self._run(forwards)
 

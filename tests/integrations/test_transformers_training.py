@@ -109,6 +109,17 @@ def test_a_trainer_learns_the_same(drive: Path, tmp_path: Path, kind: str, max_g
     assert not (drive / "offloaded").exists()
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("max_grad_norm", [0, 0.1])
+def test_deferred_steps_learn_the_same(drive: Path, tmp_path: Path, max_grad_norm: float, accumulation: int) -> None:
+    """With evaluations and checkpoints between them."""
+    options = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": accumulation, "eval_strategy": "steps"}
+    options |= {"eval_steps": 2, "save_strategy": "steps", "save_steps": 3, "max_steps": 4}
+    trainer = train_both(drive, tmp_path, {"deferred": True, "memory_budget": 0}, **options)
+    assert_same_files(tmp_path / "trained/checkpoint-3", tmp_path / "known/checkpoint-3")
+    trainer.offloaded_training.close()
+
+
 def test_the_last_step_of_an_epoch_may_have_fewer_batches(drive: Path, tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 2, "rows": 14}
     trainer = train_both(drive, tmp_path, **options)

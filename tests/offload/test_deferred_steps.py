@@ -177,6 +177,64 @@ def test_a_drive_that_fails_undoes_whole_steps(drive: Path, model: Model, kind: 
     assert undone
 
 
+def step_of_forwards(training: OffloadedTraining, model: Model, step: int) -> list[float]:
+    """Make a step of the user's own forwards, of as many as it likes, and return their losses."""
+    torch.manual_seed(step)
+    parts = [batch(step * 10 + number) for number in range(1 + step % 3)]
+    losses = training.run_micro_batches([lambda part=part: model(part) / len(parts) for part in parts])  # type: ignore[misc]
+    training.step()
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e-3])
+@pytest.mark.parametrize("accumulation", ["vertical", "horizontal"])
+def test_forwards_of_the_users_own_make_deferred_steps_with_the_same_bits(
+    drive: Path, model: Model, accumulation: str, max_norm: float | None
+) -> None:
+    """And with clipping, blocks are stepped in the next step's forward, which writes them."""
+    nbytes = sum(param.nbytes for block in model.blocks for param in block.parameters())
+    found = []
+    for deferred in (False, True):
+        mine = copy.deepcopy(model)
+        options = {"accumulation": accumulation, "max_norm": max_norm, "memory_budget": 0, "deferred": deferred}
+        with training_of(mine, drive, **options) as training:
+            losses = []
+            for step in range(5):
+                losses += step_of_forwards(training, mine, step)
+                if step > 1 and max_norm is not None:  # before, the number of random numbers that are drawn is learnt
+                    assert training.report().bytes_written > 3 * nbytes  # parameters and two averages; and gradients
+            found.append((losses, state_of(training)))
+    assert found[0][0] == found[1][0]
+    assert_equal(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_drive_that_fails_in_forwards_of_the_users_own_undoes_whole_steps(drive: Path, model: Model, kind: str) -> None:
+    """With what a step has left to them, that step is undone as well."""
+    states: dict[int, dict[str, torch.Tensor]] = {}
+    reference = copy.deepcopy(model)
+    with training_of(reference, drive, max_norm=1e-3) as training:
+        for step in range(4):
+            step_of_forwards(training, reference, step)
+            states[training.steps] = state_of(training)
+    undone = set()
+    for number in range(0, 20, 2):
+        mine = copy.deepcopy(model)
+        with training_of(mine, drive, max_norm=1e-3, deferred=True, memory_budget=0) as training:
+            for step in range(2):
+                step_of_forwards(training, mine, step)
+            try:
+                with failing(kind, number, 12 if kind == "read" else 1):  # reads that only were ahead are tried again
+                    step_of_forwards(training, mine, 2)
+            except OSError:
+                undone.add(training.steps)
+            assert_equal(state_of(training), states[training.steps])
+            for step in range(training.steps, 4):  # and goes on
+                step_of_forwards(training, mine, step)
+            assert_equal(state_of(training), states[4])
+    assert 1 in undone
+
+
 def test_ctrl_c_anywhere_leaves_whole_steps(drive: Path) -> None:
     torch.manual_seed(0)
     model = Model(blocks=2)

@@ -485,6 +485,23 @@ def test_wrong_options_are_named(drive: Path, options: dict[str, Any], message: 
     assert not list(drive.iterdir())
 
 
+class ForMatrices(torch.optim.SGD):
+    """As torch.optim.Muon, whose class refuses other parameters."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param.dim() != 2:
+                raise ValueError(f"only matrices, got {tuple(param.shape)}")
+
+
+def test_parameters_that_the_optimizer_class_refuses_leave_nothing_on_the_drive(drive: Path) -> None:
+    with pytest.raises(ValueError, match="only matrices") as caught:
+        training_of(Model(), drive, optimizer=ForMatrices)
+    assert not list(drive.iterdir())  # although what was made before is alive
+    assert caught.value.__traceback__ is not None
+
+
 # States
 
 
