@@ -169,6 +169,10 @@ class TrainedModel:
         if block.stepped or block.arrived[param] == self._running:
             raise RuntimeError("there is one backward in each micro_batch(): give micro_batches for several, or sum the losses")
         block.arrived[param] += 1
+        if self._running > 1 and block.arrived[param] == 1:
+            # Autograd may have given it memory that the gradient of an activation is in as well. Other backwards will add to it
+            # before this one goes on from there.
+            param.grad = param.grad.clone()  # type: ignore[union-attr]
         if block.arrived.total() == self._running * len(block.trained):
             self.uses.completed(block.parameters)
 

@@ -138,6 +138,41 @@ def test_forwards_of_the_users_own_make_a_step(drive: Path, model: Model, accumu
         assert_equal(state_of(training), reference.state_dict())
 
 
+class WithPositions(nn.Module):
+    """Autograd makes the gradient of ``positions`` in the same memory as that of the input, which other modules have to use yet."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(rows * WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions.view(-1, WIDTH)
+        return x + torch.relu(self.linear(x))
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+def test_a_gradient_may_be_in_the_memory_of_an_activations(drive: Path, max_norm: float | None) -> None:
+    """Other micro-batches add to it before the backward goes on from there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(WithPositions(2) for _ in range(3)))
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    options: dict[str, Any] = {"blocks": list(model), "memory_budget": 60_000, "max_norm": max_norm, "lr": 1e-2}
+    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **options) as training:
+        for step in range(3):
+            parts = batch(step).split(2)
+            for part in parts:
+                reference(part).square().mean().backward()
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            training.run_micro_batches([lambda part=part: model(part).square().mean() for part in parts])  # type: ignore[misc]
+            training.step()
+        assert_equal(state_of(training), reference.state_dict())
+
+
 def test_the_norm_of_gradients_that_are_not_clipped_is_an_error(drive: Path, model: Model) -> None:
     with training_of(model, drive) as training:
         training.run_micro_batches([lambda: model(batch(1))])
