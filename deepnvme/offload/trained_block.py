@@ -43,7 +43,7 @@ class BlockGradients:
         self._present: set[int] = set()  # indices of the parameters whose gradient the block has
         self._in_use = False
         self.norms: dict[int, torch.Tensor] = {}
-        """The 2-norms of the gradients, by the index of the parameter, once :meth:`measure` was called."""
+        """The 2-norms of the gradients, by the index of the parameter, since :meth:`measure` until :meth:`forget_norms`."""
 
     @property
     def any(self) -> bool:
@@ -89,18 +89,25 @@ class BlockGradients:
             if param.grad is not None:
                 self.norms[index] = torch.linalg.vector_norm(param.grad)
 
+    def forget_norms(self) -> None:
+        """Forget what :meth:`measure` has noted."""
+        self.norms.clear()
+
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply the gradients in ``param.grad``."""
-        for param in self._params:
-            if param.grad is not None:
+        for index, param in enumerate(self._params):
+            if param.grad is None:
+                continue
+            if index in self._present:
                 param.grad.mul_(factor)
+            else:  # autograd may have given it memory that the gradient of an activation is in as well
+                param.grad = param.grad * factor
 
     def drop(self) -> None:
-        """Forget all gradients. Waits for a transfer of theirs."""
+        """Forget all gradients, but not their norms. Waits for a transfer of theirs."""
         self._let_go(changed=False)
         self._schedule.cache.discard(self.block)
         self._present.clear()
-        self.norms.clear()
 
     def _let_go(self, changed: bool) -> None:
         for param in self._params:

@@ -38,6 +38,8 @@ class _LeftForLater:
     """The options of the step."""
     buffers: BufferCopies
     """As they were before the step."""
+    previous_norm: torch.Tensor | None
+    """As it was before the step."""
     stepping: TrainedBlock | None = None
     """That which is being stepped; or was, when that failed."""
 
@@ -45,7 +47,8 @@ class _LeftForLater:
 class TrainedModel:
     """Steps the blocks of a model with the gradients that its backwards give.
 
-    A block is stepped in the last backward of a step as soon as it has all of its gradients, or after it if they are clipped.
+    A block is stepped in the last backward of a step as soon as it has all of its gradients, or after it if they are clipped by a
+    norm that is not known before.
 
     Args:
         model: The model.
@@ -60,6 +63,7 @@ class TrainedModel:
         max_norm: To clip gradients to; None to leave them as they are.
         deferred: Whether :meth:`finish_step` leaves what it can to the next forward: blocks are stepped when they are used there,
             and the step is committed in the backward that follows.
+        clip_by_previous: Whether to clip by the norm of the gradients of the step before.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class TrainedModel:
         micro_batches: int,
         max_norm: float | None,
         deferred: bool = False,
+        clip_by_previous: bool = False,
     ) -> None:
         self.steps = 0
         """Number of completed steps."""
@@ -93,6 +98,9 @@ class TrainedModel:
         self._committed_steps = 0
         self._not_undone = False
         self._norm: torch.Tensor | None = None
+        self._clip_by_previous = clip_by_previous
+        self.previous_norm: torch.Tensor | None = None
+        """The norm of the last completed step, which the next one is clipped by; None for its own."""
         self._block_of: dict[torch.Tensor, TrainedBlock] = {param: block for block in blocks for param in block.trained}
         self._by_parameters = {block.parameters: block for block in blocks}
         self.uses = ParameterUses(
@@ -198,14 +206,18 @@ class TrainedModel:
             if not block.gradients.any:
                 return
         last = self.micro_batches_run + self._running == self._in_step
-        if last and self._max_norm is None:
-            self._step_block(block, self._options.param_groups)
+        if last and self._max_norm is not None:
+            block.gradients.load()
+            block.gradients.measure()
+        if last and (self._max_norm is None or self.previous_norm is not None):
+            self._step_block(block, self._options.param_groups, self._factor(self.previous_norm))
         else:
-            if last:
-                block.gradients.load()
-                block.gradients.measure()
             block.gradients.store()
         block.arrived.clear()
+
+    def _factor(self, norm: torch.Tensor | None) -> torch.Tensor | None:
+        """Return what to multiply gradients with to clip them by a norm, as ``torch.nn.utils.clip_grad_norm_`` does."""
+        return None if self._max_norm is None or norm is None else torch.clamp(self._max_norm / (norm + 1e-6), max=1.0)
 
     def _step_block(self, block: TrainedBlock, groups: Groups, factor: torch.Tensor | None = None) -> None:
         block.gradients.load()
@@ -223,13 +235,19 @@ class TrainedModel:
 
         Raises:
             RuntimeError: If micro-batches are missing.
+            FloatingPointError: If the next step would be clipped by a norm that is not finite.
             OSError: From the drive.
         """
         self._check_all_were_run()
         self.finish_deferred()
-        factor = None
-        if self._max_norm is not None:  # as torch.nn.utils.clip_grad_norm_ does
-            factor = torch.clamp(self._max_norm / (self.gradient_norm() + 1e-6), max=1.0)
+        norm = None if self._max_norm is None else self.gradient_norm()
+        if self._clip_by_previous and norm is not None and not norm.isfinite():
+            raise FloatingPointError(
+                f"the norm of the gradients is {norm.item()}, by which no next step can be clipped: leave out this batch, since"
+                ' the step is undone, or train with clip_by="current"'
+            )
+        factor = self._factor(norm if self.previous_norm is None else self.previous_norm)
+        next_norm = norm if self._clip_by_previous else None
         waiting = self._waiting()
         groups = self._options.param_groups
         if self._deferred:
@@ -237,19 +255,23 @@ class TrainedModel:
                 self._step_block(waiting.pop(), groups, factor)
             with defer_interrupts():
                 self._ranks.agree_to_commit(self.steps + 1)  # later, but what is left for then is the same on all ranks
-                self._left = _LeftForLater(dict.fromkeys(waiting), factor, [dict(group) for group in groups], self._buffers)
+                copied = [dict(group) for group in groups]
+                self._left = _LeftForLater(dict.fromkeys(waiting), factor, copied, self._buffers, self.previous_norm)
                 self._buffers = BufferCopies(self._model)
                 self.steps += 1
+                self.previous_norm = next_norm
                 self._end_step()
         else:
             for block in reversed(waiting):  # the last ones' gradients are needed first by what is in memory still
                 self._step_block(block, groups, factor)
-            self.commit(self.steps + 1)
+            self.commit(self.steps + 1, next_norm)
         self._options.step()
         return_freed_memory(_KEPT_FREE)
 
     def _end_step(self) -> None:
         self.micro_batches_run, self._norm = 0, None
+        for block in self.blocks:
+            block.gradients.forget_norms()
 
     @torch.no_grad()
     def finish_deferred(self) -> None:
@@ -257,7 +279,7 @@ class TrainedModel:
         if self._left is not None:
             for block in list(self._left.blocks):
                 self._step_if_left(block)
-            self.commit(self.steps)
+            self.commit(self.steps, self.previous_norm)
 
     def _step_if_left(self, block: TrainedBlock) -> bool:
         """Step a block that the last step has left for later. Returns whether it had."""
@@ -282,8 +304,13 @@ class TrainedModel:
         """Return the blocks that have gradients and were not stepped."""
         return [block for block in self.blocks if not block.stepped and block.gradients.any]
 
-    def commit(self, step: int) -> None:
-        """Wait until what has changed is on the drive, and take it for the last completed step's, with this number."""
+    def commit(self, step: int, norm: torch.Tensor | None) -> None:
+        """Wait until what has changed is on the drive, and take it for the last completed step's, with this number.
+
+        Args:
+            step: The number.
+            norm: What the next step is clipped by, if that is the norm of the one before.
+        """
         changed = [each for block in self.blocks for each in block.to_write()]
         self._schedule.cache.flush(changed, used=True)
         with defer_interrupts():
@@ -294,6 +321,7 @@ class TrainedModel:
                 self._end_step()
             self._left = None
             self.steps = self._committed_steps = step
+            self.previous_norm = norm if self._clip_by_previous else None
         self._versions.tidy()
 
     @torch.no_grad()
@@ -301,7 +329,7 @@ class TrainedModel:
         """Return the 2-norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does, once all micro-batches were run.
 
         Raises:
-            RuntimeError: If micro-batches are missing, or blocks are stepped already, since gradients are not clipped.
+            RuntimeError: If micro-batches are missing, or there are no norms, since gradients are not clipped.
             OSError: From the drive.
         """
         self._check_all_were_run()
@@ -314,11 +342,11 @@ class TrainedModel:
                     block.gradients.load()
                     block.gradients.measure()
                     block.gradients.store()
+            for block in self.blocks:
                 found = block.gradients.norms
-                norms_of_block = list(found.values())
-                if block.parameters.ranks is not None:
-                    norms_of_block = self._ranks.norms_of_shards(norms_of_block)
-                norms.update(zip((block.trained[index] for index in found), norms_of_block, strict=True))
+                measured = list(found.values())
+                whole = measured if block.parameters.ranks is None else self._ranks.norms_of_shards(measured)
+                norms.update(zip((block.trained[index] for index in found), whole, strict=True))
             in_order = [norms[param] for param in self._model.parameters() if param in norms]
             self._norm = torch.linalg.vector_norm(torch.stack(in_order))
         return self._norm
@@ -398,6 +426,7 @@ class TrainedModel:
             block.undo()
         if self._left is not None:
             self._left.buffers.put_back()
+            self.previous_norm = self._left.previous_norm
             self._left = None
         self.steps = self._committed_steps
         self.uses.begin(self._rest)

@@ -119,6 +119,9 @@ class OffloadedTraining:
         accumulation: "vertical" to have :meth:`step` run each block for all micro-batches before the next one, so that it is read
             once for all of them; "horizontal" to run the micro-batches one after the other. The results are the same bits.
         max_norm: To clip gradients to, as ``clip_grad_norm_`` does. Parameters are stepped after the last backward then.
+        clip_by: With ``max_norm``, which norm decides about the gradients of a step: "current" for their own, as in memory; or
+            "previous" for that of the gradients of the step before, so that blocks are stepped during the backward and no
+            gradient waits on the drive. The first step is clipped by its own. The norm is part of :meth:`state_dict`.
         deferred: Whether :meth:`step` returns before all of it is on the drive, and leaves to the next forward what it can:
             blocks whose gradients are clipped are stepped when they are used. The results are the same bits. If the drive then
             fails, that step is undone too: see :attr:`steps`.
@@ -155,6 +158,7 @@ class OffloadedTraining:
         master_weights: bool = False,
         micro_batches: int = 1,
         max_norm: float | None = None,
+        clip_by: str = "current",
         deferred: bool = False,
         param_groups: Iterable[dict[str, Any]] | None = None,
         process_group: ProcessGroup | None = None,
@@ -168,6 +172,10 @@ class OffloadedTraining:
             raise ValueError(f"activations must be one of {', '.join(_ACTIVATIONS)}, got {activations!r}")
         if accumulation not in ("vertical", "horizontal"):
             raise ValueError(f'accumulation must be "vertical" or "horizontal", got {accumulation!r}')
+        if clip_by not in ("current", "previous"):
+            raise ValueError(f'clip_by must be "current" or "previous", got {clip_by!r}')
+        if clip_by == "previous" and max_norm is None:
+            raise ValueError('clip_by="previous" clips to max_norm: set it')
         if micro_batches < 1:
             raise ValueError(f"micro_batches must be positive, got {micro_batches}")
         memory_budget = byte_count(memory_budget, "memory_budget")
@@ -236,6 +244,7 @@ class OffloadedTraining:
             micro_batches,
             max_norm,
             deferred,
+            clip_by == "previous",
         )
         residents = ResidentBlocks(self._io, self._versions, buffer_pool() if pool is None else pool)  # there are none
         check = self._check_between_steps
@@ -318,6 +327,7 @@ class OffloadedTraining:
         Raises:
             ValueError: If the arguments cannot be divided.
             RuntimeError: If there were fewer micro-batches than there should be; after :meth:`close`; in a forked child.
+            FloatingPointError: With ``clip_by="previous"``, if the norm of the gradients is not finite. The step was undone.
             OSError: From the drive. The step was undone.
         """
         self._check_usable()
@@ -455,8 +465,10 @@ class OffloadedTraining:
     def gradient_norm(self) -> torch.Tensor:
         """Return the 2-norm of all gradients, before they are clipped: between the last micro-batch and :meth:`step`. Blocks.
 
+        It is that of the step under way, also with ``clip_by="previous"``, and may not be finite.
+
         Raises:
-            RuntimeError: At another time, or without ``max_norm``, since blocks are stepped during the backward then.
+            RuntimeError: At another time, or without ``max_norm``, since norms are not measured then.
             OSError: From the drive. The step was undone.
         """
         self._check_usable()
@@ -502,6 +514,7 @@ class OffloadedTraining:
             "model": what ``model.state_dict()`` would be. "optimizer": "state" by the names of parameters, and "param_groups",
             whose "params" are names: what ``torch.distributed.checkpoint.state_dict`` uses. "steps": the number of steps.
             "quantized", only with ``quantize``: the bytes of quantised weights by name. "model" has the dequantised values.
+            "gradient_norm", only with ``clip_by="previous"``, after the first step: the norm that the next one is clipped by.
 
         Raises:
             RuntimeError: Within a step.
@@ -528,7 +541,8 @@ class OffloadedTraining:
         """Replace the model, the optimizer's states and options, and :attr:`steps`. One block at a time is in memory.
 
         Args:
-            state: As :meth:`state_dict` returns it. Its tensors may be mapped from a file.
+            state: As :meth:`state_dict` returns it. Its tensors may be mapped from a file. Without "gradient_norm", the next step
+                is clipped by its own norm.
 
         Raises:
             ValueError: If names or shapes are not those of the model, or a value cannot be quantised. Nothing is changed then.

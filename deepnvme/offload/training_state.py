@@ -91,12 +91,16 @@ class TrainingState:
             model = self._model.state_dict(keep_vars=True)
         groups = [{**group, "params": [names[each] for each in group["params"]]} for group in self._options.param_groups]
         model = {name: values.get(value, value) if isinstance(value, torch.Tensor) else value for name, value in model.items()}
-        found = {
+        found: dict[str, Any] = {
             "model": model,
             "optimizer": {"state": self._optimizer_state(names), "param_groups": groups},
             "steps": self._trained.steps,
         }
-        return {**found, "quantized": quantized} if quantized else found
+        if quantized:
+            found["quantized"] = quantized
+        if self._trained.previous_norm is not None:
+            found["gradient_norm"] = self._trained.previous_norm.clone()
+        return found
 
     def _optimizer_state(self, names: Mapping[torch.Tensor, str]) -> dict[str, dict[str, Any]]:
         """Return the optimizer's states by names."""
@@ -153,7 +157,8 @@ class TrainingState:
                     group.update({key: value for key, value in options[names[group["params"][0]]].items() if key != "params"})
                 for block in self._trained.blocks:
                     self._load_block(block, names, model, state.get("quantized"), optimizer["state"])
-                self._trained.commit(int(state["steps"]))
+                norm = state.get("gradient_norm")
+                self._trained.commit(int(state["steps"]), None if norm is None else torch.as_tensor(norm).clone())
             except BaseException:
                 for group, values in zip(groups, before, strict=True):
                     group.clear()

@@ -139,7 +139,7 @@ def test_forwards_of_the_users_own_make_a_step(drive: Path, model: Model, accumu
 
 
 class WithPositions(nn.Module):
-    """Autograd makes the gradient of ``positions`` in the same memory as that of the input, which other modules have to use yet."""
+    """Autograd makes the gradient of ``positions`` in the same memory as that of the input, which other modules still use."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
