@@ -42,6 +42,8 @@ _OVERRIDDEN = {
     "_load_optimizer_and_scheduler": ("checkpoint",),
 }
 """Methods of ``Trainer``, with the names of their arguments that are used."""
+_NORM = "gradient_norm"
+"""What the state of a training has if steps are clipped by the norm of the one before."""
 
 
 def offload_training(
@@ -58,7 +60,8 @@ def offload_training(
         nvme_path: As of :class:`deepnvme.offload.OffloadedTraining`.
         blocks: As of :class:`deepnvme.offload.OffloadedTraining`.
         **options: Others of :class:`deepnvme.offload.OffloadedTraining`: ``memory_budget``, ``activations``, ... The
-            optimizer and its options, ``micro_batches`` and ``max_norm`` are from the ``TrainingArguments``.
+            optimizer and its options, ``micro_batches`` and ``max_norm`` are from the ``TrainingArguments``. With
+            ``clip_by="previous"``, which is not the trainer's own way, ``grad_norm`` is still the norm of its step.
 
     Returns:
         The training, which is also ``trainer.offloaded_training``.
@@ -215,9 +218,12 @@ class _StepsOnTheDrive(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states and options, with tensors mapped from the drive. Raises OSError."""
-        state = self._training.state_dict()["optimizer"]
+        training_state = self._training.state_dict()
+        state = training_state["optimizer"]
         index_of = {name: index for index, name in enumerate(_names(state))}
+        norm = {name: training_state[name] for name in (_NORM,) if name in training_state}  # no optimizer minds it
         return {
+            **norm,
             "state": dict(sorted((index_of[name], values) for name, values in state["state"].items())),
             "param_groups": [
                 {**group, "params": [index_of[name] for name in group["params"]]} for group in state["param_groups"]
@@ -234,7 +240,9 @@ class _StepsOnTheDrive(Optimizer):
         name_of = dict(zip(_names(state_dict), _names(now["optimizer"]), strict=True))
         states = {name_of[index]: values for index, values in state_dict["state"].items()}
         named = [{**theirs, "params": ours["params"]} for theirs, ours in zip(saved, groups, strict=True)]
-        self._training.load_state_dict({**now, "optimizer": {"state": states, "param_groups": named}})
+        self._training.load_state_dict(
+            {**now, "optimizer": {"state": states, "param_groups": named}, _NORM: state_dict.get(_NORM)}
+        )
 
 
 def _names(optimizer_state: Mapping[str, Any]) -> list[Any]:
