@@ -31,7 +31,20 @@ class ParameterBlock(VersionedBlock):
         ranks: The processes that have shards of the parameters; None if this one has all of each.
     """
 
-    __slots__ = ("_absent", "_gathered", "_lender", "_whole", "changes", "frozen", "holds", "layout", "number", "params", "ranks", "shards")
+    __slots__ = (
+        "_absent",
+        "_gathered",
+        "_lender",
+        "_whole",
+        "changes",
+        "frozen",
+        "holds",
+        "layout",
+        "number",
+        "params",
+        "ranks",
+        "shards",
+    )
 
     def __init__(
         self,
@@ -114,10 +127,11 @@ class ParameterBlock(VersionedBlock):
             OutOfBuffers: If there is no memory.
             RuntimeError: If another process has failed, or is gone.
         """
-        assert self.ranks is not None and self._whole is not None
+        assert self.ranks is not None
+        assert self._whole is not None
         if self._gathered is None:
             self.begin_values()
-        shards = {param: place for param, place in self.stored_values()}
+        shards = dict(self.stored_values())
         places = [section.of(self._gathered_bytes) for section in self._whole.sections]
         self.ranks.gather(self.number, [shards[self.params[section.piece]] for section in self._whole.sections], places)
 

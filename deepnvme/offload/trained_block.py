@@ -133,12 +133,6 @@ class BlockStates:
         self._schedule, self._versions = schedule, versions
         self._undo: Callable[[], None] | None = None
 
-    def drop_unreduced(self) -> None:
-        """Forget gradients that were not summed over the processes yet."""
-        if self.parameters.ranks is not None:
-            for param in self.trained:
-                param.grad = None
-
     def step(self, groups: Groups, scratch: torch.Tensor) -> None:
         """Step the parameters, which are in memory, with the gradients in ``param.grad``. Reads the states, and writes them.
 

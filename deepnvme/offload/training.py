@@ -127,10 +127,10 @@ class OffloadedTraining:
             fails, that step is undone too: see :attr:`steps`.
         param_groups: The trained parameters in groups with options of their own, as torch's optimizers take them. None for one
             group for each block, all with the same options.
-        process_group: Processes that train the model together, as ``torch.distributed.group.WORLD``: each with other batches, whose
-            gradients are averaged, and a shard of each block on its own drive. They have to make the same calls, and to run the same
-            modules. All begin with the parameters and buffers of the first. None for one process. The optimizer has to work element
-            by element then, as AdamW and SGD do.
+        process_group: Processes that train the model together, as ``torch.distributed.group.WORLD``: each with other batches,
+            whose gradients are averaged, and a shard of each block on its own drive. They have to make the same calls, and to run
+            the same modules. All begin with the parameters and buffers of the first. The optimizer has to work element by
+            element then, as AdamW and SGD do. None for one process.
         pool: Where the memory of blocks is leased; None for a pinned region of its own.
         config: Settings of the engine; None for the profile of the drive.
         **optimizer_kwargs: The optimizer's.
@@ -659,8 +659,8 @@ class _BlockLimits:
         states = [[planner.estimate(each) for each in some] for some in sub_groups]
         largest_states = [max(some, default=0) for some in states]
         scratch = max((each.full_gradient_bytes for some in sub_groups for each in some), default=0)
-        # In torch's memory: gradients of a block and the one before, of what is in no block, those converted to float32, and those
-        # of the other processes.
+        # In torch's memory: gradients of a block and the one before, of what is in no block, those converted to float32, and
+        # those of the other processes.
         self._free = budget - gradients[-1] - 2 * max(gradients[:-1], default=0) - scratch - max(exchanged, default=0)
         one = max((sum(sizes) for sizes in zip(parameters[:-1], stored[:-1], largest_states[:-1], strict=True)), default=0)
         staying = sum(parameters) if parameters_stay else parameters[-1]

@@ -57,11 +57,11 @@ class _Failure(IntEnum):
 class TrainingRanks:
     """The processes of a group, each with other batches and a shard of each parameter: some of its rows.
 
-    A shard is what ``torch.chunk`` gives: of ``d`` rows, the first dimension, each rank but the last ones has ``ceil(d / count)``.
-    So it is that of a DTensor with the placement ``Shard(0)``.
+    A shard is what ``torch.chunk`` gives: of ``d`` rows, the first dimension, each rank has ``ceil(d / count)``, and the last ones
+    what is left. So it is that of a DTensor with the placement ``Shard(0)``.
 
-    Every exchange begins with a meeting, in which each rank says what it has come for. So a rank that has failed is waited for by
-    none: it says so in place of that, once, and all others raise. Invariant: all ranks have been at the same number of meetings.
+    Every exchange begins with a meeting, in which each rank says what it has come for. So nobody waits for a rank that has
+    failed: it says so in place of that, once, and all others raise. Invariant: all ranks have been at the same number of meetings.
 
     Args:
         group: The group, which can communicate tensors on the CPU; None for this process alone.
@@ -148,8 +148,8 @@ class TrainingRanks:
         if not bool((said[:, :2] == said[0, :2]).all()):
             others = ", ".join(f"rank {rank}: {Meeting(each[0]).name} {each[1]}" for rank, each in enumerate(said.tolist()))
             raise RuntimeError(
-                f"the ranks do not use the same blocks in the same order ({others}): each has to run the same modules, and to call"
-                " step(), state_dict(), save() and close(restore=True) when the others do"
+                f"the ranks do not use the same blocks in the same order ({others}): each has to run the same modules, and to"
+                " call step(), state_dict(), save() and close(restore=True) when the others do"
             )
         return said[:, 3 : 3 + len(flags)]
 

@@ -1,4 +1,4 @@
-"""OffloadedTraining in several processes: each has a shard of every block, and the bits are those of micro-batches in one process."""
+"""OffloadedTraining in several processes: each has a shard of every block; the bits are those of micro-batches in one process."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ def run(count: int, program: str, drive: Path, interpreters: Interpreters) -> No
     ],
     ids=lambda options: ", ".join(map(str, options.values())) or "default",
 )
-def test_ranks_train_as_micro_batches_in_one_process(count: int, options: dict[str, Any], drive: Path, interpreters: Interpreters) -> None:
+def test_ranks_train_as_micro_batches_in_one_process(
+    count: int, options: dict[str, Any], drive: Path, interpreters: Interpreters
+) -> None:
     run(
         count,
         f"""
@@ -245,7 +247,9 @@ def test_rows_that_cannot_be_shared_evenly_are_saved_whole_and_loaded_by_any_num
     [{}, {"max_norm": 0.5}, {"deferred": True, "max_norm": 0.5}, {"micro_batches": 2, "activations": "recompute"}],
     ids=lambda options: ", ".join(options) or "default",
 )
-def test_a_step_that_one_rank_cannot_make_is_made_by_none(options: dict[str, Any], drive: Path, interpreters: Interpreters) -> None:
+def test_a_step_that_one_rank_cannot_make_is_made_by_none(
+    options: dict[str, Any], drive: Path, interpreters: Interpreters
+) -> None:
     run(
         2,
         f"""
