@@ -39,6 +39,7 @@ test: $(VENV)/installed-for-tests
 	$(python) -m pytest -rs -n 2 --dist loadfile
 
 with-deepspeed := tests/compat tests/benchmarks/test_deepspeed_training.py \
+    tests/benchmarks/test_training.py::test_deepspeed_trains_the_same_model_from_the_drive \
     tests/examples/test_examples.py::test_deepspeed_trains_alike_with_and_without_this_package
 
 # torch compiles DeepSpeed's ops before the tests, outside their time limits. A killed compilation leaves a lock file that torch would

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import drive, training_identity
+from harness import drive, training_dtype, training_identity
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
 from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, times_as_fast
 from harness.documents import all_comparisons, document
@@ -44,6 +44,9 @@ KEEPING_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1
 RETURNING_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
 """For the processes whose memory is measured: what is freed is not resident any more."""
 BEYOND_BUDGET = 128 * MIB
+LOSSES_UNLIKE = "losses apart from DeepSpeed's, relative to these, all rounds together"
+LOSSES_ALIKE = {"bfloat16": 1e-2, "float32": 1e-4}
+"""DeepSpeed's CPU Adam and order of sums are others, and a bit that differs in bfloat16 is one of eight."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ class Settings:
     compute_bound: TrainingShape
     drive_bound: TrainingShape
     """The same model with few tokens."""
+    with_deepspeed: TrainingShape
+    """As many parameters and few tokens. DeepSpeed's buffers have room for the largest parameter, so none is much larger."""
+    why_this_dtype: str
     memory_budget: int
     """Bytes of blocks."""
     activation_budget: int | None
@@ -66,7 +72,18 @@ class Settings:
     @property
     def fits(self) -> bool:
         """Whether the model can be trained in memory, beside the offloaded one and what gradients in float32 take."""
-        return self.drive_bound.elements * 24 + self.memory_budget < meminfo("MemAvailable")
+        return self.in_memory + self.memory_budget < meminfo("MemAvailable")
+
+    @property
+    def in_memory(self) -> int:
+        """Bytes of a training in memory."""
+        return 3 * self.drive_bound.nbytes // 2
+
+    @property
+    def in_parts(self) -> int:
+        """Bytes of parameters, gradients, and the states of one layer."""
+        shape = self.drive_bound
+        return (2 * shape.elements + 8 * shape.layer_elements) * shape.torch_dtype.itemsize
 
 
 @dataclass
@@ -79,10 +96,12 @@ class Measurements(Comparisons):
 
 def measure(settings: Settings, progress: Progress) -> Measurements:
     """Run everything in a directory of its own below ``settings.directory``, which is empty again afterwards."""
-    shape = settings.drive_bound
-    # In memory, or parameters and gradients only. On the drive two versions of everything, by two contenders.
-    check_memory((24 if settings.fits else 6) * shape.elements + 2 * settings.memory_budget, "give fewer --parameters")
-    drive.check(settings.directory, 4 * shape.nbytes + (1 << 30))
+    # On the drive two versions of everything, by two contenders.
+    in_memory = settings.in_memory if settings.fits else settings.in_parts
+    check_memory(in_memory + 2 * settings.memory_budget, "give fewer --parameters")
+    drive.check(settings.directory, 4 * settings.drive_bound.nbytes + (1 << 30))
+    if settings.why_this_dtype:
+        progress(f"--dtype {settings.drive_bound.dtype}: {settings.why_this_dtype}")
     measurements = Measurements()
     parts = {
         "identity": compare_bits,
@@ -222,7 +241,7 @@ def over_limit(offloaded: Counts, limits: Counts, in_memory: Counts) -> float:
 
 def compare_with_deepspeed(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
     """With ZeRO-3, parameters and optimizer on the drive, its own op, and as much memory for buffers."""
-    shape = settings.drive_bound
+    shape = settings.with_deepspeed
     title = f"DeepSpeed, drive-bound: {size_of(shape)}"
     comparison: Comparison[str, Counts] = Comparison()
     if settings.deepspeed_python is not None:
@@ -231,8 +250,21 @@ def compare_with_deepspeed(settings: Settings, directory: Path, measurements: Me
             DEEPSPEED: lambda: deepspeed(settings, shape, directory / DEEPSPEED),
         }
         comparison = step_interleaved(title, starts, settings, directory, measurements, progress)
-    what = f"{title}, memory for buffers {size_text(settings.memory_budget)}: times as fast as ZeRO-3 with its own op"
-    measurements.verdicts.append(judge(comparison, what, (OFFLOADED, DEEPSPEED), times_as_fast, "at least", 2.5, ABSENT))
+    pair, bound = (OFFLOADED, DEEPSPEED), LOSSES_ALIKE[shape.dtype]
+    buffers = measurements.described.get(f"{title}, {DEEPSPEED}", {}).get("buffer_bytes", settings.memory_budget)
+    what = f"{title}, memory for buffers {size_text(settings.memory_budget)}, DeepSpeed's {size_text(buffers)}"
+    alike = judge(comparison, f"{title}: {LOSSES_UNLIKE}", pair, loss_differs, "at most", bound, ABSENT, summed=True)
+    if alike.met is False:
+        comparison.absent[DEEPSPEED] = "it has trained another model: see its losses"
+    faster = judge(comparison, f"{what}: times as fast as ZeRO-3 with its own op", pair, times_as_fast, "at least", 2.5, ABSENT)
+    measurements.verdicts += [faster, alike]
+
+
+def loss_differs(ours: Counts, theirs: Counts) -> float:
+    """How far two losses are apart, relative to theirs; NaN, which nothing equals, infinitely."""
+    loss, expected = (float.fromhex(counts["loss"]) for counts in (ours, theirs))
+    difference = abs(loss - expected) / abs(expected)
+    return difference if difference == difference else float("inf")
 
 
 def compare_micro_batches(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
@@ -270,7 +302,7 @@ def compare_memory(settings: Settings, directory: Path, measurements: Measuremen
 
 
 def size_of(shape: TrainingShape) -> str:
-    return f"{shape.elements / 1e6:.0f} M parameters, {shape.sequences} x {shape.tokens} tokens"
+    return f"{shape.elements / 1e6:.0f} M parameters in {shape.dtype}, {shape.sequences} x {shape.tokens} tokens"
 
 
 def size_text(nbytes: int) -> str:
@@ -303,9 +335,11 @@ def as_json(settings: Settings, measurements: Measurements, started: str) -> dic
     return document("training", started, settings, measurements.verdicts, **figures)
 
 
-def shape_of(parameters: int, width: int, sequences: int, tokens: int, vocabulary: int) -> TrainingShape:
+def shape_of(
+    parameters: int, width: int, sequences: int, tokens: int, vocabulary: int, dtype: str = "bfloat16"
+) -> TrainingShape:
     """The model of that width that has this many parameters, as nearly as layers allow it."""
-    one = TrainingShape(width, 1, vocabulary, sequences, tokens)
+    one = TrainingShape(width, 1, vocabulary, sequences, tokens, dtype=dtype)
     layers = round((parameters - one.elements) / one.layer_elements) + 1
     return dataclasses.replace(one, layers=max(2, layers))
 
@@ -317,6 +351,13 @@ def parse_arguments(arguments: list[str] | None) -> tuple[Settings, Path | None]
     parser.add_argument("--rounds", type=positive, help="steps of each contender (default: 3)")
     parser.add_argument("--parameters", type=positive, metavar="M", help="of the model, in millions (default: 250)")
     parser.add_argument("--width", type=positive, help="of the model, a multiple of 64 (default: 1024, from 1000 M on 2048)")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="of parameters: bfloat16 with master weights in float32, or float32 without (default: auto, bfloat16 unless its"
+        " matrix products take more than twice as long here)",
+    )
     parser.add_argument("--tokens", type=positive, help="in each of 2 sequences where computing takes longest (default: 1024)")
     parser.add_argument("--few-tokens", type=positive, metavar="N", help="in one sequence where the drive does (default: 32)")
     parser.add_argument(
@@ -333,13 +374,20 @@ def parse_arguments(arguments: list[str] | None) -> tuple[Settings, Path | None]
     if width % 64:
         parser.error(f"--width: {width} is not a multiple of 64")
     vocabulary = 512 if quick else 8192
-    few = shape_of(parameters, width, 1, given.few_tokens or (8 if quick else 32), vocabulary)
+    few_tokens = given.few_tokens or (8 if quick else 32)
+    few = shape_of(parameters, width, 1, few_tokens, vocabulary)
+    dtype, why = given.dtype, ""
+    if dtype == "auto":
+        dtype, why = training_dtype.choose(width, few.feed_forward, few_tokens)
+    few = dataclasses.replace(few, dtype=dtype)
     settings = Settings(
         directory=given.dir,
         deepspeed_python=given.deepspeed_python,
         rounds=given.rounds or (2 if quick else 3),
         compute_bound=dataclasses.replace(few, sequences=2, tokens=given.tokens or (64 if quick else 1024)),
         drive_bound=few,
+        with_deepspeed=shape_of(parameters, width, 1, few_tokens, min(vocabulary, 2 * width), dtype),
+        why_this_dtype=why,
         memory_budget=few.nbytes // (given.budget_share or 4),
         activation_budget=given.activation_mib and given.activation_mib * MIB,
         steps=2 if quick else 20,

@@ -15,14 +15,12 @@ from typing import Any
 import deepspeed
 import torch
 
-from harness import training_models
+from harness import training_buffers, training_models
 from harness.serving import serve
 from harness.training_models import TrainingShape
 from harness.training_usage import PeakMemory, own_memory, return_freed_memory, transferred
 
 _STEPS_TO_SETTLE = 2  # the first makes the states and their files, the second knows the order of parameters
-_OPTIMIZER_BUFFERS = 16  # pipelined; each has the float32 values of a sub-group
-_OPTIMIZER_SHARE = 0.75  # of the budget; the parameters' buffers have the rest
 
 
 class DeepSpeedTraining:
@@ -54,6 +52,9 @@ class DeepSpeedTraining:
 
     def describe(self) -> dict[str, Any]:
         optimizer = self._engine.optimizer
+        parameters = optimizer.fp16_groups[0][0].nvme_swapper
+        held = [parameters.buffers, parameters.partitioned_swap_buffer]
+        held += optimizer.optimizer_swapper.swap_buffer_manager.all_buffers
         offload = self._config["zero_optimization"]
         return {
             "version": deepspeed.__version__,
@@ -61,6 +62,9 @@ class DeepSpeedTraining:
             "threads": torch.get_num_threads(),
             "optimizer": type(optimizer.optimizer).__name__,
             "swapper": type(optimizer.optimizer_swapper).__name__,
+            "parameters": str(parameters.dtype),
+            "sub_groups": len(optimizer.fp16_groups),
+            "buffer_bytes": sum(tensor.nbytes for tensor in held),
             "buffers": {name: {key: value for key, value in offload[name].items() if key != "nvme_path"}
                         for name in ("offload_param", "offload_optimizer")},
         }  # fmt: skip
@@ -93,23 +97,33 @@ class DeepSpeedTraining:
 
 def _config(shape: TrainingShape, memory_budget: int, queue_depth: int, directory: str) -> dict[str, Any]:
     """DeepSpeed's JSON configuration: ZeRO-3 with parameters and optimizer on the drive, in buffers of this many bytes."""
-    sub_group = max(shape.largest_parameter, int(memory_budget * _OPTIMIZER_SHARE) // (4 * _OPTIMIZER_BUFFERS))
-    buffers = max(5, int(memory_budget * (1 - _OPTIMIZER_SHARE)) // (2 * shape.largest_parameter))
+    buffers = training_buffers.divide(shape, memory_budget)
     nvme = {"device": "nvme", "nvme_path": directory}
     return {
         "train_micro_batch_size_per_gpu": shape.sequences,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "bf16": {"enabled": shape.dtype == "bfloat16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},  # torch's default
         "aio": {"queue_depth": queue_depth, "block_size": 1 << 20, "intra_op_parallelism": 1, "overlap_events": True},
         "zero_optimization": {
             "stage": 3,
-            "sub_group_size": sub_group,
+            "sub_group_size": buffers.sub_group_size,
             "stage3_prefetch_bucket_size": shape.largest_parameter,
-            "stage3_max_live_parameters": buffers * shape.largest_parameter // 2,
+            "stage3_max_live_parameters": buffers.parameter_buffers * shape.largest_parameter // 2,
             "stage3_max_reuse_distance": 0,
             "reduce_bucket_size": shape.largest_parameter,
-            "offload_param": {**nvme, "buffer_count": buffers, "buffer_size": shape.largest_parameter, "pin_memory": False},
-            "offload_optimizer": {**nvme, "buffer_count": _OPTIMIZER_BUFFERS, "pipeline_read": True, "pipeline_write": True},
+            "offload_param": {
+                **nvme,
+                "buffer_count": buffers.parameter_buffers,
+                "buffer_size": shape.largest_parameter,
+                "max_in_cpu": 0,  # elements; by default, 1000 M stay in memory
+                "pin_memory": False,
+            },
+            "offload_optimizer": {
+                **nvme,
+                "buffer_count": training_buffers.OPTIMIZER_BUFFERS,
+                "pipeline_read": True,
+                "pipeline_write": True,
+            },
         },
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import tempfile
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ _OPTIONS: dict[str, Any] = {"lr": 1e-3, "fused": True}
 class Case:
     """A way to train."""
 
-    dtype: torch.dtype
+    dtype: str
     activations: str
     """ "memory", "nvme" or "recomputed"."""
     micro_batches: int
@@ -40,7 +41,7 @@ class Case:
     """ "vertical" or "horizontal"; None for what is the default."""
 
     def __str__(self) -> str:
-        dtype = "fp32" if self.dtype == torch.float32 else "bf16 + masters"
+        dtype = "fp32" if self.dtype == "float32" else "bf16 + masters"
         batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
         kind = f", {self.accumulation}" if self.accumulation else ""
         return f"{dtype}, activations: {self.activations}, {batches}{kind}"
@@ -49,7 +50,7 @@ class Case:
 CASES = tuple(
     Case(dtype, activations, micro_batches)
     for dtype, activations, micro_batches in itertools.product(
-        (torch.float32, torch.bfloat16), ("memory", "nvme", "recomputed"), (1, 4)
+        ("float32", "bfloat16"), ("memory", "nvme", "recomputed"), (1, 4)
     )
 )
 
@@ -66,9 +67,10 @@ def compare(directory: Path, steps: int, progress: Progress) -> Iterator[Verdict
 def differences(case: Case, directory: Path, steps: int) -> int:
     """How many losses and final weights differ. NaN, which nothing equals, counts as well."""
     recomputed = case.activations == "recomputed"
-    reference = training_models.make(_SHAPE, case.dtype, recomputed)
+    shape = dataclasses.replace(_SHAPE, dtype=case.dtype)
+    reference = training_models.make(shape, recomputed)
     expected = _train_in_memory(reference, case.micro_batches, steps)
-    model = training_models.make(_SHAPE, case.dtype, recomputed)
+    model = training_models.make(shape, recomputed)
     options: dict[str, Any] = {**_OPTIONS, "micro_batches": case.micro_batches}
     if case.accumulation is not None:
         options["accumulation"] = case.accumulation
@@ -82,7 +84,7 @@ def differences(case: Case, directory: Path, steps: int) -> int:
             memory_budget=_BUDGET,
             activations="nvme" if case.activations == "nvme" else "memory",
             activation_budget=0,
-            master_weights=case.dtype != torch.float32,
+            master_weights=case.dtype != "float32",
             **options,
         ) as training,
     ):

@@ -13,6 +13,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 _HEAD = 64  # values
+_BATCHES = 2
+"""So many come in turn: what was learnt shows in the losses, and whether two trainings are the same. New tokens would hide it."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,12 @@ class TrainingShape:
     sequences: int
     tokens: int
     dropout: float = 0.0
+    dtype: str = "bfloat16"
+    """Of the parameters: "bfloat16", which have master weights in float32, or "float32"."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[self.dtype]
 
     @property
     def feed_forward(self) -> int:
@@ -43,9 +51,26 @@ class TrainingShape:
         return max(self.vocabulary * self.width, self.width * self.feed_forward)
 
     @property
+    def numels(self) -> list[int]:
+        """Elements of each parameter, in the model's order."""
+        width, inner = self.width, self.feed_forward
+        layer = [width, width, *[width**2] * 4, *[width * inner] * 3]
+        return [self.vocabulary * width, *layer * self.layers, width, self.vocabulary * width]
+
+    @property
     def nbytes(self) -> int:
-        """Parameters and gradients in bfloat16, master weights in float32, and AdamW's two averages."""
-        return 16 * self.elements
+        """Parameters and gradients, AdamW's two averages, and master weights in float32 where parameters are in bfloat16."""
+        masters = 0 if self.dtype == "float32" else 4
+        return (2 * self.torch_dtype.itemsize + masters + 8) * self.elements
+
+
+class Embedding(nn.Embedding):
+    """Has small values from the beginning: DeepSpeed takes them away as soon as they are made."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            self.weight.mul_(0.02)
 
 
 class Layer(nn.Module):
@@ -78,7 +103,7 @@ class Llama(nn.Module):
 
     def __init__(self, shape: TrainingShape, recomputed: bool = False) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.embedding = Embedding(shape.vocabulary, shape.width)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
@@ -97,20 +122,18 @@ class Llama(nn.Module):
         return [self.embedding, *self.layers, self.head]
 
 
-def make(shape: TrainingShape, dtype: torch.dtype = torch.bfloat16, recomputed: bool = False) -> Llama:
+def make(shape: TrainingShape, recomputed: bool = False) -> Llama:
     """Return the model in training mode, the same at each call."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # never in float32 in between, which would be a second model in memory
+    torch.set_default_dtype(shape.torch_dtype)  # never in float32 in between, which would be a second model in memory
     try:
-        model = Llama(shape, recomputed)
-        with torch.no_grad():
-            model.embedding.weight.mul_(0.02)
+        return Llama(shape, recomputed)
     finally:
         torch.set_default_dtype(before)
-    return model
 
 
 def batch(shape: TrainingShape, step: int) -> torch.Tensor:
     """Return the tokens of a step, the same at each call."""
-    return torch.randint(0, shape.vocabulary, (shape.sequences, shape.tokens), generator=torch.Generator().manual_seed(step))
+    numbers = torch.Generator().manual_seed(step % _BATCHES)
+    return torch.randint(0, shape.vocabulary, (shape.sequences, shape.tokens), generator=numbers)

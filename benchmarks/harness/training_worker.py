@@ -1,6 +1,6 @@
 """Training in memory, or with everything on the drive: ``python -m harness.training_worker SETTINGS REQUESTS REPLIES``.
 
-bfloat16 parameters with masters in float32, torch's fused AdamW. A process of its own, so that its memory can be seen.
+Parameters in float32, or in bfloat16 with masters in float32; torch's fused AdamW. A process of its own shows its memory.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class TrainingWorker:
         return total
 
     def _offloaded(self, model: training_models.Llama, directory: str) -> OffloadedTraining:
-        given = {"blocks": model.blocks, "nvme_path": directory, "master_weights": True, **self._options, **_OPTIONS}
+        masters = self._shape.dtype != "float32"
+        given = {"blocks": model.blocks, "nvme_path": directory, "master_weights": masters, **self._options, **_OPTIONS}
         try:
             return OffloadedTraining(model, torch.optim.AdamW, **given)
         except TypeError as error:
