@@ -101,6 +101,7 @@ def _config(shape: TrainingShape, memory_budget: int, queue_depth: int, director
     nvme = {"device": "nvme", "nvme_path": directory}
     return {
         "train_micro_batch_size_per_gpu": shape.sequences,
+        "gradient_clipping": 0.0,  # by default, to a norm of 1
         "bf16": {"enabled": shape.dtype == "bfloat16"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},  # torch's default
         "aio": {"queue_depth": queue_depth, "block_size": 1 << 20, "intra_op_parallelism": 1, "overlap_events": True},
