@@ -156,8 +156,8 @@ def deepspeed(settings: Settings, shape: TrainingShape, directory: Path) -> Iter
         "memory_budget": settings.memory_budget,
         "queue_depth": QUEUE_DEPTH,
     }
-    arguments = [json.dumps(given)]
-    with WorkerProcess(settings.deepspeed_python, "harness.training_deepspeed", arguments, directory) as process:
+    arguments, variables = [json.dumps(given)], KEEPING_FREED_MEMORY
+    with WorkerProcess(settings.deepspeed_python, "harness.training_deepspeed", arguments, directory, variables) as process:
         yield process
 
 
@@ -251,8 +251,11 @@ def compare_with_deepspeed(settings: Settings, directory: Path, measurements: Me
         }
         comparison = step_interleaved(title, starts, settings, directory, measurements, progress)
     pair, bound = (OFFLOADED, DEEPSPEED), LOSSES_ALIKE[shape.dtype]
-    buffers = measurements.described.get(f"{title}, {DEEPSPEED}", {}).get("buffer_bytes", settings.memory_budget)
-    what = f"{title}, memory for buffers {size_text(settings.memory_budget)}, DeepSpeed's {size_text(buffers)}"
+    what = f"{title}, memory for buffers {size_text(settings.memory_budget)}"
+    theirs = measurements.described.get(f"{title}, {DEEPSPEED}")
+    if theirs is not None:
+        buffers = theirs["buffer_bytes"]
+        what += f", DeepSpeed's {size_text(buffers)} and beside them {size_text(theirs['growth'] - buffers)}"
     alike = judge(comparison, f"{title}: {LOSSES_UNLIKE}", pair, loss_differs, "at most", bound, ABSENT, summed=True)
     if alike.met is False:
         comparison.absent[DEEPSPEED] = "it has trained another model: see its losses"
@@ -311,7 +314,7 @@ def size_text(nbytes: int) -> str:
 
 def step_table(title: str, comparison: Comparison[str, Counts]) -> str:
     """Seconds and bytes of each contender, and the drive's limits: medians."""
-    columns = {"cpu_seconds": (1.0, 2), "bytes_read": (1e9, 2), "bytes_written": (1e9, 2), "growth": (MIB, 0)}
+    columns = {"cpu_seconds": (1.0, 2), "bytes_read": (1e9, 2), "bytes_written": (1e9, 2)}
     columns |= {"read": (1e9, 2), "write": (1e9, 2)}
     rows = []
     for who, samples in comparison.samples.items():
@@ -322,7 +325,7 @@ def step_table(title: str, comparison: Comparison[str, Counts]) -> str:
                 for key, (unit, digits) in columns.items()
             ]
         rows.append([who, *cells, comparison.absent.get(who, "")])
-    header = ["contender", "s, median (quartiles)", "CPU s", "GB read", "GB written", "peak MiB", "GB/s read", "write", ""]
+    header = ["contender", "s, median (quartiles)", "CPU s", "GB read", "GB written", "GB/s read", "write", ""]
     return table(title, header, rows, left=1)
 
 

@@ -47,8 +47,12 @@ class DeepSpeedTraining:
         with deepspeed.zero.Init(config_dict_or_path=self._config):
             model = training_models.make(self._shape)
         self._engine = deepspeed.initialize(model=model, config=self._config)[0]
-        for _ in range(_STEPS_TO_SETTLE):
+        for _ in range(_STEPS_TO_SETTLE - 1):
             self.step()
+        return_freed_memory()
+        with PeakMemory() as memory:  # not while steps are timed
+            self.step()
+        self._growth = memory.highest - self._before
 
     def describe(self) -> dict[str, Any]:
         optimizer = self._engine.optimizer
@@ -63,6 +67,7 @@ class DeepSpeedTraining:
             "optimizer": type(optimizer.optimizer).__name__,
             "swapper": type(optimizer.optimizer_swapper).__name__,
             "parameters": str(parameters.dtype),
+            "growth": self._growth,
             "sub_groups": len(optimizer.fp16_groups),
             "buffer_bytes": sum(tensor.nbytes for tensor in held),
             "buffers": {name: {key: value for key, value in offload[name].items() if key != "nvme_path"}
@@ -74,19 +79,17 @@ class DeepSpeedTraining:
         tokens = training_models.batch(self._shape, self._next)
         self._next += 1
         read, written = transferred()
-        with PeakMemory() as memory:
-            begun, cpu_begun = time.perf_counter(), time.process_time()
-            loss = self._engine(tokens)
-            self._engine.backward(loss)
-            self._engine.step()
-            seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
+        begun, cpu_begun = time.perf_counter(), time.process_time()
+        loss = self._engine(tokens)
+        self._engine.backward(loss)
+        self._engine.step()
+        seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
         now = transferred()
         return {
             "seconds": seconds,
             "cpu_seconds": cpu_seconds,
             "bytes_read": now[0] - read,
             "bytes_written": now[1] - written,
-            "growth": memory.highest - self._before,
             "loss": loss.item().hex(),
         }
 

@@ -181,7 +181,7 @@ def losses_of(ours: float, theirs: float, monkeypatch: pytest.MonkeyPatch, drive
         return contextlib.nullcontext(SimpleNamespace(call=lambda *_: dict(step), described=described))
 
     monkeypatch.setattr(training, "worker", lambda *_, **__: process(ours))
-    monkeypatch.setattr(training, "deepspeed", lambda *_: process(theirs, buffer_bytes=3 << 20))
+    monkeypatch.setattr(training, "deepspeed", lambda *_: process(theirs, buffer_bytes=3 << 20, growth=7 << 20))
     settings, _ = training.parse_arguments(["--quick", "--dtype", "float32"])
     settings = dataclasses.replace(settings, deepspeed_python=sys.executable)
     measurements = training.Measurements()
@@ -196,7 +196,7 @@ def test_deepspeed_is_judged_where_it_trains_the_same_model(monkeypatch: pytest.
     assert alike.met
     assert faster.figure is not None
     assert faster.figure.median == 2.0
-    assert "DeepSpeed's 3 MiB" in faster.what
+    assert "DeepSpeed's 3 MiB and beside them 4 MiB" in faster.what
     assert comparison.absent == {}
 
 
