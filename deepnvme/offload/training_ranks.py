@@ -57,11 +57,11 @@ class _Failure(IntEnum):
 class TrainingRanks:
     """The processes of a group, each with other batches and a shard of each parameter: some of its rows.
 
-    A shard is what ``torch.chunk`` gives: of ``d`` rows, the first dimension, each rank has ``ceil(d / count)``, and the last ones
-    what is left. So it is that of a DTensor with the placement ``Shard(0)``.
+    A shard is what ``torch.chunk`` gives: of ``d`` rows, the first dimension, each rank has ``ceil(d / count)``, and the last
+    ones what is left. So it is that of a DTensor with the placement ``Shard(0)``.
 
     Every exchange begins with a meeting, in which each rank says what it has come for. So nobody waits for a rank that has
-    failed: it says so in place of that, once, and all others raise. Invariant: all ranks have been at the same number of meetings.
+    failed: it says so in place of that, once, and all others raise. Invariant: all ranks have been at as many meetings.
 
     Args:
         group: The group, which can communicate tensors on the CPU; None for this process alone.
