@@ -12,6 +12,8 @@ from torch import nn
 
 from deepnvme._model_structure import Structure, structure_of, weights_by_name
 
+from .saved_tensor import is_distributed
+
 
 class ModelPartition(NamedTuple):
     """How the parameters of a model are divided."""
@@ -45,6 +47,11 @@ def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None =
             cannot be offloaded.
     """
     for param in model.parameters():
+        if is_distributed(param):
+            raise ValueError(
+                "the model's parameters are DTensors: give it as it was before fully_shard(), and the mesh's group as process_group."
+                " Each rank then has the same shards"
+            )
         if type(param) is not nn.Parameter or param.device.type not in ("cpu", "meta") or param.layout is not torch.strided:
             kind = f"a {type(param).__name__} of layout {param.layout} on {param.device}"
             raise ValueError(f"only parameters that are dense, on the CPU, and of no subclass can be offloaded, got {kind}")

@@ -10,6 +10,7 @@ import pytest
 
 from ..support.interpreters import Interpreters
 from ..support.ranks import run_ranks
+from ..support.torch_versions import fsdp_on_cpu
 
 WORLD = """
 import signal
@@ -166,6 +167,7 @@ def test_frozen_parameters_and_scalars_are_shared_too(drive: Path, interpreters:
             for state in found, expected:
                 for name in [name for name in state["model"] if name.endswith("calls")]:
                     del state["model"][name]
+                del state["optimizer"]["param_groups"]  # scalars are in that of what is in no block, with several ranks
             assert_same_states(found, expected)
             assert hasattr(found["model"]["layers.0.wide.weight"], "to_local")
             assert not hasattr(found["model"]["layers.0.scale"], "to_local")
@@ -360,6 +362,7 @@ def test_a_rank_that_is_gone_is_an_error_of_the_others_and_their_last_step_stays
         )
 
 
+@fsdp_on_cpu
 def test_what_several_processes_cannot_do_is_refused_at_once(drive: Path, interpreters: Interpreters) -> None:
     run(
         2,
@@ -378,6 +381,13 @@ def test_what_several_processes_cannot_do_is_refused_at_once(drive: Path, interp
             OffloadedTraining(Model(), torch.optim.Adafactor, nvme_path=drive, process_group=dist.group.WORLD)
         except ValueError as error:
             assert "the optimizer must be one of ASGD, Adadelta" in str(error) and "got Adafactor" in str(error), error
+        from torch.distributed.fsdp import fully_shard
+        try:
+            trained(fully_shard(Model(), mesh=dist.device_mesh.init_device_mesh("cpu", (ranks,))))
+        except ValueError as error:
+            assert "as it was before fully_shard()" in str(error), error
+        else:
+            raise AssertionError("sharded twice")
         assert not os.path.exists(drive / "together")
         """,
         drive,
