@@ -38,7 +38,9 @@ class InitialValues:
 
     From the checkpoint, if there is one. Otherwise what is in memory keeps its values, and what is on the meta device gets them
     from ``reset_parameters()`` of its module, and then from ``_init_weights(module)`` of the transformers model around it. With a
-    checkpoint this is only done for buffers that no checkpoint has. A parameter of several modules gets the value of the first.
+    checkpoint this is only done for buffers that no checkpoint has, and if a part of the model is on the meta device, parameters
+    in memory that the checkpoint lacks keep their values, as those of adapters. A parameter of several modules gets the value of
+    the first.
 
     Nothing is changed before :meth:`place`, and everything that can be checked was checked then.
 
@@ -85,11 +87,17 @@ class InitialValues:
             self._infos = {name: self._weights.info(name) for name in found}
             found_ties = dict(self._weights.ties())
         wanted, ties = described(self._model)
+        weights = weights_by_name(self._model)
+        if any(weight.is_meta for weight in weights.values()):
+            found_weights = {weights[name] for name in self._infos if name in weights}
+            added = {name for name, weight in weights.items() if not weight.is_meta and weight not in found_weights}
+            wanted = {name: info for name, info in wanted.items() if name not in added}
+            ties = {name: first for name, first in ties.items() if name not in added}
         said = differences(wanted, ties, self._infos, found_ties, dtypes=False)
         if said:
             given = "state" if isinstance(checkpoint, Mapping) else f"checkpoint '{os.fspath(checkpoint)}'"
             raise StoreMismatch(f"the {given} is not of this {type(self._model).__name__}", said)
-        for name, tensor in weights_by_name(self._model).items():
+        for name, tensor in weights.items():
             if name in self._infos:
                 self._names.setdefault(tensor, name)
 

@@ -102,7 +102,8 @@ class OffloadedTraining:
             innermost block around it. One that several blocks use, or the model beside them, stays in memory.
         checkpoint: Where the values are from: a .safetensors file, a .pt or .bin of a state_dict, the index.json of several, a
             directory with one of these, or a mapping such as ``torch.load(path, mmap=True)``. It is read one block at a time, and
-            converted to the dtypes of the model. None for the values in memory, or for new ones.
+            converted to the dtypes of the model. If a part of the model is on the meta device, what is not, as adapters, may be
+            missing in it. None for the values in memory, or for new ones.
         memory_budget: Bytes of parameters, gradients, states and saved activations that are in memory. More only if a single
             block needs more. What a forward computes with beside these is not counted.
         parameters: "nvme"; or "memory" to have them stay in memory beside being on the drive, and only states come and go.

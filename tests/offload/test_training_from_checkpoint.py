@@ -296,6 +296,40 @@ def test_one_name_of_a_tied_weight_is_enough(drive: Path, name: str) -> None:
         assert_has(training, expected)
 
 
+class Adapted(nn.Module):
+    """A layer with an adapter, that no checkpoint of the model has."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layer, self.adapter = layer.requires_grad_(False), nn.Linear(WIDTH, WIDTH, device="cpu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.adapter(x)
+
+
+def adapted(model: Model) -> Model:
+    model.layers[1].wide.weight.requires_grad_(False)
+    model.layers[2] = Adapted(model.layers[2])
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_that_are_not_in_the_checkpoint_keep_their_values_beside_a_model_on_meta(drive: Path, kind: str) -> None:
+    expected = adapted(Model(tied=False))
+    state = {name: value for name, value in expected.state_dict().items() if "adapter" not in name}
+    model = adapted(on_meta(lambda: Model(tied=False)))
+    with training_of(model, drive, checkpoint=saved(state, drive, kind)) as training:
+        assert_trains_as(training, expected)
+
+
+def test_a_model_in_memory_has_all_of_its_weights_in_the_checkpoint(drive: Path) -> None:
+    model = adapted(Model(tied=False))
+    state = {name: value for name, value in model.state_dict().items() if "adapter" not in name}
+    with pytest.raises(ValueError, match=r"2 differences\n  missing: 'layers.2.adapter.weight'"):
+        training_of(model, drive, checkpoint=state)
+
+
 def test_views_in_a_checkpoint(drive: Path) -> None:
     """torch.save keeps strides, and storages that several tensors have parts of."""
     expected = Model(tied=False)
