@@ -151,7 +151,11 @@ class TrainingPlanner:
         if self._figures is None:
             raise RuntimeError(f"there is no plan before the end of step {_MEASURED_STEP}, which it is made of")
         if not self._figures.read_speed:
-            read, write = self._io.measure_limits(BufferPool(4 * _CHUNK), _CHUNK, _MEASURED_BYTES)
+            pool = BufferPool(4 * _CHUNK)
+            try:
+                read, write = self._io.measure_limits(pool, _CHUNK, _MEASURED_BYTES)
+            finally:
+                pool.trim()  # otherwise its memory would stay beside the budget until the garbage collector runs
             self._figures = dataclasses.replace(self._figures, read_speed=read, write_speed=write)
         if self._plan is None:
             self._plan = best_plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import random
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepnvme.memory.chunks import PinnedChunk
 from deepnvme.offload import OffloadedTraining
 from deepnvme.offload.training_plan import BlockUse, ForwardCost, StepFigures, best_plan, block_traffic, usable_share
 from deepnvme.transfer.block import Block
@@ -271,6 +273,22 @@ def test_the_plan_tells_what_it_is_made_of(drive: Path, model: Model) -> None:
         assert training.plan() is training.plan()
         for expected in ("memory: 2 MiB", "activations: ", "a step reads ", "as measured in step 3", "expected: "):
             assert expected in text
+
+
+def test_the_memory_in_which_the_drive_was_measured_is_free_again_at_once(drive: Path, model: Model) -> None:
+    def pinned_bytes() -> int:
+        return sum(each.nbytes for each in gc.get_objects() if isinstance(each, PinnedChunk) and each.memory is not None)
+
+    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, memory_budget=64 * MIB, activations="nvme") as training:
+        losses_of(training, [batch(step) for step in range(3)])
+        gc.collect()
+        before = pinned_bytes()
+        gc.disable()
+        try:
+            training.plan()
+            assert pinned_bytes() == before
+        finally:
+            gc.enable()
 
 
 def test_a_plan_that_cannot_be_made_undoes_the_step(drive: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
