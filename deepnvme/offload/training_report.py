@@ -23,6 +23,9 @@ class TrainingReport:
     waiting: float
     """Time that the step waited for blocks to be read, for memory to read them into, and for the last writes; without
     activations."""
+    waiting_to_write: float
+    """Of :attr:`waiting`, the time for writes: those that free memory to read blocks into, and the last ones. The rest is for
+    blocks to be read."""
     reading: float
     """Time with at least one read of a block in flight, whether or not anything waited for it."""
     writing: float
@@ -39,7 +42,7 @@ class TrainingReport:
     def line(self) -> str:
         """Return the report as one line of text."""
         text = (
-            f"step {self.step}: {self.seconds:.3f} s, waiting {self.waiting:.3f};"
+            f"step {self.step}: {self.seconds:.3f} s, waiting {self.waiting:.3f}, {self.waiting_to_write:.3f} of it to write;"
             f" read {self.bytes_read / 1e9:.3f} GB in {self.reading:.3f} s,"
             f" wrote {self.bytes_written / 1e9:.3f} GB in {self.writing:.3f} s"
         )
@@ -59,7 +62,7 @@ class StepMeter:
 
     def __init__(self, io: CountedIO, cache: BlockCache, ranks: TrainingRanks) -> None:
         self._io, self._cache, self._ranks = io, cache, ranks
-        self._begun = self._waited = self._exchanged = 0.0
+        self._begun = self._waited = self._waited_to_write = self._exchanged = 0.0
         self._last: TrainingReport | None = None
 
     @property
@@ -73,6 +76,7 @@ class StepMeter:
         """Note that a step begins. Transfers before it, as of an evaluation, do not count."""
         self._io.finish()
         self._begun, self._waited, self._exchanged = time.perf_counter(), self._cache.seconds_waited, self._ranks.seconds
+        self._waited_to_write = self._cache.seconds_waited_to_write
 
     def end(self, step: int, activations: ActivationReport | None) -> None:
         """Make the report of the step that ends."""
@@ -81,6 +85,7 @@ class StepMeter:
             step=step,
             seconds=time.perf_counter() - self._begun,
             waiting=self._cache.seconds_waited - self._waited,
+            waiting_to_write=self._cache.seconds_waited_to_write - self._waited_to_write,
             reading=times.reads.seconds,
             writing=times.writes.seconds,
             bytes_read=times.reads.nbytes,

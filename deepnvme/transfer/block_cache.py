@@ -471,6 +471,9 @@ class BlockCache(Monitor):
     def _ending_of(self, block: Block) -> Wait | None:
         return self._transfers[block].transfer.exception if block in self._transfers else None
 
+    def _is_write(self, wait: Wait) -> bool:
+        return any(block.state is State.WRITING and self._ending_of(block) == wait for block in self._transfers)
+
     def _ending_of_any(self, blocks: Iterable[Block]) -> Wait | None:
         return next(filter(None, map(self._ending_of, blocks)), None)
 

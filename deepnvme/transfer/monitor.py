@@ -35,6 +35,8 @@ class Monitor(ABC):
         self._helper_name = helper
         self.seconds_waited = 0.0
         """Seconds of the waits that were timed."""
+        self.seconds_waited_to_write = 0.0
+        """Of these, the seconds of waits for a write to end."""
 
     def helping(self) -> bool:
         """Return whether this is the helper thread, which may hold the lock: a finalizer may run in it at any point."""
@@ -60,6 +62,10 @@ class Monitor(ABC):
     def _starved(self) -> bool:
         """Return whether the end of another transfer than the one waited for would let more be started."""
 
+    @abstractmethod
+    def _is_write(self, wait: Wait) -> bool:
+        """Return whether this, which a step has returned, waits for a write to end."""
+
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
         """Change the state in the ``with`` body, then start what can be started."""
@@ -70,7 +76,7 @@ class Monitor(ABC):
     def _until(self, step: Callable[[], Wait | None], first: Callable[[], None] | None = None, timed: bool = False) -> None:
         """Call ``first``, and repeat ``step`` until it returns None; between repetitions, wait for what it returns.
 
-        Raises what they raise. With ``timed``, the waits are added to ``seconds_waited``.
+        Raises what they raise. With ``timed``, the waits are added to ``seconds_waited``, and to ``seconds_waited_to_write``.
         """
         while True:
             self._collect_ended()
@@ -84,11 +90,14 @@ class Monitor(ABC):
                 if wait is None:
                     return
                 starved = self._helper_name is None and self._starved()
+                to_write = timed and self._is_write(wait)
             begun = time.perf_counter()
             with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
                 wait(_POLL_SECONDS if starved else None)
             del wait  # a transfer that keeps its error would be kept by that error's traceback
-            self.seconds_waited += time.perf_counter() - begun if timed else 0.0
+            seconds = time.perf_counter() - begun
+            self.seconds_waited += seconds if timed else 0.0
+            self.seconds_waited_to_write += seconds if to_write else 0.0
 
     def _start_helper(self) -> None:
         """Start the helper thread if there is something for it to wait for. Call with the lock held."""

@@ -42,7 +42,7 @@ def test_a_step_reads_and_writes_what_its_blocks_have(drive: Path, activations: 
             report = training.report()
             assert report.step == number
             assert report.bytes_written == 3 * nbytes  # parameters and two averages
-            assert 0 <= report.waiting <= report.seconds
+            assert 0 <= report.waiting_to_write <= report.waiting <= report.seconds
             assert report.writing > 0
             assert f"step {number}: " in report.line()
             assert (report.activations is None) == (activations == "memory")

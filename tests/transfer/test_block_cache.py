@@ -247,6 +247,23 @@ def test_a_cache_that_is_dropped_goes_at_once(drive: SlowDrive) -> None:
         gc.enable()
 
 
+def test_waits_are_told_apart_by_what_they_were_for(drive: SlowDrive) -> None:
+    cache, blocks = cache_of(drive, limit=SIZES["a"]), blocks_of(drive)
+    assert SIZES["a"] == SIZES["b"]
+    cache.acquire([blocks["a"]])
+    to_read = cache.seconds_waited
+    assert to_read > 0 == cache.seconds_waited_to_write
+    blocks["a"].memory.buffer.fill_(99)
+    cache.release([blocks["a"]], changed=True)
+    cache.acquire([blocks["b"]])  # has the memory of "a" when that is written, and is read then
+    assert drive.begun == ["ra", "wa", "rb"]
+    to_write = cache.seconds_waited_to_write
+    assert 0 < to_write < cache.seconds_waited - to_read
+    cache.release([blocks["b"]], changed=True)
+    cache.flush([blocks["b"]])
+    assert cache.seconds_waited_to_write > to_write
+
+
 def test_writes_are_limited_and_take_nothing_from_what_is_read_ahead(drive: SlowDrive) -> None:
     cache, blocks = cache_of(drive, retain=False, write_bytes=2 * PAGE), blocks_of(drive)
     for name in "abd":
