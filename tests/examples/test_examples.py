@@ -73,6 +73,33 @@ def test_long_sequences_are_trained_alike_in_every_way(drive: Path, tmp_path: Pa
     assert list(drive.iterdir()) == []
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("mode", "given"), [("full", ()), ("lora", ()), ("lora", ("--quantize", "int4"))], ids=["full", "lora", "quantised lora"]
+)
+def test_a_model_is_fine_tuned_in_a_quarter_of_its_memory_as_without_a_limit(
+    drive: Path, tmp_path: Path, mode: str, given: tuple[str, ...]
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib", reason="needs matplotlib, to plot: pip install matplotlib")
+    arguments = ("--dir", drive, "--mode", mode, "--quick", "--plot", tmp_path / "plots", *given)
+    printed = run("finetune_larger_than_memory.py", *arguments, timeout=800)
+    sizes = re.search(r": (\d+) MiB of [a-z, ]+, with (\d+) MiB of memory by RLIMIT_DATA$", printed, re.MULTILINE)
+    assert sizes is not None
+    size, limit = map(int, sizes.groups())
+    assert size >= 4 * limit - 4  # rounded
+    assert re.search(r"^in memory, with the same limit: .*(Cannot allocate memory|can't allocate memory)", printed, re.MULTILINE)
+    peaks = dict(re.findall(r"^│ (in memory|on the drive) +│ +\w+ +│ (\d+) +│", printed, re.MULTILINE))
+    assert int(peaks["on the drive"]) <= limit < size <= int(peaks["in memory"])
+    rows = re.findall(r"^│ \d +│ ([\d.]+) +│ ([\d.]+) +│ the same │$", printed, re.MULTILINE)
+    assert len(rows) == 5
+    assert float(rows[-1][0]) < float(rows[0][0]), "it has learned nothing"
+    assert "5 losses, every one the same" in printed
+    assert "waits" in printed
+    assert (tmp_path / "plots" / f"memory-{mode}.png").read_bytes().startswith(b"\x89PNG")
+    assert list(drive.iterdir()) == []
+
+
 def test_a_streamed_model_generates_what_it_does_in_memory(drive: Path) -> None:
     pytest.importorskip("transformers")
     printed = run("generate_streamed.py", "--dir", drive, "--size", 0.02, "--tokens", 4)
