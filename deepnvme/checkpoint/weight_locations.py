@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -27,6 +27,10 @@ from .unpickling import unread
 _OPEN_FILES = 16
 """Most files that are open at a time. More shards of a checkpoint are rarely in use together; and fewer than any limit of
 descriptors, also if each weight has a file of its own."""
+
+
+_PART_BYTES = 16 << 20
+"""Bytes that are read at a time of a weight most of whose span in the file is not its own: columns of a larger one."""
 
 
 class Pending(Protocol):
@@ -154,6 +158,8 @@ class Weights:
         if not weight.info.nbytes:
             return _Read(lambda: None)
         elements = weight.elements
+        if elements is not None and elements.nbytes > max(2 * weight.info.nbytes, _PART_BYTES):
+            return _Read(functools.partial(self._read_in_parts, weight, elements, out))
         span = out if elements is None else empty_aligned(elements.nbytes)
         reading = self._files.read(weight.path, weight.offset, span)
         if elements is None:
@@ -169,11 +175,42 @@ class Weights:
 
         return _Read(rearrange)
 
+    def _read_in_parts(self, weight: Location, elements: Elements, out: torch.Tensor) -> None:
+        """Read a weight in parts along the dimension that takes it farthest. Blocks."""
+        farthest = max(range(len(elements.shape)), key=lambda each: elements.stride[each])
+        count = max(_PART_BYTES // (elements.stride[farthest] * elements.dtype.itemsize), 1)
+        values = out.view(weight.info.dtype).view(weight.info.shape)
+        for begin in range(0, elements.shape[farthest], count):
+            here = slice(begin, min(begin + count, elements.shape[farthest]))
+            part = part_of(weight, [here if each == farthest else slice(None) for each in range(len(elements.shape))])
+            assert isinstance(part, Location)
+            read = empty_aligned(part.info.nbytes)
+            Weights({"": part}, self._files).read_into("", read).result()
+            place = values.narrow(farthest, begin, here.stop - begin)
+            place.copy_(read.view(part.info.dtype).view(part.info.shape))
+
     def check_unchanged(self) -> None:
         """Raise CorruptCheckpoint if a file was written to or replaced since this source was made."""
         for path, version in self._versions.items():
             if file_version(path) != version:
                 raise pt_records.CorruptCheckpoint(path, "it was changed while its weights were read: read all of them again")
+
+
+def part_of(weight: torch.Tensor | Location, slices: Sequence[slice]) -> torch.Tensor | Location:
+    """Return a part of a weight, which is read by itself.
+
+    Args:
+        weight: The weight.
+        slices: One for each of its dimensions, without steps.
+    """
+    if isinstance(weight, torch.Tensor):
+        return weight[tuple(slices)]
+    whole = weight.elements or Elements(weight.offset, *weight.info, contiguous_strides(weight.info.shape))
+    ranges = [range(*each.indices(size)) for each, size in zip(slices, whole.shape, strict=True)]
+    elements = whole.narrow(tuple(each.start for each in ranges), tuple(map(len, ranges)))
+    as_in_memory = weight.elements is None and elements.contiguous
+    info = WeightInfo(weight.info.dtype, elements.shape)
+    return weight._replace(offset=elements.offset, info=info, elements=None if as_in_memory else elements)
 
 
 def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | Location]:

@@ -17,12 +17,13 @@ from deepnvme._model_structure import ties_of, weights_by_name
 from deepnvme._shortened_lists import listed
 from deepnvme._weight_differences import StoreMismatch, WeightInfo, described, differences
 from deepnvme.checkpoint.file_io import shared_engine
-from deepnvme.checkpoint.weight_locations import OpenFiles, Weights, weights_in
+from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Weights, part_of, weights_in
 from deepnvme.memory.host import empty_aligned
 from deepnvme.transfer.block_cache import BlockCache
 
 from .model_partition import ModelPartition
 from .parameter_block import ParameterBlock, absent_like
+from .tiling import cut_into_tiles
 from .training_ranks import TrainingRanks
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, torch.Tensor]
@@ -47,7 +48,8 @@ class InitialValues:
     Args:
         model: On the CPU, on the meta device, or in part on either.
         checkpoint: As :func:`deepnvme.checkpoint.weight_locations.weights_in` takes it, or a mapping of names to tensors, such as
-            ``torch.load(path, mmap=True)``. Values are converted to the dtypes of the model.
+            ``torch.load(path, mmap=True)``. Values are converted to the dtypes of the model. It may be of the model before layers
+            were tiled: each tile then reads its part.
 
     Raises:
         ValueError: If the checkpoint's weights are not those of the model; or if something on the meta device can get no value.
@@ -71,17 +73,22 @@ class InitialValues:
         """What modules give values to."""
         self._all_reset = all(param in self._reset for param in model.parameters())
         self._valued: set[torch.Tensor] = set()  # of what they give values to, what they have
+        self._modules_of: dict[ParameterBlock, list[nn.Module]] = {}
         self._init_weights = _init_weights_by_module(model)
         self._check_resets()
 
     def _look_into(self, checkpoint: Checkpoint) -> None:
         """Find the model's weights in a checkpoint. Raises StoreMismatch if they are others."""
+        given = "state" if isinstance(checkpoint, Mapping) else f"checkpoint '{os.fspath(checkpoint)}'"
+        what = f"the {given} is not of this {type(self._model).__name__}"
         if isinstance(checkpoint, Mapping):
-            self._in_memory = checkpoint
-            self._infos = {name: WeightInfo(value.dtype, tuple(value.shape)) for name, value in checkpoint.items()}
-            found_ties = ties_of(checkpoint)
+            self._in_memory = cut_into_tiles(
+                self._model, checkpoint, lambda weight: weight.shape, lambda weight, slices: weight[tuple(slices)], what
+            )
+            self._infos = {name: WeightInfo(value.dtype, tuple(value.shape)) for name, value in self._in_memory.items()}
+            found_ties = ties_of(self._in_memory)
         else:
-            found = weights_in(checkpoint)
+            found = cut_into_tiles(self._model, weights_in(checkpoint), _shape_of, part_of, what)
             self._files = OpenFiles(shared_engine(Path(checkpoint)))
             self._weights = Weights(found, self._files)
             self._infos = {name: self._weights.info(name) for name in found}
@@ -95,8 +102,7 @@ class InitialValues:
             ties = {name: first for name, first in ties.items() if name not in added}
         said = differences(wanted, ties, self._infos, found_ties, dtypes=False)
         if said:
-            given = "state" if isinstance(checkpoint, Mapping) else f"checkpoint '{os.fspath(checkpoint)}'"
-            raise StoreMismatch(f"the {given} is not of this {type(self._model).__name__}", said)
+            raise StoreMismatch(what, said)
         for name, tensor in weights.items():
             if name in self._infos:
                 self._names.setdefault(tensor, name)
@@ -159,7 +165,7 @@ class InitialValues:
             found = [placed.get(param, param) for param in params]
             return [each for each in found if isinstance(each, nn.Parameter)]
 
-        return ModelPartition(partition.modules, [of(some) for some in partition.params], of(partition.rest))
+        return partition._replace(params=[of(some) for some in partition.params], rest=of(partition.rest))
 
     @torch.no_grad()
     def write(
@@ -170,10 +176,11 @@ class InitialValues:
         With several processes, all have the first one's values, buffers too.
 
         In memory are ``rest``, one block, those around it, and of a checkpoint in other dtypes one weight. Modules are reset in
-        the order in which they were made, if every module makes those in it before its own parameters.
+        the order in which they were made, if every module makes those in it before its own parameters; tiles that are tied to
+        another right after that.
 
         Args:
-            blocks: The block of each module.
+            blocks: The block of each module. Tiles that are tied have the same.
             rest: The block of all other parameters.
             cache: Has the blocks in memory.
             ranks: The processes that train the model together.
@@ -186,6 +193,8 @@ class InitialValues:
             OSError: From the drives.
         """
         begun: list[ParameterBlock] = []
+        for module, block in blocks.items():
+            self._modules_of.setdefault(block, []).append(module)
         try:
             self._begin(rest, cache, begun)
             self._read((name, buffer, None) for buffer, name in self._names.items() if not isinstance(buffer, nn.Parameter))
@@ -220,6 +229,10 @@ class InitialValues:
                 self._visit(child, visited, blocks, cache, begun, ranks)
         self._reset_module(module)
         if block is not None:
+            for tied in self._modules_of[block]:
+                if tied not in visited:
+                    visited.add(tied)
+                    self._reset_module(tied)
             self._end(block, cache, begun, ranks)
 
     def _begin(self, block: ParameterBlock, cache: BlockCache, begun: list[ParameterBlock]) -> None:
@@ -312,6 +325,10 @@ class InitialValues:
             raw = empty_aligned(self._infos[name].nbytes)
             self._weights.read_into(name, raw).result()
             value.copy_(raw.view(dtype).view(shape))
+
+
+def _shape_of(weight: torch.Tensor | Location) -> tuple[int, ...]:
+    return tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.info.shape)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

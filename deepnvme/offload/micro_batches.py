@@ -92,10 +92,10 @@ class SideBySide:
         torch.set_rng_state(turns[-1].random_state)
         return losses
 
-    def _before_use(self, block: ParameterBlock) -> None:
+    def _before_use(self, block: ParameterBlock, in_backward: bool) -> None:
         """Let the other micro-batches use their blocks first, before this one goes on to another."""
         place: _Place = self._own.place
-        if place.goes_on_to(block, in_backward=torch._C._current_graph_task_id() >= 0):
+        if place.goes_on_to(block, in_backward):
             place.turn.pause()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from .frozen_parameters import FrozenParameters
 from .parameter_block import ParameterBlock
 from .saved_tensor import View, is_plain
 from .step_order import StepOrder
+from .tile_forward import TileForward, can_take_over
 
 _MOST_EXPECTED = 32
 """Blocks that are expected at a time: more than fit into memory, mostly, and few enough to list for each use."""
@@ -93,8 +94,11 @@ class ParameterUses:
     nothing of its module's backward is left to be computed. With frozen parameters there may be, as long as those are used that
     are in its module. At the end of a backward all uses end.
 
+    A tile of a layer is in memory only while it runs also if the layer is computed again: otherwise all its tiles would be.
+
     Args:
         modules: The block of each module.
+        tiles: Modules that are tiles of a layer.
         blocks: All blocks.
         schedule: Has them in memory.
         begun_in_forward: Called with each block whose use in a forward has begun.
@@ -105,6 +109,7 @@ class ParameterUses:
     def __init__(
         self,
         modules: Mapping[nn.Module, ParameterBlock],
+        tiles: Collection[nn.Module],
         blocks: Iterable[ParameterBlock],
         schedule: ScheduledBlocks,
         begun_in_forward: Callable[[ParameterBlock], None],
@@ -123,18 +128,21 @@ class ParameterUses:
         self._in_forward: list[ParameterBlock] = []
         self._in_backward: dict[ParameterBlock, None] = {}  # the newest last
         self._complete: set[ParameterBlock] = set()  # of these, those whose gradients have all arrived
-        self._before_use: Callable[[ParameterBlock], None] | None = None
+        self._before_use: Callable[[ParameterBlock, bool], None] | None = None
         self._used_last: ParameterBlock | None = None  # in a forward, and in memory for the next micro-batch
         self._checkpointed: list[CheckpointedForward] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | TileForward] = []
         self._around: dict[ParameterBlock, set[ParameterBlock]] = {}  # of a block, those with frozen parameters around it
         for module, block in modules.items():
             if not all(param.requires_grad for param in block.params):
                 for inner in module.modules():
                     if inner is not module and inner in modules:
                         self._around.setdefault(modules[inner], set()).add(block)
-            begin, end = functools.partial(self._begin_forward, block), functools.partial(self._end_forward, block)
+            tile = module in tiles and can_take_over() and not is_checkpointed(module)
+            begin, end = (functools.partial(each, block, tile) for each in (self._begin_forward, self._end_forward))
             self._handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
+            if tile:
+                self._handles.append(TileForward(module, self.saved))
             for each in module.modules():
                 if is_checkpointed(each):
                     self._follow_recomputing(each, block)
@@ -160,8 +168,8 @@ class ParameterUses:
             checkpointed.call_before_recomputing(None)
 
     @contextlib.contextmanager
-    def calling_before_use(self, function: Callable[[ParameterBlock], None]) -> Iterator[None]:
-        """Call a function before each use of a block by the model, in a forward or a backward, within this context.
+    def calling_before_use(self, function: Callable[[ParameterBlock, bool], None]) -> Iterator[None]:
+        """Call a function before each use of a block by the model, and whether that lasts into the backward, within this context.
 
         Several micro-batches may run in it. A block then stays in memory until any of them uses another one; and uses in a
         backward end with the context, not with the first backward.
@@ -271,8 +279,9 @@ class ParameterUses:
 
     # -- forward
 
-    def _begin_forward(self, block: ParameterBlock, *_: object) -> None:
-        if torch._C._current_graph_task_id() >= 0:  # computed again
+    def _begin_forward(self, block: ParameterBlock, tile: bool, *_: object) -> None:
+        computed_again = torch._C._current_graph_task_id() >= 0
+        if computed_again and not tile:
             self.use_in_backward(block, computed_again=True)
             return
         if torch.is_grad_enabled() and not self.recording:
@@ -280,10 +289,13 @@ class ParameterUses:
                 "a forward with gradients of a model whose parameters are on the drive has to run in OffloadedTraining.step() or"
                 " micro_batch(); to evaluate, use torch.no_grad()"
             )
-        self._call_before_use(block)
+        self._call_before_use(block, in_backward=False)
+        if computed_again:
+            self._end_complete(block)
         self.begin(block)
         self._in_forward.append(block)
-        self._begun_in_forward(block)
+        if not computed_again:
+            self._begun_in_forward(block)
 
     def _begin_inner_forward(self, block: ParameterBlock, module: nn.Module, *_: object) -> None:
         """Have a block in memory when a part of it is computed again by itself, since that part is checkpointed."""
@@ -295,9 +307,9 @@ class ParameterUses:
                 f" that is their block"
             )
 
-    def _call_before_use(self, block: ParameterBlock) -> None:
+    def _call_before_use(self, block: ParameterBlock, in_backward: bool) -> None:
         if self._before_use is not None:
-            self._before_use(block)
+            self._before_use(block, in_backward)
             if block is not self._used_last:
                 self._keep_for_next(None)
 
@@ -309,14 +321,25 @@ class ParameterUses:
         if before is not None:
             self.end(before)
 
-    def _end_forward(self, block: ParameterBlock, *_: object) -> None:
-        if torch._C._current_graph_task_id() < 0 and block in self._in_forward:  # also called if the use could not begin
+    def _end_forward(self, block: ParameterBlock, tile: bool, module: nn.Module, _: object, output: object) -> None:
+        computed_again = torch._C._current_graph_task_id() >= 0
+        if (tile or not computed_again) and block in self._in_forward:  # also called if the use could not begin
             self._in_forward.reverse()
             self._in_forward.remove(block)
             self._in_forward.reverse()
             if self._before_use is not None and block is not self._used_last:
                 self._keep_for_next(block)
             self.end(block)
+            # Autograd saves nothing of an embedding's weight. Without a use, gradients would wait for the end of the backward.
+            embedding = tile and not computed_again and isinstance(module, nn.Embedding)
+            if embedding and isinstance(output, torch.Tensor) and output.requires_grad:
+                hook = functools.partial(self._begin_backward_of_embedding, block)
+                output.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _begin_backward_of_embedding(self, block: ParameterBlock, _: torch.Tensor) -> None:
+        if self.recording:
+            self._call_before_use(block, in_backward=False)  # also if a tied tile has used it in this backward already
+            self.use_in_backward(block)
 
     # -- backward
 
@@ -345,7 +368,7 @@ class ParameterUses:
             block: The block.
             computed_again: Whether it is for a forward, whose saved tensors are torch.utils.checkpoint's, and have the memory.
         """
-        self._call_before_use(block)
+        self._call_before_use(block, in_backward=True)
         if block in self._in_backward:
             return
         if not self._in_backward and self._before_use is None:
@@ -361,6 +384,10 @@ class ParameterUses:
     def completed(self, block: ParameterBlock) -> None:
         """Note that all gradients of a block have arrived."""
         self._end_complete(block)
+        self.end_with_next(block)
+
+    def end_with_next(self, block: ParameterBlock) -> None:
+        """Have the use of a block in the backward, if there is one, end when another one is used."""
         if block in self._in_backward:
             self._complete.add(block)
 

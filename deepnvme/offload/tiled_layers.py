@@ -361,6 +361,17 @@ class _Write(torch.autograd.Function):
 _write: Callable[[torch.Tensor, torch.Tensor, tuple[Any, ...], bool], torch.Tensor] = _Write.apply
 
 
+def tile_names(model: nn.Module) -> list[str]:
+    """Return the names of the tiles in a model, but for those that are a whole layer, or are tiled themselves."""
+    return [
+        f"{path}.tiles.{index}" if path else f"tiles.{index}"
+        for path, module in model.named_modules()
+        if isinstance(module, TiledLayer) and len(module.tiles) > 1
+        for index, tile in enumerate(module.tiles)
+        if not isinstance(tile, TiledLayer)
+    ]
+
+
 def sizes_of(name: str, splits: int | Sequence[int], features: int) -> list[int]:
     """Return the sizes of the tiles along one dimension.
 

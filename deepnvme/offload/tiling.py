@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from deepnvme._weight_differences import StoreMismatch
 from deepnvme.memory.byte_count import byte_count
 
 from .tiled_layers import Part, TiledEmbedding, TiledLayer, TiledLinear, check_replaceable, shape_of, splits_within
@@ -52,16 +54,20 @@ def tile_large_layers(model: nn.Module, max_bytes: int) -> list[str]:
     return [names[layer][0] for layer in tiled]
 
 
-def untiled_state_dict(model: nn.Module) -> dict[str, Any]:
+def untiled_state_dict(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the state dict that a model would have without tiled layers, as a checkpoint for others.
 
     The parameters of tiled layers are copied, which takes as much memory as these layers do. Tied ones are copied once, and
     are the same tensor. The other tensors share the model's memory, as in ``model.state_dict()``.
 
+    >>> deepnvme.save(untiled_state_dict(model, training.state_dict()["model"]), "model.pt")  # of an OffloadedTraining
+
     Args:
-        model: The model, with all of its parameters in memory.
+        model: The model. Without a ``state``, all of its parameters are in memory.
+        state: What ``model.state_dict()`` would be, with tensors that may be mapped from a file. It is not changed.
     """
-    state: dict[str, Any] = model.state_dict(keep_vars=True)  # the parameters themselves, which show what is tied
+    # The parameters themselves show what is tied.
+    state = model.state_dict(keep_vars=True) if state is None else dict(state)
     joined: dict[tuple[int, ...], torch.Tensor] = {}
     modules = list(model.named_modules(remove_duplicate=False))
     for path, module in reversed(modules):  # a tile may be tiled itself
@@ -78,6 +84,47 @@ def untiled_state_dict(model: nn.Module) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
             state[name] = value.detach() if value.requires_grad else value
     return state
+
+
+Weight = TypeVar("Weight")
+
+
+def cut_into_tiles(
+    model: nn.Module,
+    weights: Mapping[str, Weight],
+    shape: Callable[[Weight], tuple[int, ...]],
+    part: Callable[[Weight, Sequence[slice]], Weight],
+    what: str,
+) -> dict[str, Weight]:
+    """Return weights of a model by the names that they have in it, given those of the model without tiled layers.
+
+    Args:
+        model: The model.
+        weights: The weights by name. One of a tiled layer may be there whole, or in tiles. Of tied ones one is enough.
+        shape: Returns the shape of a weight.
+        part: Returns a part of a weight, given a slice for each dimension.
+        what: Beginning of the message of an error.
+
+    Raises:
+        StoreMismatch: If a whole weight has another shape than the layer.
+    """
+    found = dict(weights)
+    wrong = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, TiledLayer):
+            continue
+        prefix = f"{path}." if path else ""
+        for name, parts in module.parts().items():
+            if prefix + name not in found:
+                continue
+            whole = found.pop(prefix + name)
+            if shape(whole) != shape_of(parts):
+                wrong.append(f"shape: '{prefix}{name}' should be {list(shape_of(parts))}, found {list(shape(whole))}")
+            else:
+                found.update({f"{prefix}tiles.{each.tile}.{name}": part(whole, each.slices) for each in parts})
+    if wrong:
+        raise StoreMismatch(what, wrong)
+    return found
 
 
 def _large_layers(names: dict[nn.Module, list[str]], max_bytes: int) -> list[nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from .buffer_copies import BufferCopies
 from .gradients import GradientHooks
 from .parameter_block import ParameterBlock
 from .parameter_uses import ParameterUses, ScheduledBlocks
+from .tied_gradients import TiedGradients
 from .trained_block import Groups, TrainedBlock
 from .training_ranks import TrainingRanks
 from .training_report import StepMeter
@@ -52,7 +53,8 @@ class TrainedModel:
 
     Args:
         model: The model.
-        modules: Modules whose parameters come and go, each with its block.
+        modules: Modules whose parameters come and go, each with its block. Several tiles that are tied have the same.
+        tiles: Of these, the tiles of tiled layers.
         blocks: All blocks. The last one has the parameters outside of these modules, and stays in memory.
         schedule: Has blocks in memory.
         versions: Chooses where on the drive a step writes.
@@ -70,6 +72,7 @@ class TrainedModel:
         self,
         model: nn.Module,
         modules: Mapping[nn.Module, ParameterBlock],
+        tiles: Collection[nn.Module],
         blocks: Sequence[TrainedBlock],
         schedule: ScheduledBlocks,
         versions: BlockVersions,
@@ -104,7 +107,13 @@ class TrainedModel:
         self._block_of: dict[torch.Tensor, TrainedBlock] = {param: block for block in blocks for param in block.trained}
         self._by_parameters = {block.parameters: block for block in blocks}
         self.uses = ParameterUses(
-            modules, self._by_parameters, schedule, self._forward_begins, self._backward_begins, self._backward_ends
+            modules, tiles, self._by_parameters, schedule, self._forward_begins, self._backward_begins, self._backward_ends
+        )
+        self._tied = TiedGradients(
+            {module: block for module, block in modules.items() if module in tiles},
+            schedule,
+            self.uses.end_with_next,
+            self._gradient_arrived,
         )
         self._hooks = GradientHooks(self._gradient_arrived)
         self._hooks.add(self._block_of)
@@ -129,6 +138,7 @@ class TrainedModel:
     def remove_hooks(self) -> None:
         """Remove the hooks from the model."""
         self.uses.remove()
+        self._tied.remove()
         self._hooks.remove()
 
     # -- micro-batches
@@ -159,6 +169,7 @@ class TrainedModel:
         self.uses.recording = True
         try:
             yield
+            self._tied.end_backward()
         finally:
             self.uses.recording = False
         self.uses.end_backward()
@@ -190,7 +201,8 @@ class TrainedModel:
             self.uses.gather_again(parameters)
 
     def _backward_begins(self, parameters: ParameterBlock) -> None:
-        self._by_parameters[parameters].gradients.load()
+        if parameters not in self._tied:  # otherwise the gradients of other micro-batches are added when they are stored
+            self._by_parameters[parameters].gradients.load()
 
     @torch.no_grad()
     def _backward_ends(self, parameters: ParameterBlock) -> None:
@@ -199,7 +211,7 @@ class TrainedModel:
     def _gradients_are_in(self, block: TrainedBlock) -> None:
         """Step a block that has all gradients of the step, or store them."""
         to_reduce = self._ranks.several and bool(block.trained) and not block.reduced  # also if only others have gradients
-        if block.stepped or not (block.arrived or to_reduce):
+        if block.stepped or not (block.arrived or to_reduce) or self._tied.wants(block.parameters):
             return
         if self._ranks.several:
             block.reduce_gradients(self._ranks)
@@ -387,6 +399,7 @@ class TrainedModel:
         If that step has left something for later, it is done now; if that fails, the step is undone as well.
         """
         self._not_undone = True
+        self._tied.reset()
         self.uses.reset()
         for block in self.blocks:
             block.drop_unreduced()

@@ -34,7 +34,7 @@ from .forward_random_numbers import DrawsDiffer
 from .frozen_parameters import DequantizedMemory
 from .initial_values import Checkpoint, InitialValues
 from .micro_batches import MicroBatch, SideBySide, micro_batches_of
-from .model_partition import partition_model
+from .model_partition import ModelPartition, partition_model
 from .parameter_block import ParameterBlock
 from .parameter_uses import ParameterUses, ScheduledBlocks
 from .partition import ELEMENTWISE, SubGroupPlanner
@@ -197,7 +197,8 @@ class OffloadedTraining:
         defaults = planner.defaults()
         paths = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else list(nvme_path)
         directories = [Path(os.path.abspath(os.fsdecode(each))) for each in paths]
-        modules, params, rest = initial.place(partition)
+        partition = initial.place(partition)
+        modules, params, rest = partition.modules, partition.params, partition.rest
         self.optimizer = _Options(_grouped([*params, rest], param_groups), defaults)
         """Has the options of each step in its ``param_groups``: for a scheduler."""
         self._dequantized = DequantizedMemory(pool)
@@ -215,7 +216,9 @@ class OffloadedTraining:
             raise
         self._io = CountedIO(self._store, verbose=False)
         self._versions = BlockVersions(self._store)
-        self._recomputed = [each for each in modules if activations == "recompute" and not is_checkpointed(each)]
+        # A tile is one operation, of which only the input is saved anyway.
+        recomputable = [each for each in modules if not is_checkpointed(each) and each not in partition.tiles]
+        self._recomputed = recomputable if activations == "recompute" else []
         for module in self._recomputed:
             recompute_on_backward(module)
         if activations == "memory":
@@ -235,7 +238,8 @@ class OffloadedTraining:
         ]
         self._trained = TrainedModel(
             model,
-            {module: block.parameters for module, block in zip(modules, blocks_of_model, strict=False)},
+            partition.by_module([block.parameters for block in blocks_of_model]),
+            partition.tiles,
             blocks_of_model,
             self._schedule,
             self._versions,
@@ -250,7 +254,8 @@ class OffloadedTraining:
         residents = ResidentBlocks(self._io, self._versions, buffer_pool() if pool is None else pool)  # there are none
         check = self._check_between_steps
         states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, residents, check)
-        self._state = TrainingState(model, self._trained, self.optimizer, self._versions, states, modules)
+        parts = [*modules, *partition.tied]
+        self._state = TrainingState(model, self._trained, self.optimizer, self._versions, states, parts)
         self._make_saver = functools.partial(_Activations, self._trained.uses, directories, activation_budget is None, config)
         self._saver: save_on_disk | None = None
         if activations != "memory":
@@ -260,7 +265,7 @@ class OffloadedTraining:
             memory_budget,
             lambda activation_bytes: limits.beside(activation_bytes) if limits.suffices_beside(activation_bytes) else None,
             activation_budget,
-            {each: name for each, name in self._names.items() if activations == "auto" and not is_checkpointed(each)},
+            {each: name for each, name in self._names.items() if activations == "auto" and each in recomputable},
             [self._names[each] for each in self._recomputed],
             blocks_of_model,
             self._schedule,
@@ -272,7 +277,7 @@ class OffloadedTraining:
         self._vertical = accumulation == "vertical"
         try:
             self._dequantized.reserve(dequantized_bytes)
-            self._to_drive(initial, modules, stay)
+            self._to_drive(initial, partition, stay)
         except BaseException as error:
             self._ranks.tell_failure(error)
             self.close()
@@ -291,11 +296,11 @@ class OffloadedTraining:
             found.append(planner.sub_groups_of(groups, 0, sum(map(len, found))) if trained else [])
         return found
 
-    def _to_drive(self, initial: InitialValues, modules: Sequence[nn.Module], stay: bool) -> None:
+    def _to_drive(self, initial: InitialValues, partition: ModelPartition, stay: bool) -> None:
         """Write the model's parameters to the drive, and free their memory; blocks of them may stay in the cache."""
         cache = self._schedule.cache
         blocks = self._trained.blocks
-        by_module = {module: block.parameters for module, block in zip(modules, blocks, strict=False)}
+        by_module = partition.by_module([block.parameters for block in blocks])
         initial.write(by_module, blocks[-1].parameters, cache, self._ranks)
         parts = [part for block in blocks for part in block.parameters.parts]
         cache.flush(parts)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.offload.tiled_layers import TiledEmbedding, TiledLinear
-from deepnvme.offload.tiling import tile_large_layers, untiled_state_dict
+from deepnvme.offload import TiledEmbedding, TiledLinear, tile_large_layers, untiled_state_dict
 
 
 @pytest.mark.parametrize("bias", [False, True])

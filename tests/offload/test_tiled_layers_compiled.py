@@ -1,0 +1,79 @@
+"""Models with tiled layers in torch.compile: the graph breaks where it has to, and the results are those of the uncompiled."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from deepnvme.offload import TiledEmbedding, TiledLinear, tile_large_layers
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # torch's own
+]
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(400, 32), nn.Linear(32, 400, bias=False)
+        self.wide, self.narrow = nn.Linear(32, 288), nn.Linear(288, 32)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        x = x + self.narrow(nn.functional.gelu(self.wide(x)))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_compiled_model_with_tiled_layers_trains_as_uncompiled(tied: bool) -> None:
+    torch.manual_seed(0)
+    model = Model(tied)
+    assert len(tile_large_layers(model, 96 * 32 * 4)) == 4
+    reference = copy.deepcopy(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(2):
+        ids = torch.randint(0, 400, (4, 9), generator=torch.Generator().manual_seed(step))
+        found, expected = compiled(ids), reference(ids)
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        expected.backward()
+        for name, param in reference.named_parameters():
+            ours = model.get_parameter(name)
+            torch.testing.assert_close(ours.grad, param.grad)
+            with torch.no_grad():
+                for each in (ours, param):
+                    assert each.grad is not None
+                    each -= 0.1 * each.grad
+                    each.grad = None
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("in_splits", [1, 3])
+def test_a_tiled_linear_layer_is_compiled_without_a_break(in_splits: int) -> None:
+    torch.manual_seed(0)
+    layer = TiledLinear(48, 300, out_splits=3, in_splits=in_splits)
+    x = torch.randn(5, 48)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x))
+    torch._dynamo.reset()
+
+
+def test_a_compiled_tiled_embedding_looks_up_any_number_of_rows() -> None:
+    layer = TiledEmbedding(400, 8, splits=3)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager")
+    for step in range(4):
+        ids = torch.randint(0, 100 * (step + 1), (3, step + 2), generator=torch.Generator().manual_seed(step))
+        assert torch.equal(compiled(ids), layer(ids))
+    with pytest.raises(IndexError):
+        compiled(torch.tensor([400]))
+    torch._dynamo.reset()
