@@ -12,11 +12,10 @@ from torch import nn
 
 from deepnvme._model_structure import ModelBlock, Structure, structure_of, weights_by_name
 
+from .saved_tensor import is_distributed
 from .tiled_layers import tile_names
 
 T = TypeVar("T")
-
-from .saved_tensor import is_distributed
 
 
 class ModelPartition(NamedTuple):
@@ -65,8 +64,8 @@ def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None =
     for param in model.parameters():
         if is_distributed(param):
             raise ValueError(
-                "the model's parameters are DTensors: give it as it was before fully_shard(), and the mesh's group as process_group."
-                " Each rank then has the same shards"
+                "the model's parameters are DTensors: give it as it was before fully_shard(), and the mesh's group as"
+                " process_group. Each rank then has the same shards"
             )
         if type(param) is not nn.Parameter or param.device.type not in ("cpu", "meta") or param.layout is not torch.strided:
             kind = f"a {type(param).__name__} of layout {param.layout} on {param.device}"

@@ -564,7 +564,7 @@ class OffloadedTraining:
 
         Args:
             restore: Whether to give the parameters the values of the last completed step, in memory. Otherwise those in blocks
-                have none any more.
+                have none any more, and the others if there is no memory for a copy.
 
         Raises:
             OSError: From reading them. Nothing is closed then.
@@ -581,7 +581,8 @@ class OffloadedTraining:
                 restored.update((param, param.data.clone()) for param in block.parameters.params)
                 uses.end(block.parameters)
         elif rest.holds:
-            restored.update((param, param.data.clone()) for param in rest.params)
+            with contextlib.suppress(RuntimeError):  # without memory for a copy they are without values, as those in blocks
+                restored.update((param, param.data.clone()) for param in rest.params)
             uses.end(rest)
         self._closed = True
         self._trained.remove_hooks()

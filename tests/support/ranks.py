@@ -10,12 +10,13 @@ import pytest
 from .interpreters import Interpreters
 
 OPENING = """
-import contextlib, os, sys, traceback
+import contextlib, os, sys, traceback, warnings
 from pathlib import Path
 import torch
 import torch.distributed as dist
 
 torch.set_num_threads(1)
+warnings.filterwarnings("ignore", "the drive sets the pace")
 drive = Path({drive!r})
 ranks = {count}
 rank, others = 0, []
