@@ -52,6 +52,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def may_share_memory(tensor: torch.Tensor) -> bool:
+    """Return whether other tensors may have the tensor's memory. False only if that is sure."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None or tensor.layout is not torch.strided:
+        return True
+    storage = tensor.untyped_storage()
+    return bool(count(storage._cdata) > 2)  # the tensor, and the object in Python
+
+
 def is_distributed(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")  # without it there is none

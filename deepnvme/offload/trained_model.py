@@ -18,6 +18,7 @@ from .buffer_copies import BufferCopies
 from .gradients import GradientHooks
 from .parameter_block import ParameterBlock
 from .parameter_uses import ParameterUses, ScheduledBlocks
+from .saved_tensor import may_share_memory
 from .tied_gradients import TiedGradients
 from .trained_block import Groups, TrainedBlock
 from .training_ranks import TrainingRanks
@@ -191,7 +192,9 @@ class TrainedModel:
         if self._running > 1 and block.arrived[param] == 1:
             # Autograd may have given it memory that the gradient of an activation is in as well. Other backwards will add to it
             # before this one goes on from there.
-            param.grad = param.grad.clone()  # type: ignore[union-attr]
+            assert param.grad is not None
+            if may_share_memory(param.grad):
+                param.grad = param.grad.clone()
         if block.arrived.total() == self._running * len(block.trained):
             self.uses.completed(block.parameters)
 
