@@ -17,10 +17,8 @@ import torch
 
 from harness import training_buffers, training_models
 from harness.serving import serve
-from harness.training_models import TrainingShape
+from harness.training_models import STEPS_TO_SETTLE, TrainingShape
 from harness.training_usage import PeakMemory, own_memory, return_freed_memory, transferred
-
-_STEPS_TO_SETTLE = 2  # the first makes the states and their files, the second knows the order of parameters
 
 
 class DeepSpeedTraining:
@@ -47,7 +45,7 @@ class DeepSpeedTraining:
         with deepspeed.zero.Init(config_dict_or_path=self._config):
             model = training_models.make(self._shape)
         self._engine = deepspeed.initialize(model=model, config=self._config)[0]
-        for _ in range(_STEPS_TO_SETTLE - 1):
+        for _ in range(STEPS_TO_SETTLE - 1):
             self.step()
         return_freed_memory()
         with PeakMemory() as memory:  # not while steps are timed

@@ -12,6 +12,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+STEPS_TO_SETTLE = 4
+"""Of each contender, before any is timed. The first one makes the states and their files, the second one is the first that knows
+the order of blocks, and after the third OffloadedTraining measures the drive and divides the memory anew."""
 _HEAD = 64  # values
 _BATCHES = 2
 """So many come in turn: what was learnt shows in the losses, and whether two trainings are the same. New tokens would hide it."""

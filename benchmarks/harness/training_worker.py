@@ -18,12 +18,11 @@ from deepnvme.offload.training import OffloadedTraining
 from harness import training_models
 from harness.in_memory import InMemory
 from harness.serving import serve
-from harness.training_models import TrainingShape
+from harness.training_models import STEPS_TO_SETTLE, TrainingShape
 from harness.training_usage import PeakMemory, own_memory, return_freed_memory, transferred
 from harness.workloads import ContenderFailed
 
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
-_STEPS_TO_SETTLE = 2  # the first makes the states and their files, the second is the first that knows the order of blocks
 
 
 class TrainingWorker:
@@ -78,7 +77,7 @@ class TrainingWorker:
             stepped = list((self._model if way == "in memory" else self._model.layers[0]).parameters())
             self._share_stepped = sum(param.numel() for param in stepped) / self._shape.elements
             self._optimizer = InMemory(stepped, torch.optim.AdamW, **_OPTIONS)
-        for _ in range(_STEPS_TO_SETTLE):
+        for _ in range(STEPS_TO_SETTLE):
             self.step()
 
     def describe(self) -> dict[str, Any]:
