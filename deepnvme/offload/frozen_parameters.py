@@ -18,8 +18,10 @@ from .sub_group import BlockSection, lay_out
 from .versioned_block import VersionedBlock
 
 
-class DequantizedMemory:
-    """Memory that quantised weights are dequantised into: one region, and more only if the blocks used at a time need more.
+class ParameterMemory:
+    """Memory for parameters that are not as the drive has them: dequantised weights, or whole ones gathered from shards.
+
+    It is one region, and more only if the blocks used at a time need more.
 
     Args:
         pool: Leases the region; None for memory of its own.
@@ -71,7 +73,7 @@ class FrozenParameters(VersionedBlock):
     __slots__ = ("_lender", "_schemes", "_stored", "_values", "copy", "layout", "params")
 
     def __init__(
-        self, index: str, params: Mapping[int, nn.Parameter], scheme: Scheme | None, lender: DequantizedMemory
+        self, index: str, params: Mapping[int, nn.Parameter], scheme: Scheme | None, lender: ParameterMemory
     ) -> None:
         self.params = dict(params)
         self.layout = lay_out([(number, "", param.detach()) for number, param in params.items()])

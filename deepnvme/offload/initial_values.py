@@ -201,7 +201,7 @@ class InitialValues:
             self._visit(self._model, set(), blocks, cache, begun, ranks)
             self._check_set(_tensors(self._model), lambda tensor: not isinstance(tensor, nn.Parameter))
             self._end(rest, cache, begun, ranks)
-            ranks.have_first_ranks([each for _, each in self._model.named_buffers()])
+            ranks.broadcast_from_first([each for _, each in self._model.named_buffers()])
             if self._weights is not None:
                 self._weights.check_unchanged()
         finally:
@@ -260,9 +260,9 @@ class InitialValues:
                 value.copy_(param.detach())
         params = set(block.params)
         self._check_set(((self._all_names[param], param) for param in block.params), params.__contains__)
-        ranks.have_first_ranks([value for _, value in block.values()], block.number)
+        ranks.broadcast_from_first([value for _, value in block.values()], block.number)
         if block.ranks is not None:
-            block.scatter()
+            block.keep_own_shards()
         elif block.frozen is not None:
             block.frozen.quantize(self._all_names)
         block.detach()

@@ -9,7 +9,7 @@ from torch import nn
 
 from deepnvme.quantization import Scheme
 
-from .frozen_parameters import DequantizedMemory, FrozenParameters, quantizes
+from .frozen_parameters import FrozenParameters, ParameterMemory, quantizes
 from .saved_tensor import View, view_of
 from .sub_group import lay_out
 from .training_ranks import TrainingRanks
@@ -25,10 +25,11 @@ class ParameterBlock(VersionedBlock):
     Args:
         number: Number of the block in the model.
         params: Its parameters, each once, on the CPU.
-        memory: What quantised weights are dequantised into, and shards gathered.
+        memory: What quantised weights are dequantised into, and shards gathered into.
         quantize: How weights that are not trained are quantised; None if they are not.
         stays: Whether the block is always in memory. Of its parameters then only the quantised ones are frozen.
-        ranks: The processes that have shards of the parameters; None if this one has all of each.
+        ranks: The processes that the parameters are sharded over; None if this one has all of each, as of the block that stays
+            in memory.
     """
 
     __slots__ = (
@@ -50,7 +51,7 @@ class ParameterBlock(VersionedBlock):
         self,
         number: int,
         params: Sequence[nn.Parameter],
-        memory: DequantizedMemory,
+        memory: ParameterMemory,
         quantize: Scheme | None = None,
         stays: bool = False,
         ranks: TrainingRanks | None = None,
@@ -59,7 +60,7 @@ class ParameterBlock(VersionedBlock):
         """Number of the block in the model."""
         self.params = tuple(params)
         self.ranks = ranks
-        """The processes that have shards of the parameters; None if this one has all of each."""
+        """The processes that the parameters are sharded over; None if this one has all of each."""
         self.shards = self.params if ranks is None else tuple(_absent_shard(param, ranks) for param in params)
         """What the block has of each parameter: the parameter itself, or a parameter that is this process's shard."""
         frozen = {index: self.shards[index] for index in _frozen(params, quantize, stays)}
@@ -120,7 +121,7 @@ class ParameterBlock(VersionedBlock):
         elif self.frozen is not None:
             self.frozen.begin_values()
 
-    def gather(self) -> None:
+    def gather_shards(self) -> None:
         """Have the parameters be the shards of all processes. This one's are in memory. Blocks.
 
         Raises:
@@ -135,8 +136,8 @@ class ParameterBlock(VersionedBlock):
         places = [section.of(self._gathered_bytes) for section in self._whole.sections]
         self.ranks.gather(self.number, [shards[self.params[section.piece]] for section in self._whole.sections], places)
 
-    def scatter(self) -> None:
-        """Have the block, and the frozen parameters, be this process's shards of the parameters. All are in memory."""
+    def keep_own_shards(self) -> None:
+        """Copy this process's rows of the whole parameters into the block, and into that of the frozen ones."""
         assert self.ranks is not None
         whole = dict(self.values())
         for param, place in self.stored_values():

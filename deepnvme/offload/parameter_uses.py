@@ -200,7 +200,7 @@ class ParameterUses:
         block.holds += 1
 
     def gather_again(self, block: ParameterBlock) -> None:
-        """Have a block that is in use be what its shards are now. Blocks. Raises OSError, RuntimeError."""
+        """Gather a block in use again, since its shards were stepped. Blocks. Raises OSError, RuntimeError."""
         self._gather(block)
         block.attach()
 
@@ -210,7 +210,7 @@ class ParameterUses:
             for part in block.parts:
                 self._schedule.acquire(part)
                 begun.append(part)
-            block.gather()
+            block.gather_shards()
         finally:
             self._schedule.cache.release(begun)
 

@@ -34,10 +34,11 @@ class _Sum(NamedTuple):
 
 
 class TiedGradients:
-    """Sums the gradients of parameters that several modules of a block have, as autograd does, but on the drive.
+    """Sums the gradients of a parameter that several tiles share, as of a head tied to an embedding, on the drive.
 
-    Autograd would have them in memory from the backward of the last module to that of the first: those of a whole table, once for
-    each micro-batch. So each module computes with a stand-in for the parameter, whose gradient arrives in its own backward.
+    Autograd would keep the head's gradient in memory until the embedding's arrives: for all tiles together that is as large as
+    the table, once for each micro-batch. So each tile computes with a stand-in for the parameter, whose gradient arrives in its
+    own backward.
 
     Args:
         modules: Modules and their blocks. Several may have the same block.
@@ -80,7 +81,7 @@ class TiedGradients:
         """Return whether a block has such parameters."""
         return block in self._block_of.values()
 
-    def wants(self, block: ParameterBlock) -> bool:
+    def is_waiting_for(self, block: ParameterBlock) -> bool:
         """Return whether gradients of such parameters of a block have not arrived."""
         return any(self._block_of[key.param] is block for key in self._wanted)
 
@@ -94,7 +95,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """Take the sums as they are: gradients that have not arrived are of modules that the loss does not depend on."""
+        """Deliver sums that are still incomplete: the loss does not depend on the other tiles."""
         self._wanted.clear()
         for key in list(self._sums):
             self._deliver(key, None)

@@ -222,23 +222,27 @@ class TrainedBlock:
         """How many of the backwards that run now have accumulated the gradient of each parameter."""
         self.stepped = False
         """Whether the current step has changed it."""
-        self.reduced = False
-        """Whether the gradients of the backwards that run now were summed over the processes."""
+        self.averaged = False
+        """Whether the gradients of the backwards that run now were averaged over the processes."""
         self._cache, self._versions = schedule.cache, versions
 
-    def reduce_gradients(self, ranks: TrainingRanks) -> None:
+    def begin_backwards(self) -> None:
+        """Expect gradients of the backwards that run next."""
+        self.averaged = False
+
+    def average_gradients(self, ranks: TrainingRanks) -> None:
         """Have the gradients of the shards be the averages over all processes, added to those before. Blocks.
 
         Raises RuntimeError if another process has failed, or is gone.
         """
         shared = self.parameters.ranks is None  # each process has all of the parameters
-        averages = ranks.reduce(self.parameters.number, self.trained, whole=shared)
+        averages = ranks.average_gradients(self.parameters.number, self.trained, whole=shared)
         for shard, average in zip(self.trained_shards, averages, strict=True):
             if average is not None:
                 shard.grad = average if shard.grad is None else shard.grad.add_(average)
-        self.reduced = True
+        self.averaged = True
 
-    def drop_unreduced(self) -> None:
+    def drop_own_gradients(self) -> None:
         """Forget gradients that were not summed over the processes yet."""
         if self.parameters.ranks is not None:
             for param in self.trained:

@@ -166,7 +166,7 @@ class TrainedModel:
             self._buffers.take()
         self._running = count
         for block in self.blocks:
-            block.reduced = False
+            block.begin_backwards()
         self.uses.recording = True
         try:
             yield
@@ -213,11 +213,11 @@ class TrainedModel:
 
     def _gradients_are_in(self, block: TrainedBlock) -> None:
         """Step a block that has all gradients of the step, or store them."""
-        to_reduce = self._ranks.several and bool(block.trained) and not block.reduced  # also if only others have gradients
-        if block.stepped or not (block.arrived or to_reduce) or self._tied.wants(block.parameters):
+        to_average = self._ranks.several and bool(block.trained) and not block.averaged  # also if only others have gradients
+        if block.stepped or not (block.arrived or to_average) or self._tied.is_waiting_for(block.parameters):
             return
         if self._ranks.several:
-            block.reduce_gradients(self._ranks)
+            block.average_gradients(self._ranks)
             if not block.gradients.any:
                 return
         last = self.micro_batches_run + self._running == self._in_step
@@ -372,13 +372,13 @@ class TrainedModel:
     def undone_if_it_fails(self) -> Iterator[None]:
         """Undo the step if there is an exception in this context. Undoes first what could not be undone before."""
         self.finish_undo()
-        self._ranks.begin_attempt()
+        self._ranks.expect_new_failures()
         try:
             yield
         except BaseException as error:
             try:
                 with defer_interrupts():
-                    self._ranks.tell_failure(error)
+                    self._ranks.report_failure(error)
                     self.undo()
             except OSError as failed:
                 if hasattr(error, "add_note"):
@@ -393,7 +393,7 @@ class TrainedModel:
     def abandon_step(self) -> None:
         """Go back to the last completed step, on all ranks, if micro-batches of another one were run. Raises OSError as undo."""
         if self.micro_batches_run:
-            self._ranks.tell_failure(RuntimeError("the step was undone"))
+            self._ranks.report_failure(RuntimeError("the step was undone"))
             self.undo()
 
     def undo(self) -> None:
@@ -405,7 +405,7 @@ class TrainedModel:
         self._tied.reset()
         self.uses.reset()
         for block in self.blocks:
-            block.drop_unreduced()
+            block.drop_own_gradients()
         if self.micro_batches_run or self._running:
             self._buffers.put_back()
         self._running = 0
@@ -422,14 +422,14 @@ class TrainedModel:
             if block not in self._left.blocks:
                 block.gradients.drop()
             block.arrived.clear()
-        with self._ranks.repairing():
+        with self._ranks.expecting_new_failures():
             try:
-                if not self._ranks.agree(self._left.stepping is None):
+                if not self._ranks.all_agree(self._left.stepping is None):
                     return False
                 self.uses.begin(self._rest)
                 self.finish_deferred()
             except Exception as error:
-                self._ranks.tell_failure(error)
+                self._ranks.report_failure(error)
                 return False  # so that step is undone
         return True
 

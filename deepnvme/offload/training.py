@@ -15,35 +15,35 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepnvme.checkpoint.saving import save
-from deepnvme.memory.alignment import padded
 from deepnvme.memory.byte_count import byte_count
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.profiles import engine_for
 from deepnvme.quantization import SCHEMES, Scheme
 from deepnvme.store.own_directory import open_own_store, remove_directories
-from deepnvme.transfer.block import Block
 from deepnvme.transfer.block_cache import BlockCache
 from deepnvme.transfer.block_memory import PooledMemory
 
 from .activation_checkpointing import is_checkpointed, keep_for_backward, recompute_on_backward
 from .activations import save_on_disk
 from .arena_memory import ArenaMemory
+from .block_limits import BlockLimits, shortage
 from .block_versions import BlockVersions
 from .counted_io import CountedIO
 from .forward_random_numbers import DrawsDiffer
-from .frozen_parameters import DequantizedMemory
+from .frozen_parameters import ParameterMemory
 from .initial_values import Checkpoint, InitialValues
 from .micro_batches import MicroBatch, SideBySide, micro_batches_of
 from .model_partition import ModelPartition, partition_model
 from .parameter_block import ParameterBlock
-from .parameter_uses import ParameterUses, ScheduledBlocks
+from .parameter_uses import ScheduledBlocks
 from .partition import ELEMENTWISE, SubGroupPlanner
 from .resident_sub_groups import ResidentBlocks
-from .saved_tensor import KeptTensor, Packed
+from .saved_tensor import KeptTensor
 from .state_dict import OffloadedStates
 from .sub_group import SubGroup
 from .trained_block import TrainedBlock
 from .trained_model import TrainedModel
+from .training_activations import TrainingActivations, unpack
 from .training_plan import TrainingPlan
 from .training_planner import TrainingPlanner
 from .training_ranks import TrainingRanks
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from deepnvme.config import AioConfig
     from deepnvme.profiles import AnyPath
 
-    from .activation_report import ActivationReport
-    from .activation_store import ActivationStore
 
 _PREFIX = "deepnvme-training"
 _ACTIVATIONS = ("auto", "memory", "nvme", "recompute")
@@ -184,104 +182,106 @@ class OffloadedTraining:
         self._closed = False
         self._process = os.getpid()
         partition = partition_model(model, blocks)
-        self._ranks = TrainingRanks(process_group, max(map(len, (*partition.params, partition.rest))))
-        if self._ranks.several:
-            partition = partition.with_scalars_in_memory()
-            _check_for_several(optimizer_class, activations, quantize)
-            activation_budget = memory_budget // 4 if activation_budget is None else activation_budget  # nothing is chosen
-        initial = InitialValues(model, checkpoint)
-        size = _PART if optimizer_class in ELEMENTWISE else _WHOLE
-        if quantize is not None and quantize not in SCHEMES:
-            raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {quantize!r}")
-        planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, size)
-        defaults = planner.defaults()
-        paths = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else list(nvme_path)
-        directories = [Path(os.path.abspath(os.fsdecode(each))) for each in paths]
-        partition = initial.place(partition)
-        modules, params, rest = partition.modules, partition.params, partition.rest
-        self.optimizer = _Options(_grouped([*params, rest], param_groups), defaults)
-        """Has the options of each step in its ``param_groups``: for a scheduler."""
-        self._dequantized = DequantizedMemory(pool)
-        sharing = self._ranks if self._ranks.several else None
-        parameter_blocks = [
-            ParameterBlock(number, some, self._dequantized, quantize, some is rest, None if some is rest else sharing)
-            for number, some in enumerate([*params, rest])
-        ]
-        sub_groups = self._sub_groups(parameter_blocks, planner)
-        self._engine = engine_for(directories, config)
-        try:
-            self._store, self._directories = open_own_store(directories, _PREFIX, self._engine)
-        except BaseException:
-            self._engine.close()
-            raise
-        self._io = CountedIO(self._store, verbose=False)
-        self._versions = BlockVersions(self._store)
-        # A tile is one operation, of which only the input is saved anyway.
-        recomputable = [each for each in modules if not is_checkpointed(each) and each not in partition.tiles]
-        self._recomputed = recomputable if activations == "recompute" else []
-        for module in self._recomputed:
-            recompute_on_backward(module)
-        if activations == "memory":
-            activation_budget = 0
-        first_activation_budget = memory_budget // 4 if activation_budget is None else activation_budget
-        stay = parameters == "memory"
-        values = [each.values_nbytes for each in parameter_blocks]
-        dequantized_bytes = values[-1] + max(values[:-1], default=0)
-        limits = _BlockLimits(sub_groups, parameter_blocks, planner, memory_budget - dequantized_bytes, stay)
-        limit = limits.beside(first_activation_budget)
-        memory = ArenaMemory(limit, self._io.record_ended) if pool is None else PooledMemory(pool, limit, _shortage)
-        self._schedule = ScheduledBlocks(BlockCache(self._io, memory, helper="deepnvme-training"))
-        self._meter = StepMeter(self._io, self._schedule.cache, self._ranks)
-        blocks_of_model = [
-            TrainedBlock(parameter_block, stepping, self._schedule, self._versions)
-            for parameter_block, stepping in zip(parameter_blocks, sub_groups, strict=True)
-        ]
-        self._trained = TrainedModel(
-            model,
-            partition.by_module([block.parameters for block in blocks_of_model]),
-            partition.tiles,
-            blocks_of_model,
-            self._schedule,
-            self._versions,
-            self._meter,
-            self._ranks,
-            self.optimizer,
-            micro_batches,
-            max_norm,
-            deferred,
-            clip_by == "previous",
-        )
-        residents = ResidentBlocks(self._io, self._versions, buffer_pool() if pool is None else pool)  # there are none
-        check = self._check_between_steps
-        states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, residents, check)
-        parts = [*modules, *partition.tied]
-        self._state = TrainingState(model, self._trained, self.optimizer, self._versions, states, parts)
-        self._make_saver = functools.partial(_Activations, self._trained.uses, directories, activation_budget is None, config)
-        self._saver: save_on_disk | None = None
-        if activations != "memory":
-            self._saver = self._make_saver(first_activation_budget)
-        self._names = {module: name for name, module in model.named_modules() if module in set(modules)}
-        self._planner = TrainingPlanner(
-            memory_budget,
-            lambda activation_bytes: limits.beside(activation_bytes) if limits.suffices_beside(activation_bytes) else None,
-            activation_budget,
-            {each: name for each, name in self._names.items() if activations == "auto" and each in recomputable},
-            [self._names[each] for each in self._recomputed],
-            blocks_of_model,
-            self._schedule,
-            self._io,
-        )
-        self._rounds = 0  # how often the step has saved activations
-        self._memory = memory
-        self._side_by_side = SideBySide(self._trained, self._saved_tensors)
-        self._vertical = accumulation == "vertical"
-        try:
-            self._dequantized.reserve(dequantized_bytes)
-            self._to_drive(initial, partition, stay)
-        except BaseException as error:
-            self._ranks.tell_failure(error)
-            self.close()
-            raise
+        sharded = partition.with_scalars_in_memory()
+        self._ranks = TrainingRanks(process_group, max(map(len, (*sharded.params, sharded.rest))))
+        with self._ranks.reporting_failures():
+            if self._ranks.several:
+                partition = sharded
+                _check_for_several(optimizer_class, activations, quantize)
+                activation_budget = memory_budget // 4 if activation_budget is None else activation_budget  # nothing is chosen
+            initial = InitialValues(model, checkpoint)
+            size = _PART if optimizer_class in ELEMENTWISE else _WHOLE
+            if quantize is not None and quantize not in SCHEMES:
+                raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {quantize!r}")
+            planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, size)
+            defaults = planner.defaults()
+            paths = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else list(nvme_path)
+            directories = [Path(os.path.abspath(os.fsdecode(each))) for each in paths]
+            partition = initial.place(partition)
+            modules, params, rest = partition.modules, partition.params, partition.rest
+            self.optimizer = _Options(_grouped([*params, rest], param_groups), defaults)
+            """Has the options of each step in its ``param_groups``: for a scheduler."""
+            self._dequantized = ParameterMemory(pool)
+            sharing = self._ranks if self._ranks.several else None
+            parameter_blocks = [
+                ParameterBlock(number, some, self._dequantized, quantize, some is rest, None if some is rest else sharing)
+                for number, some in enumerate([*params, rest])
+            ]
+            sub_groups = self._sub_groups(parameter_blocks, planner)
+            self._engine = engine_for(directories, config)
+            try:
+                self._store, self._directories = open_own_store(directories, _PREFIX, self._engine)
+            except BaseException:
+                self._engine.close()
+                raise
+            self._io = CountedIO(self._store, verbose=False)
+            self._versions = BlockVersions(self._store)
+            # A tile is one operation, of which only the input is saved anyway.
+            recomputable = [each for each in modules if not is_checkpointed(each) and each not in partition.tiles]
+            self._recomputed = recomputable if activations == "recompute" else []
+            for module in self._recomputed:
+                recompute_on_backward(module)
+            if activations == "memory":
+                activation_budget = 0
+            first_activation_budget = memory_budget // 4 if activation_budget is None else activation_budget
+            stay = parameters == "memory"
+            values = [each.values_nbytes for each in parameter_blocks]
+            dequantized_bytes = values[-1] + max(values[:-1], default=0)
+            limits = BlockLimits(sub_groups, parameter_blocks, planner, memory_budget - dequantized_bytes, stay)
+            limit = limits.beside(first_activation_budget)
+            memory = ArenaMemory(limit, self._io.record_ended) if pool is None else PooledMemory(pool, limit, shortage)
+            self._schedule = ScheduledBlocks(BlockCache(self._io, memory, helper="deepnvme-training"))
+            self._meter = StepMeter(self._io, self._schedule.cache, self._ranks)
+            blocks_of_model = [
+                TrainedBlock(parameter_block, stepping, self._schedule, self._versions)
+                for parameter_block, stepping in zip(parameter_blocks, sub_groups, strict=True)
+            ]
+            self._trained = TrainedModel(
+                model,
+                partition.by_module([block.parameters for block in blocks_of_model]),
+                partition.tiles,
+                blocks_of_model,
+                self._schedule,
+                self._versions,
+                self._meter,
+                self._ranks,
+                self.optimizer,
+                micro_batches,
+                max_norm,
+                deferred,
+                clip_by == "previous",
+            )
+            residents = ResidentBlocks(self._io, self._versions, buffer_pool() if pool is None else pool)  # there are none
+            check = self._check_between_steps
+            states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, residents, check)
+            parts = [*modules, *partition.tied]
+            self._state = TrainingState(model, self._trained, self.optimizer, self._versions, states, parts)
+            chosen = activation_budget is None
+            self._make_saver = functools.partial(TrainingActivations, self._trained.uses, directories, chosen, config)
+            self._saver: save_on_disk | None = None
+            if activations != "memory":
+                self._saver = self._make_saver(first_activation_budget)
+            self._names = {module: name for name, module in model.named_modules() if module in set(modules)}
+            self._planner = TrainingPlanner(
+                memory_budget,
+                lambda activation_bytes: limits.beside(activation_bytes) if limits.suffices_beside(activation_bytes) else None,
+                activation_budget,
+                {each: name for each, name in self._names.items() if activations == "auto" and each in recomputable},
+                [self._names[each] for each in self._recomputed],
+                blocks_of_model,
+                self._schedule,
+                self._io,
+            )
+            self._rounds = 0  # how often the step has saved activations
+            self._memory = memory
+            self._side_by_side = SideBySide(self._trained, self._saved_tensors)
+            self._vertical = accumulation == "vertical"
+            try:
+                self._dequantized.reserve(dequantized_bytes)
+                self._to_drive(initial, partition, stay)
+            except BaseException:
+                self.close()
+                raise
 
     def _sub_groups(self, blocks: Sequence[ParameterBlock], planner: SubGroupPlanner) -> list[list[SubGroup]]:
         """Return what steps the parameters of each block, or their shards; nothing for a block without trained ones."""
@@ -413,7 +413,7 @@ class OffloadedTraining:
 
     def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         random_numbers = self._side_by_side.random_numbers
-        if self._vertical and len(forwards) > 1 and self._ranks.agree(random_numbers.predictable):
+        if self._vertical and len(forwards) > 1 and self._ranks.all_agree(random_numbers.predictable):
             self._begin_step()
             begin = torch.get_rng_state()
             try:
@@ -496,7 +496,7 @@ class OffloadedTraining:
         if self._saver is not None:
             return self._saver
         uses = self._trained.uses
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: uses.saved(tensor) or KeptTensor(tensor), _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: uses.saved(tensor) or KeptTensor(tensor), unpack)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._process:
@@ -611,78 +611,6 @@ class OffloadedTraining:
         raise TypeError("an OffloadedTraining owns files and cannot be copied or pickled; use state_dict()")
 
 
-class _Activations(save_on_disk):
-    """Keeps activations on the drive, and of parameters only where they are.
-
-    Args:
-        uses: Has the parameters in memory.
-        paths: Directories.
-        budget: Bytes of memory.
-        chosen: Whether a plan has chosen the budget, so that there is nothing to advise if the drive sets the pace.
-        config: Settings of the engine.
-    """
-
-    def __init__(
-        self, uses: ParameterUses, paths: Sequence[Path], chosen: bool, config: AioConfig | None, budget: int
-    ) -> None:
-        super().__init__(paths, memory_budget=budget, config=config)
-        self._uses, self._chosen = uses, chosen
-
-    def _pack(self, store: ActivationStore, tensor: torch.Tensor) -> Packed:
-        return self._uses.saved(tensor) or super()._pack(store, tensor)
-
-    def _warn_of(self, slow: ActivationReport) -> None:
-        if not self._chosen:
-            super()._warn_of(slow)
-
-
-def _unpack(packed: Packed) -> torch.Tensor:
-    return packed.unpack()
-
-
-class _BlockLimits:
-    """How much of the memory blocks may have.
-
-    Args:
-        sub_groups: What steps each block.
-        blocks: The blocks; the last one stays in memory.
-        planner: Estimates the states.
-        budget: Bytes for blocks and activations.
-        parameters_stay: Whether all parameters stay in memory.
-    """
-
-    def __init__(
-        self,
-        sub_groups: Sequence[Sequence[SubGroup]],
-        blocks: Sequence[ParameterBlock],
-        planner: SubGroupPlanner,
-        budget: int,
-        parameters_stay: bool,
-    ) -> None:
-        parameters = [sum(padded(part.nbytes) for part in block.parts) for block in blocks]
-        gradients = [sum(padded(param.nbytes) for param in block.params if param.requires_grad) for block in blocks]
-        stored = [sum(padded(shard.nbytes) for shard in block.shards if shard.requires_grad) for block in blocks]
-        exchanged = [2 * padded(param.nbytes) for block in blocks if block.ranks is not None for param in block.params]
-        states = [[planner.estimate(each) for each in some] for some in sub_groups]
-        largest_states = [max(some, default=0) for some in states]
-        scratch = max((each.full_gradient_bytes for some in sub_groups for each in some), default=0)
-        # In torch's memory: gradients of a block and the one before, of what is in no block, those converted to float32, and
-        # those of the other processes.
-        self._free = budget - gradients[-1] - 2 * max(gradients[:-1], default=0) - scratch - max(exchanged, default=0)
-        one = max((sum(sizes) for sizes in zip(parameters[:-1], stored[:-1], largest_states[:-1], strict=True)), default=0)
-        staying = sum(parameters) if parameters_stay else parameters[-1]
-        self._least = staying + max(one, stored[-1] + largest_states[-1])
-        self._most = sum(parameters) + sum(stored) + sum(map(sum, states))
-
-    def suffices_beside(self, activation_bytes: int) -> bool:
-        """Return whether enough is left for any block if activations have so many bytes."""
-        return self._free - activation_bytes >= self._least
-
-    def beside(self, activation_bytes: int) -> int:
-        """Return the bytes of blocks if activations have so many: those that are left, and at least what any block needs."""
-        return min(max(self._free - activation_bytes, self._least), self._most)
-
-
 def _check_for_several(optimizer_class: type[Optimizer], activations: str, quantize: Scheme | None) -> None:
     """Raise ValueError for what several processes cannot do."""
     if optimizer_class not in ELEMENTWISE:
@@ -692,10 +620,6 @@ def _check_for_several(optimizer_class: type[Optimizer], activations: str, quant
         raise ValueError('activations="auto" is for one process, whose measurements decide: choose them with a process_group')
     if quantize is not None:
         raise ValueError(f"quantize={quantize!r} is for one process: leave it out with a process_group")
-
-
-def _shortage(held: int, block: Block) -> str:
-    return f"the blocks in memory have leased {held} bytes and {block.name} needs {block.nbytes} more"
 
 
 def _pieces(blocks: Iterable[TrainedBlock]) -> dict[torch.Tensor, list[tuple[SubGroup, int]]]:

@@ -1,4 +1,4 @@
-"""The processes that train a model together: what each has of a parameter, and what they tell and give each other."""
+"""Exchanges between the processes that train one model: shards, gradients, norms, and whether a step is made or has failed."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ _gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None)
 
 
 class RankFailed(RuntimeError):
-    """Another process could not make a step, and none has made it."""
+    """Raised if another process could not make a step, which none has made then."""
 
 
-class Meeting(IntEnum):
-    """What processes meet for. All have to come for the same."""
+class Purpose(IntEnum):
+    """What an exchange is for. All ranks have to send the same."""
 
     FAILURE = 0
-    """One has failed, and says so in place of what the others have come for."""
-    VALUES = 1
-    """To have the first one's values."""
+    """The rank has failed. It sends this in place of what the others send."""
+    BROADCAST = 1
+    """Every rank gets the first rank's values."""
     GATHER = 2
-    """To put shards together."""
-    REDUCE = 3
-    """To sum gradients."""
+    """Every rank gets whole parameters."""
+    AVERAGE = 3
+    """Gradients are averaged."""
     NORM = 4
-    """To sum norms."""
+    """Norms of whole gradients are computed from those of shards."""
     COMMIT = 5
-    """To agree that all have come to the end of a step."""
-    CHOICE = 6
-    """To agree on what to do next."""
+    """All ranks have reached the end of a step."""
+    AGREE = 6
+    """The ranks decide what to do next."""
 
 
 class _Failure(IntEnum):
+    """Whether the sender of a message has failed."""
+
     NONE = 0
     FAILED = 1
     DRAWS_DIFFER = 2
@@ -58,14 +60,16 @@ class TrainingRanks:
     """The processes of a group, each with other batches and a shard of each parameter: some of its rows.
 
     A shard is what ``torch.chunk`` gives: of ``d`` rows, the first dimension, each rank has ``ceil(d / count)``, and the last
-    ones what is left. So it is that of a DTensor with the placement ``Shard(0)``.
+    ranks have fewer, or none. These are the shards of a DTensor with the placement ``Shard(0)``.
 
-    Every exchange begins with a meeting, in which each rank says what it has come for. So nobody waits for a rank that has
-    failed: it says so in place of that, once, and all others raise. Invariant: all ranks have been at as many meetings.
+    Before each exchange every rank sends one message: what it is about to exchange, and of which block. A rank that has failed
+    sends FAILURE instead, once, and all others raise RankFailed, so that none waits for it. Invariant: every rank has sent as
+    many messages.
 
     Args:
         group: The group, which can communicate tensors on the CPU; None for this process alone.
-        most_parameters: Of one reduction.
+        most_parameters: Most parameters of one block. A message of averaging says for each whether this rank has a gradient, and
+            all messages have the same size.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, most_parameters: int = 0) -> None:
@@ -76,8 +80,8 @@ class TrainingRanks:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         """Of this process, in the group."""
         self.seconds = 0.0
-        """Time in meetings and exchanges so far, waiting for other ranks among it."""
-        self._said = torch.zeros(3 + most_parameters, dtype=torch.int32, device="cpu")
+        """Time in exchanges so far, waiting for other ranks among it."""
+        self._message = torch.zeros(3 + most_parameters, dtype=torch.int32, device="cpu")
         self._failure_is_known = False
 
     @property
@@ -126,88 +130,99 @@ class TrainingRanks:
             return local
         return self.shard_of(value) if value.shape == param.shape else value
 
-    def distributed(self, local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    def as_dtensor(self, shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         """Return a shard of a parameter, or of a state of its shape, as a DTensor."""
         from torch.distributed.tensor import DTensor, Shard
 
         shape = param.shape
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(shard, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     # -- meetings
 
-    def _meet(self, for_what: Meeting, number: int = 0, flags: Sequence[bool] = ()) -> torch.Tensor:
-        """Wait for all ranks, and return what each has said: the flags, one row for each.
+    def _synchronize(self, for_what: Purpose, number: int = 0, flags: Sequence[bool] = ()) -> torch.Tensor:
+        """Send a message, and return the flags of all ranks, one row for each. Blocks until all have sent theirs.
 
         Raises:
             RankFailed: If another rank has failed.
             DrawsDiffer: If its forward drew another number of random numbers than expected.
-            RuntimeError: If a rank has come for something else, or is gone.
+            RuntimeError: If a rank is about to exchange something else, or is gone.
         """
-        said = self._exchange(for_what, number, _Failure.NONE, flags)
-        if not bool((said[:, :2] == said[0, :2]).all()):
-            others = ", ".join(f"rank {rank}: {Meeting(each[0]).name} {each[1]}" for rank, each in enumerate(said.tolist()))
+        messages = self._exchange_messages(for_what, number, _Failure.NONE, flags)
+        if not bool((messages[:, :2] == messages[0, :2]).all()):
+            others = ", ".join(f"rank {rank}: {Purpose(each[0]).name} {each[1]}" for rank, each in enumerate(messages.tolist()))
             raise RuntimeError(
                 f"the ranks do not use the same blocks in the same order ({others}): each has to run the same modules, and to"
                 " call step(), state_dict(), save() and close(restore=True) when the others do"
             )
-        return said[:, 3 : 3 + len(flags)]
+        return messages[:, 3 : 3 + len(flags)]
 
-    def _exchange(self, for_what: Meeting, number: int, failure: _Failure, flags: Sequence[bool] = ()) -> torch.Tensor:
-        self._said.zero_()
-        self._said[:3] = torch.tensor([for_what, number, failure], dtype=torch.int32)
+    def _exchange_messages(self, for_what: Purpose, number: int, failure: _Failure, flags: Sequence[bool] = ()) -> torch.Tensor:
+        self._message.zero_()
+        self._message[:3] = torch.tensor([for_what, number, failure], dtype=torch.int32)
         if flags:
-            self._said[3 : 3 + len(flags)] = torch.tensor(flags, dtype=torch.int32)
+            self._message[3 : 3 + len(flags)] = torch.tensor(flags, dtype=torch.int32)
         with defer_interrupts():
-            heard = self._all_of(self._said)
-            failures = heard[:, 2].tolist()
+            messages = self._all_gather_rows(self._message)
+            failures = messages[:, 2].tolist()
             if any(failures):
                 self._failure_is_known = True
         if failure is _Failure.NONE and any(failures):
             if _Failure.FAILED not in failures:
                 raise DrawsDiffer
             failed = failures.index(_Failure.FAILED)
-            raise RankFailed(f"rank {failed} failed in this step, and says why: no rank makes it")
-        return heard
+            raise RankFailed(
+                f"rank {failed} failed in this step, and its own error says why: what was begun is undone on all ranks"
+            )
+        return messages
 
-    def _all_of(self, given: torch.Tensor) -> torch.Tensor:
-        """Return what each rank gives, a tensor of one dimension, as the rows of one of two."""
-        found = given.new_empty(self.count * len(given))
-        _gather_single(found, given, group=self.group)
-        return found.view(self.count, len(given))
+    def _all_gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Return a matrix whose rows are the vectors that the ranks have, in the order of the ranks."""
+        found = row.new_empty(self.count * len(row))
+        _gather_single(found, row, group=self.group)
+        return found.view(self.count, len(row))
 
-    def begin_attempt(self) -> None:
-        """Take what fails from now on for a new failure, which the others do not know of."""
+    def expect_new_failures(self) -> None:
+        """From now on, treat an error of this rank as one that the others have not heard of."""
         self._failure_is_known = False
 
     @contextlib.contextmanager
-    def repairing(self) -> Iterator[None]:
-        """Take what fails in this context for a new failure, and then no more for one what was known before."""
+    def expecting_new_failures(self) -> Iterator[None]:
+        """Within this context, report errors of this rank again; afterwards the earlier failure counts as known."""
         self._failure_is_known = False
         try:
             yield
         finally:
             self._failure_is_known = True
 
-    def tell_failure(self, error: BaseException) -> None:
-        """Say that this rank has failed, if the others do not know of a failure yet. Blocks until all have met.
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the others that this rank has failed, unless they know of a failure. Blocks until all send a message.
 
         Has no effect if a rank is gone: the others then fail by themselves.
         """
         if self.several and not self._failure_is_known:
             failure = _Failure.DRAWS_DIFFER if isinstance(error, DrawsDiffer) else _Failure.FAILED
             with contextlib.suppress(RuntimeError):
-                self._exchange(Meeting.FAILURE, 0, failure)
+                self._exchange_messages(Purpose.FAILURE, 0, failure)
+
+    @contextlib.contextmanager
+    def reporting_failures(self) -> Iterator[None]:
+        """Tell the others of an exception in this context."""
+        try:
+            yield
+        except BaseException as error:
+            self.report_failure(error)
+            raise
 
     def agree_to_commit(self, step: int) -> None:
-        """Wait until all ranks can commit a step, or leave it for later. Raises like every meeting."""
+        """Wait until all ranks have reached the commit of a step. Raises like every exchange."""
         if self.several:
             with self._timed():
-                self._meet(Meeting.COMMIT, step)
+                self._synchronize(Purpose.COMMIT, step)
 
-    def agree(self, here: bool) -> bool:
-        """Return whether all ranks say yes. Raises like every meeting."""
-        return bool(self._meet(Meeting.CHOICE, flags=[here]).all()) if self.several else here
+    def all_agree(self, vote: bool) -> bool:
+        """Return whether all ranks say yes. Raises like every exchange."""
+        return bool(self._synchronize(Purpose.AGREE, flags=[vote]).all()) if self.several else vote
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -219,8 +234,8 @@ class TrainingRanks:
 
     # -- exchanges
 
-    def have_first_ranks(self, values: Sequence[torch.Tensor], number: int = 0) -> None:
-        """Have the values that the first rank has. Blocks; raises like every meeting.
+    def broadcast_from_first(self, values: Sequence[torch.Tensor], number: int = 0) -> None:
+        """Have the values that the first rank has. Blocks; raises like every exchange.
 
         Args:
             values: Dense tensors, alike on all ranks, which are overwritten.
@@ -229,7 +244,7 @@ class TrainingRanks:
         if not self.several:
             return
         with self._timed():
-            self._meet(Meeting.VALUES, number)
+            self._synchronize(Purpose.BROADCAST, number)
             assert self.group is not None
             first = dist.get_global_rank(self.group, 0)
             for value in values:
@@ -238,7 +253,7 @@ class TrainingRanks:
                 value.detach().copy_(given)
 
     def gather(self, number: int, shards: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
-        """Put the shards of all ranks together. Blocks; raises like every meeting.
+        """Put the shards of all ranks together. Blocks; raises like every exchange.
 
         Args:
             number: Of the block.
@@ -246,7 +261,7 @@ class TrainingRanks:
             places: Where each whole parameter belongs, with the memory of :meth:`padded_shape`.
         """
         with self._timed():
-            self._meet(Meeting.GATHER, number)
+            self._synchronize(Purpose.GATHER, number)
             for shard, place in zip(shards, places, strict=True):
                 self._gather(shard, place)
 
@@ -259,8 +274,8 @@ class TrainingRanks:
             shard = padded
         _gather_single(_bytes(place), _bytes(shard), group=self.group)
 
-    def reduce(self, number: int, params: Sequence[nn.Parameter], whole: bool) -> list[torch.Tensor | None]:
-        """Average the gradients of all ranks, and take them out of ``param.grad``. Blocks; raises like every meeting.
+    def average_gradients(self, number: int, params: Sequence[nn.Parameter], whole: bool) -> list[torch.Tensor | None]:
+        """Average the gradients of all ranks, and take them out of ``param.grad``. Blocks; raises like every exchange.
 
         Each is divided by the number of ranks, and they are summed in the order of the ranks, in their own dtype: with 2, 4 or 8
         ranks these are the bits of as many micro-batches in one process. A gradient that a rank does not have counts as zero.
@@ -281,10 +296,10 @@ class TrainingRanks:
             for param in params:
                 if param.grad is not None and param.grad.layout is not torch.strided:
                     raise TypeError(f"a gradient of layout {param.grad.layout} cannot be summed over several processes")
-            anywhere = self._meet(Meeting.REDUCE, number, present).any(0).tolist()
-            return [self._reduce(param, whole) if has else None for param, has in zip(params, anywhere, strict=True)]
+            anywhere = self._synchronize(Purpose.AVERAGE, number, present).any(0).tolist()
+            return [self._average(param, whole) if has else None for param, has in zip(params, anywhere, strict=True)]
 
-    def _reduce(self, param: nn.Parameter, whole: bool) -> torch.Tensor:
+    def _average(self, param: nn.Parameter, whole: bool) -> torch.Tensor:
         gradient = torch.zeros(param.shape, dtype=param.dtype) if param.grad is None else param.grad.detach().contiguous()
         param.grad = None
         rows = gradient if gradient.dim() else gradient.view(1)
@@ -307,13 +322,13 @@ class TrainingRanks:
         return place[: len(rows)].view(gradient.shape)
 
     def norms_of_shards(self, norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the 2-norms of whole tensors, given those of this rank's shards. Blocks; raises like every meeting."""
+        """Return the 2-norms of whole tensors, given those of this rank's shards. Blocks; raises like every exchange."""
         if not self.several or not norms:
             return list(norms)
         with self._timed():
-            self._meet(Meeting.NORM, len(norms))
+            self._synchronize(Purpose.NORM, len(norms))
             squares = torch.stack([norm.double().square() for norm in norms])
-            total, *others = self._all_of(squares)
+            total, *others = self._all_gather_rows(squares)
             for each in others:
                 total.add_(each)
             return [norm.to(before.dtype) for norm, before in zip(total.sqrt(), norms, strict=True)]

@@ -117,7 +117,7 @@ class TrainingState:
     @staticmethod
     def _distributed(parameters: ParameterBlock, param: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a DTensor if a parameter is sharded, and the local tensor otherwise."""
-        return local if parameters.ranks is None else parameters.ranks.distributed(local, param)
+        return local if parameters.ranks is None else parameters.ranks.as_dtensor(local, param)
 
     def _mapped(self, of: Versioned, section: BlockSection) -> torch.Tensor:
         """Map one tensor of a block by itself: a ``.pt`` cannot hold a storage that is seen in several dtypes."""
