@@ -21,6 +21,7 @@ class BlockLimits:
         planner: Estimates the states.
         budget: Bytes for blocks and activations.
         parameters_stay: Whether all parameters stay in memory.
+        several_ranks: Whether other processes have shards of the blocks.
     """
 
     def __init__(
@@ -30,11 +31,12 @@ class BlockLimits:
         planner: SubGroupPlanner,
         budget: int,
         parameters_stay: bool,
+        several_ranks: bool,
     ) -> None:
         parameters = [sum(padded(part.nbytes) for part in block.parts) for block in blocks]
         gradients = [sum(padded(param.nbytes) for param in block.params if param.requires_grad) for block in blocks]
         stored = [sum(padded(shard.nbytes) for shard in block.shards if shard.requires_grad) for block in blocks]
-        exchanged = [2 * padded(param.nbytes) for block in blocks if block.ranks is not None for param in block.params]
+        exchanged = [2 * padded(param.nbytes) for block in blocks for param in block.params if several_ranks]
         states = [[planner.estimate(each) for each in some] for some in sub_groups]
         largest_states = [max(some, default=0) for some in states]
         scratch = max((each.full_gradient_bytes for some in sub_groups for each in some), default=0)

@@ -121,8 +121,11 @@ class ParameterBlock(VersionedBlock):
         elif self.frozen is not None:
             self.frozen.begin_values()
 
-    def gather_shards(self) -> None:
+    def gather_shards(self, to_train: bool) -> None:
         """Have the parameters be the shards of all processes. This one's are in memory. Blocks.
+
+        Args:
+            to_train: Whether it is for a forward or backward of a step.
 
         Raises:
             OutOfBuffers: If there is no memory.
@@ -134,7 +137,8 @@ class ParameterBlock(VersionedBlock):
             self.begin_values()
         shards = dict(self.stored_values())
         places = [section.of(self._gathered_bytes) for section in self._whole.sections]
-        self.ranks.gather(self.number, [shards[self.params[section.piece]] for section in self._whole.sections], places)
+        in_order = [shards[self.params[section.piece]] for section in self._whole.sections]
+        self.ranks.gather(self.number, in_order, places, to_train)
 
     def keep_own_shards(self) -> None:
         """Copy this process's rows of the whole parameters into the block, and into that of the frozen ones."""

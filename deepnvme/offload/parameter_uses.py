@@ -210,7 +210,7 @@ class ParameterUses:
             for part in block.parts:
                 self._schedule.acquire(part)
                 begun.append(part)
-            block.gather_shards()
+            block.gather_shards(self.recording)
         finally:
             self._schedule.cache.release(begun)
 

@@ -204,7 +204,8 @@ class TrainedModel:
             self.uses.gather_again(parameters)
 
     def _backward_begins(self, parameters: ParameterBlock) -> None:
-        if parameters not in self._tied:  # otherwise the gradients of other micro-batches are added when they are stored
+        # Otherwise the gradients of other micro-batches are added when they are stored.
+        if parameters not in self._tied and (parameters.ranks is not None or not self._ranks.several):
             self._by_parameters[parameters].gradients.load()
 
     @torch.no_grad()
@@ -269,7 +270,8 @@ class TrainedModel:
             if self.blocks[-1] in waiting:
                 self._step_block(waiting.pop(), groups, factor)
             with defer_interrupts():
-                self._ranks.agree_to_commit(self.steps + 1)  # later, but what is left for then is the same on all ranks
+                # It is committed later. What is left for then is the same on all ranks.
+                self._ranks.agree_to_commit(self.steps + 1, ends=True)
                 copied = [dict(group) for group in groups]
                 self._left = _LeftForLater(dict.fromkeys(waiting), factor, copied, self._buffers, self.previous_norm)
                 self._buffers = BufferCopies(self._model)
@@ -329,7 +331,7 @@ class TrainedModel:
         changed = [each for block in self.blocks for each in block.to_write()]
         self._schedule.cache.flush(changed, used=True)
         with defer_interrupts():
-            self._ranks.agree_to_commit(step)
+            self._ranks.agree_to_commit(step, ends=self._left is None)
             for block in self.blocks:
                 block.commit(self._options.param_groups)
             if self._left is None:  # otherwise the next step may be under way

@@ -227,7 +227,9 @@ class OffloadedTraining:
             stay = parameters == "memory"
             values = [each.values_nbytes for each in parameter_blocks]
             dequantized_bytes = values[-1] + max(values[:-1], default=0)
-            limits = BlockLimits(sub_groups, parameter_blocks, planner, memory_budget - dequantized_bytes, stay)
+            limits = BlockLimits(
+                sub_groups, parameter_blocks, planner, memory_budget - dequantized_bytes, stay, self._ranks.several
+            )
             limit = limits.beside(first_activation_budget)
             memory = ArenaMemory(limit, self._io.record_ended) if pool is None else PooledMemory(pool, limit, shortage)
             self._schedule = ScheduledBlocks(BlockCache(self._io, memory, helper="deepnvme-training"))
@@ -279,6 +281,7 @@ class OffloadedTraining:
             try:
                 self._dequantized.reserve(dequantized_bytes)
                 self._to_drive(initial, partition, stay)
+                self._ranks.all_agree(True)  # the first one that is done does not go on before all are
             except BaseException:
                 self.close()
                 raise
@@ -338,11 +341,11 @@ class OffloadedTraining:
         """
         self._check_usable()
         micro_batches: list[MicroBatch] = []
-        if args or kwargs:
-            if self._trained.micro_batches_run:
-                raise RuntimeError("step() with arguments runs all micro-batches of a step itself: end the one under way first")
-            micro_batches = micro_batches_of(*_taken_apart(args, kwargs), self._trained.micro_batches)
+        if (args or kwargs) and self._trained.micro_batches_run:
+            raise RuntimeError("step() with arguments runs all micro-batches of a step itself: end the one under way first")
         with self._trained.undone_if_it_fails():
+            if args or kwargs:
+                micro_batches = micro_batches_of(*_taken_apart(args, kwargs), self._trained.micro_batches)
             losses = self._run([functools.partial(self._loss, each) for each in micro_batches]) if micro_batches else []
             self._trained.finish_step()
         self._meter.end(self.steps, None if self._saver is None else self._saver.report())
@@ -422,6 +425,7 @@ class OffloadedTraining:
                     self._rounds = 1
                     return losses
             except DrawsDiffer:
+                self._ranks.raise_failure()
                 torch.set_rng_state(begin)
         losses = []
         for forward in forwards:
@@ -540,7 +544,9 @@ class OffloadedTraining:
             RuntimeError: Within a step.
             OSError: From the drive. An earlier file is as it was.
         """
-        save(self.state_dict(), path, group=self._ranks.group)
+        with self._ranks.calling_together():
+            state = self.state_dict()
+        save(state, path, group=self._ranks.group)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -556,7 +562,8 @@ class OffloadedTraining:
             OSError: From the drive. Nothing is changed then.
         """
         self._check_between_steps()
-        self._state.load(state)
+        with self._ranks.calling_together():
+            self._state.load(state)
 
     @torch.no_grad()
     def close(self, restore: bool = False) -> None:
@@ -576,10 +583,11 @@ class OffloadedTraining:
         restored: dict[torch.Tensor, torch.Tensor] = {}
         if restore:
             self._trained.undo()
-            for block in blocks:
-                uses.begin(block.parameters)
-                restored.update((param, param.data.clone()) for param in block.parameters.params)
-                uses.end(block.parameters)
+            with self._ranks.calling_together():
+                for block in blocks:
+                    uses.begin(block.parameters)
+                    restored.update((param, param.data.clone()) for param in block.parameters.params)
+                    uses.end(block.parameters)
         elif rest.holds:
             with contextlib.suppress(RuntimeError):  # without memory for a copy they are without values, as those in blocks
                 restored.update((param, param.data.clone()) for param in rest.params)

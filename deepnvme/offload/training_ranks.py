@@ -21,9 +21,6 @@ from .params import local_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""The function has another name since torch 2.13, which warns of the older one."""
-
 
 class RankFailed(RuntimeError):
     """Raised if another process could not make a step, which none has made then."""
@@ -37,7 +34,7 @@ class Purpose(IntEnum):
     BROADCAST = 1
     """Every rank gets the first rank's values."""
     GATHER = 2
-    """Every rank gets whole parameters."""
+    """Every rank gets whole parameters, to train."""
     AVERAGE = 3
     """Gradients are averaged."""
     NORM = 4
@@ -45,7 +42,9 @@ class Purpose(IntEnum):
     COMMIT = 5
     """All ranks have reached the end of a step."""
     AGREE = 6
-    """The ranks decide what to do next."""
+    """The ranks decide what to do next, or begin a call."""
+    GATHER_TO_READ = 7
+    """Every rank gets whole parameters, and does not train."""
 
 
 class _Failure(IntEnum):
@@ -83,6 +82,7 @@ class TrainingRanks:
         """Time in exchanges so far, waiting for other ranks among it."""
         self._message = torch.zeros(3 + most_parameters, dtype=torch.int32, device="cpu")
         self._failure_is_known = False
+        self._failed_rank: int | None = None
 
     @property
     def several(self) -> bool:
@@ -150,6 +150,7 @@ class TrainingRanks:
         """
         messages = self._exchange_messages(for_what, number, _Failure.NONE, flags)
         if not bool((messages[:, :2] == messages[0, :2]).all()):
+            self._failure_is_known = True  # to all ranks, which have the same messages
             others = ", ".join(f"rank {rank}: {Purpose(each[0]).name} {each[1]}" for rank, each in enumerate(messages.tolist()))
             raise RuntimeError(
                 f"the ranks do not use the same blocks in the same order ({others}): each has to run the same modules, and to"
@@ -165,21 +166,30 @@ class TrainingRanks:
         with defer_interrupts():
             messages = self._all_gather_rows(self._message)
             failures = messages[:, 2].tolist()
+            self._failed_rank = failures.index(_Failure.FAILED) if _Failure.FAILED in failures else None
             if any(failures):
                 self._failure_is_known = True
         if failure is _Failure.NONE and any(failures):
-            if _Failure.FAILED not in failures:
-                raise DrawsDiffer
-            failed = failures.index(_Failure.FAILED)
-            raise RankFailed(
-                f"rank {failed} failed in this step, and its own error says why: what was begun is undone on all ranks"
-            )
+            self.raise_failure()
+            raise DrawsDiffer
         return messages
+
+    def raise_failure(self) -> None:
+        """Raise RankFailed if a rank has told in the newest exchange that it has failed."""
+        if self._failed_rank is not None:
+            raise RankFailed(
+                f"rank {self._failed_rank} failed in this step, and its own error says why: what was begun is undone on all ranks"
+            )
+
+    def _all_gather(self, found: torch.Tensor, given: torch.Tensor) -> None:
+        # The function has another name since torch 2.13, which warns of the older one.
+        gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(found, given, group=self.group)
 
     def _all_gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """Return a matrix whose rows are the vectors that the ranks have, in the order of the ranks."""
         found = row.new_empty(self.count * len(row))
-        _gather_single(found, row, group=self.group)
+        self._all_gather(found, row)
         return found.view(self.count, len(row))
 
     def expect_new_failures(self) -> None:
@@ -214,21 +224,38 @@ class TrainingRanks:
             self.report_failure(error)
             raise
 
-    def agree_to_commit(self, step: int) -> None:
-        """Wait until all ranks have reached the commit of a step. Raises like every exchange."""
+    @contextlib.contextmanager
+    def calling_together(self) -> Iterator[None]:
+        """Wait until all ranks make the same call, and tell the others of an exception in this context."""
+        self.expect_new_failures()
+        with self.reporting_failures():
+            self.all_agree(True)
+            yield
+
+    def agree_to_commit(self, step: int, ends: bool) -> None:
+        """Wait until all ranks have reached the commit of a step. Raises like every exchange.
+
+        Args:
+            step: Its number.
+            ends: Whether nothing is left to be done for which another rank would wait: what fails from now on is not reported,
+                until :meth:`expect_new_failures`.
+        """
         if self.several:
-            with self._timed():
+            with self._exchanging():
                 self._synchronize(Purpose.COMMIT, step)
+                self._failure_is_known = ends
 
     def all_agree(self, vote: bool) -> bool:
         """Return whether all ranks say yes. Raises like every exchange."""
         return bool(self._synchronize(Purpose.AGREE, flags=[vote]).all()) if self.several else vote
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _exchanging(self) -> Iterator[None]:
+        """Measure an exchange, message and data, and have no interrupt come between them: the others are in it as well."""
         begun = time.perf_counter()
         try:
-            yield
+            with defer_interrupts():
+                yield
         finally:
             self.seconds += time.perf_counter() - begun
 
@@ -243,7 +270,7 @@ class TrainingRanks:
         """
         if not self.several:
             return
-        with self._timed():
+        with self._exchanging():
             self._synchronize(Purpose.BROADCAST, number)
             assert self.group is not None
             first = dist.get_global_rank(self.group, 0)
@@ -252,16 +279,17 @@ class TrainingRanks:
                 dist.broadcast(_bytes(given), first, group=self.group)
                 value.detach().copy_(given)
 
-    def gather(self, number: int, shards: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+    def gather(self, number: int, shards: Sequence[torch.Tensor], places: Sequence[torch.Tensor], to_train: bool) -> None:
         """Put the shards of all ranks together. Blocks; raises like every exchange.
 
         Args:
             number: Of the block.
             shards: This rank's.
             places: Where each whole parameter belongs, with the memory of :meth:`padded_shape`.
+            to_train: Whether it is for a forward or backward of a step.
         """
-        with self._timed():
-            self._synchronize(Purpose.GATHER, number)
+        with self._exchanging():
+            self._synchronize(Purpose.GATHER if to_train else Purpose.GATHER_TO_READ, number)
             for shard, place in zip(shards, places, strict=True):
                 self._gather(shard, place)
 
@@ -272,7 +300,7 @@ class TrainingRanks:
             padded = place.new_zeros((len(place) // self.count, *place.shape[1:]))
             padded[: len(shard)] = shard
             shard = padded
-        _gather_single(_bytes(place), _bytes(shard), group=self.group)
+        self._all_gather(_bytes(place), _bytes(shard))
 
     def average_gradients(self, number: int, params: Sequence[nn.Parameter], whole: bool) -> list[torch.Tensor | None]:
         """Average the gradients of all ranks, and take them out of ``param.grad``. Blocks; raises like every exchange.
@@ -291,7 +319,7 @@ class TrainingRanks:
         Raises:
             TypeError: For a sparse gradient.
         """
-        with self._timed():
+        with self._exchanging():
             present = [param.grad is not None for param in params]
             for param in params:
                 if param.grad is not None and param.grad.layout is not torch.strided:
@@ -300,7 +328,10 @@ class TrainingRanks:
             return [self._average(param, whole) if has else None for param, has in zip(params, anywhere, strict=True)]
 
     def _average(self, param: nn.Parameter, whole: bool) -> torch.Tensor:
-        gradient = torch.zeros(param.shape, dtype=param.dtype) if param.grad is None else param.grad.detach().contiguous()
+        if param.grad is None:
+            gradient = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
+        else:
+            gradient = param.grad.detach().contiguous()
         param.grad = None
         rows = gradient if gradient.dim() else gradient.view(1)
         own = self.shard_of(rows)
@@ -325,7 +356,7 @@ class TrainingRanks:
         """Return the 2-norms of whole tensors, given those of this rank's shards. Blocks; raises like every exchange."""
         if not self.several or not norms:
             return list(norms)
-        with self._timed():
+        with self._exchanging():
             self._synchronize(Purpose.NORM, len(norms))
             squares = torch.stack([norm.double().square() for norm in norms])
             total, *others = self._all_gather_rows(squares)

@@ -201,6 +201,11 @@ class TrainingState:
             for param, name in names.items()
             if name not in state or state[name].shape != param.shape
         ]
+        wrong += [
+            f"{name}: {tuple(state[name].shape)} instead of {tuple(buffer.shape)}"
+            for name, buffer in self._model.named_buffers()
+            if name in state and state[name].shape != buffer.shape
+        ]
         if wrong:
             kind = type(self._model).__name__
             raise ValueError(f"this is the state of another model than this {kind}: {listed(wrong, 8)}")

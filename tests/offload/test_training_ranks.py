@@ -64,6 +64,11 @@ def trained(model, name=None, **options):
     return OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive / (name or "together"), **options)
 
 
+def evaluate(model):
+    with torch.no_grad():
+        model(batches(9)[0])
+
+
 def whole(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
@@ -114,6 +119,8 @@ def run(count: int, program: str, drive: Path, interpreters: Interpreters) -> No
         {"activations": "recompute"},
         {"activations": "nvme", "activation_budget": 1 << 16},
         {"parameters": "memory"},
+        {"deferred": True},
+        {"accumulation": "horizontal"},
     ],
     ids=lambda options: ", ".join(map(str, options.values())) or "default",
 )
@@ -157,8 +164,8 @@ def test_frozen_parameters_and_scalars_are_shared_too(drive: Path, interpreters:
             model = Model(seed)
             for layer in model.layers:
                 layer.wide.requires_grad_(False)
-                layer.scale = torch.nn.Parameter(torch.ones(()))
-                layer.register_forward_hook(lambda layer, inputs, output: output * layer.scale)
+                layer.scales = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(())) for _ in range(4))
+                layer.register_forward_hook(lambda layer, inputs, output: output * sum(layer.scales) / 4)
             return model
 
         with trained(adapted(rank)) as together, trained(adapted(0), f"alone{rank}", micro_batches=ranks) as alone:
@@ -170,7 +177,7 @@ def test_frozen_parameters_and_scalars_are_shared_too(drive: Path, interpreters:
                 del state["optimizer"]["param_groups"]  # scalars are in that of what is in no block, with several ranks
             assert_same_states(found, expected)
             assert hasattr(found["model"]["layers.0.wide.weight"], "to_local")
-            assert not hasattr(found["model"]["layers.0.scale"], "to_local")
+            assert not hasattr(found["model"]["layers.0.scales.0"], "to_local")
         """,
         drive,
         interpreters,
@@ -295,6 +302,138 @@ def test_a_step_that_one_rank_cannot_make_is_made_by_none(
                     assert training.steps in (before, before - bool(options.get("deferred"))), (what, training.steps)
                     steps(training, range(training.steps, before))
             assert steps(training, range(2, 5)) == expected[2:]
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"max_norm": 0.5, "clip_by": "previous"}, {}], ids=str)
+def test_micro_batches_one_after_the_other_leave_all_ranks_alike(
+    options: dict[str, Any], drive: Path, interpreters: Interpreters
+) -> None:
+    run(
+        2,
+        f"""
+        options = {options!r}
+        with trained(Model(), micro_batches=2, **options) as together, trained(
+            Model(), f"alone{{rank}}", micro_batches=4, **options
+        ) as alone:
+            for step in range(3):
+                parts = batches(step, 4)
+                for part in parts[rank::2]:
+                    with together.micro_batch():
+                        (together.model(part) / 2).backward()
+                for part in parts:
+                    with alone.micro_batch():
+                        (alone.model(part) / 4).backward()
+                if "max_norm" in options:
+                    torch.testing.assert_close(together.gradient_norm(), alone.gradient_norm(), rtol=1e-4, atol=0)
+                together.step()
+                alone.step()
+            found, expected = together.state_dict()["model"], alone.state_dict()["model"]
+            for name, value in expected.items():
+                if not name.endswith("calls"):
+                    torch.testing.assert_close(whole(found[name]), value, rtol=2e-3, atol=2e-4)
+            first = found["head.weight"].clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(first, found["head.weight"])
+        """,
+        drive,
+        interpreters,
+    )
+
+
+def test_tiles_that_are_tied_are_shared_too(drive: Path, interpreters: Interpreters) -> None:
+    run(
+        2,
+        """
+        from deepnvme.offload import tile_large_layers
+
+        def tiled(seed):
+            model = Model(seed)
+            assert {"embedding", "head"} <= set(tile_large_layers(model, 16 * WIDTH * 4))
+            return model
+
+        with trained(tiled(rank)) as together, trained(tiled(0), f"alone{rank}", micro_batches=ranks) as alone:
+            # shards of 8 elements: the last bits differ
+            torch.testing.assert_close(list(train(together, range(4))), list(train_alone(alone, range(4))))
+            found, expected = together.state_dict()["model"], alone.state_dict()["model"]
+            for name, value in expected.items():
+                if not name.endswith("calls"):
+                    torch.testing.assert_close(whole(found[name]), value)
+            assert hasattr(found["embedding.tiles.0.weight"], "to_local")
+        """,
+        drive,
+        interpreters,
+    )
+
+
+def test_an_interrupt_while_a_rank_waits_for_the_others_undoes_the_step(drive: Path, interpreters: Interpreters) -> None:
+    run(
+        2,
+        """
+        import threading, time
+        with trained(Model()) as training:
+            list(train(training, range(2)))
+            for moment in 0.0, 0.3:
+                if rank == 0:
+                    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+                else:
+                    slow = training.model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(1 + moment))
+                try:
+                    list(train(training, [2]))
+                except (KeyboardInterrupt if rank == 0 else RankFailed):
+                    pass
+                else:
+                    raise AssertionError("made")
+                if rank == 1:
+                    slow.remove()
+                assert training.steps == 2
+            list(train(training, [2, 3]))
+            assert training.steps == 4
+        """,
+        drive,
+        interpreters,
+    )
+
+
+def test_a_constructor_that_fails_on_one_rank_fails_on_all(drive: Path, interpreters: Interpreters) -> None:
+    run(
+        2,
+        """
+        torch.save(Model().state_dict(), drive / f"weights{rank}.pt")
+        if rank == 1:
+            (drive / "weights1.pt").unlink()
+        with torch.device("meta"):
+            empty = Model()
+        try:
+            trained(empty, checkpoint=drive / f"weights{rank}.pt")
+        except (FileNotFoundError if rank == 1 else RankFailed):
+            pass
+        else:
+            raise AssertionError("made")
+        """,
+        drive,
+        interpreters,
+    )
+
+
+def test_a_call_that_one_rank_makes_alone_is_an_error(drive: Path, interpreters: Interpreters) -> None:
+    run(
+        2,
+        """
+        with trained(Model()) as training:
+            list(train(training, range(2)))
+            for alone in (lambda: training.save(drive / "alone.pt"), lambda: evaluate(training.model)):
+                try:
+                    alone() if rank == 0 else list(train(training, [2]))
+                except RuntimeError as error:
+                    assert "the ranks do not use the same blocks in the same order" in str(error), error
+                else:
+                    raise AssertionError("made")
+            assert training.steps == 2
+            list(train(training, [2]))
         """,
         drive,
         interpreters,
