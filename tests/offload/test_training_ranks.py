@@ -357,11 +357,12 @@ def test_tiles_that_are_tied_are_shared_too(drive: Path, interpreters: Interpret
 
         with trained(tiled(rank)) as together, trained(tiled(0), f"alone{rank}", micro_batches=ranks) as alone:
             # shards of 8 elements: the last bits differ
-            torch.testing.assert_close(list(train(together, range(4))), list(train_alone(alone, range(4))))
+            found, expected = list(train(together, range(4))), list(train_alone(alone, range(4)))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
             found, expected = together.state_dict()["model"], alone.state_dict()["model"]
             for name, value in expected.items():
                 if not name.endswith("calls"):
-                    torch.testing.assert_close(whole(found[name]), value)
+                    torch.testing.assert_close(whole(found[name]), value, rtol=1e-3, atol=1e-5)
             assert hasattr(found["embedding.tiles.0.weight"], "to_local")
         """,
         drive,
