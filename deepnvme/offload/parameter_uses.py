@@ -234,24 +234,24 @@ class ParameterUses:
                 if block.frozen is not None and not block.frozen.quantized:
                     self._schedule.cache.release([block.frozen])
 
-    @contextlib.contextmanager
-    def changing(self, block: ParameterBlock) -> Iterator[None]:
-        """Have the shards, or the parameters if this process has all of them, in memory in this context. Raises OSError.
+    # Two methods and no context: a generator that an interrupt gives up ends when it is collected, after everything was reset.
+
+    def begin_change(self, block: ParameterBlock) -> None:
+        """Have the shards, or the parameters if this process has all of them, in memory. Raises OSError.
 
         Parameters that were gathered before keep the values that they had.
         """
         if block.ranks is None:
             self.begin(block)
-            try:
-                yield
-            finally:
-                self.end(block)
-            return
-        self._schedule.acquire(block)
-        try:
+        else:
+            self._schedule.acquire(block)
             block.attach_shards()
-            yield
-        finally:
+
+    def end_change(self, block: ParameterBlock) -> None:
+        """End what :meth:`begin_change` has begun. Never blocks."""
+        if block.ranks is None:
+            self.end(block)
+        else:
             block.detach_shards()
             self._schedule.cache.release([block])
 

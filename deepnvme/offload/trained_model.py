@@ -239,8 +239,11 @@ class TrainedModel:
         block.gradients.load()
         if factor is not None:
             block.gradients.scale(factor)
-        with self.uses.changing(block.parameters):
+        self.uses.begin_change(block.parameters)
+        try:
             block.step(groups, self._scratch)
+        finally:
+            self.uses.end_change(block.parameters)
         block.gradients.drop()
 
     # -- the end of a step

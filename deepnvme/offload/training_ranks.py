@@ -220,6 +220,8 @@ class TrainingRanks:
         """Tell the others of an exception in this context."""
         try:
             yield
+        except GeneratorExit:  # an interrupt came before the context was entered
+            raise
         except BaseException as error:
             self.report_failure(error)
             raise

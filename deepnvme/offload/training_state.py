@@ -187,8 +187,11 @@ class TrainingState:
             if state is not None:
                 found[shard] = state
         values = [model[names[param]] for param in params]
-        with self._trained.uses.changing(block.parameters):
+        self._trained.uses.begin_change(block.parameters)
+        try:
             block.load(values, names, quantized, found, self._options.param_groups)
+        finally:
+            self._trained.uses.end_change(block.parameters)
 
     def _names(self) -> dict[torch.Tensor, str]:
         """Return the first name of each parameter."""
