@@ -49,7 +49,7 @@ except BaseException:
     raise
 ended(0)
 assert all([os.waitpid(each, 0)[1] == 0 for each in others])
-# As a child: what is alive still, as DTensors of a group that is gone, would be freed after it, in which torch has crashed once.
+# As a child, without the interpreter's clean-up: a process has crashed once after its last line, by what was not established.
 sys.stdout.flush()
 sys.stderr.flush()
 os._exit(0)
