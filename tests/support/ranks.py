@@ -49,7 +49,7 @@ except BaseException:
     raise
 ended(0)
 assert all([os.waitpid(each, 0)[1] == 0 for each in others])
-# As a child, without the interpreter's clean-up: a process has crashed once after its last line, by what was not established.
+# As a child, without the interpreter's clean-up: a process has crashed once, perhaps there, and the cause was not established.
 sys.stdout.flush()
 sys.stderr.flush()
 os._exit(0)
