@@ -90,6 +90,10 @@ class File(Protocol):
     def alignment(self) -> int:
         """Bytes. Transfers whose memory and file offset are multiples of this need no copy. 1 if the file has no direct I/O."""
 
+    @property
+    def sector_size(self) -> int:
+        """Bytes. Direct transfers begin and end at multiples of this, in the file and in memory. 1 if the file has no direct I/O."""
+
     def size(self) -> int:
         """Return the file's present size in bytes."""
 
@@ -349,6 +353,17 @@ class Engine:
         """
         return self._native.gather(source, ids, out, record_size=record_size, base=base)
 
+    def scatter(
+        self, target: AnySource, ids: torch.Tensor, values: torch.Tensor, *, record_size: int | None = None, base: int = 0
+    ) -> Future:
+        """Start writing the rows of a tensor to records of one file, by their numbers; return at once.
+
+        Arguments, result and errors are those of :meth:`gather` and :meth:`write`. Neighbours are written together where ``ids``
+        has them in order. A record may end past the end of the file. If a number occurs more than once, any of its rows may be
+        the one that is kept.
+        """
+        return self._native.scatter(target, ids, values, record_size=record_size, base=base)
+
     def fsync(self, target: str | bytes | os.PathLike[str] | File) -> Future:
         """Start flushing a file to stable storage; return at once.
 
@@ -357,7 +372,9 @@ class Engine:
         """
         return self._native.fsync(target)
 
-    def open(self, path: str | bytes | os.PathLike[str], mode: FileMode = "r", *, whole_pages: bool = False) -> File:
+    def open(
+        self, path: str | bytes | os.PathLike[str], mode: FileMode = "r", *, whole_pages: bool = False, whole_sectors: bool = False
+    ) -> File:
         """Open a file once, for many transfers.
 
         Args:
@@ -369,12 +386,14 @@ class Engine:
                 zeros, so the file may get longer than the tensor, and the last bytes are written directly too. Without it, and
                 where the file system has no direct I/O or sectors larger than a page, unaligned ends go through the page cache:
                 if they cannot be written, only :meth:`fsync` reports it.
+            whole_sectors: Set it if everything that is ever written to the file, by whomever, begins and ends at multiples of
+                :attr:`File.sector_size`. Transfers that do so are direct then, also where they are parts of a page.
 
         Raises:
             OSError: From opening (a subclass such as FileNotFoundError).
-            ValueError: For another mode.
+            ValueError: For another mode, or both ``whole_pages`` and ``whole_sectors``.
         """
-        return self._native.open(path, mode, whole_pages=whole_pages)
+        return self._native.open(path, mode, whole_pages=whole_pages, whole_sectors=whole_sectors)
 
     def empty_pinned(
         self, shape: int | Sequence[int], dtype: torch.dtype | None = None, *, node: int | None = None

@@ -24,7 +24,7 @@ class GDSBuilder(AsyncIOBuilder):
 
     def sources(self) -> list[str]:
         """Files to compile, relative to the directory that holds ``csrc``: the engine, cuFile and the bindings of both."""
-        async_io_only = {f"{part}_binding.cpp" for part in ("checkpoint", "engine", "memory", "quantization")} | {"async_io.cpp"}
+        async_io_only = {f"{part}_binding.cpp" for part in ("checkpoint", "engine", "memory", "quantization", "tables")} | {"async_io.cpp"}
         return self._sources("core", "engine", "gds", "bindings", without=async_io_only)
 
     def lacking(self) -> list[str]:

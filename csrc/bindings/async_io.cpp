@@ -46,6 +46,7 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     bind_checkpoint(module);
     bind_memory(module);
     bind_quantization(module);
+    bind_tables(module);
     module.def("backends", &backends);
     // For the gds module, so that both know all that is pinned.
     module.def("shared_pinned_ranges", [] { return py::capsule(pinned_ranges::shared(), "deepnvme pinned ranges"); });

@@ -19,5 +19,6 @@ void bind_handle(py::module_& module);
 void bind_checkpoint(py::module_& module);
 void bind_memory(py::module_& module);
 void bind_quantization(py::module_& module);
+void bind_tables(py::module_& module);
 
 }  // namespace deepnvme::bindings

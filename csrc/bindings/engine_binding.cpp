@@ -54,12 +54,15 @@ Mode mode_of(const std::string& mode) {
     throw py::value_error("mode must be one of r, r+, rw, w, w+, x, x+, got '" + mode + "'");
 }
 
-OpenFile open_file(const Session& session, py::handle path, const std::string& mode, bool whole_pages) {
+OpenFile open_file(const Session& session, py::handle path, const std::string& mode, bool whole_pages,
+                   bool whole_sectors) {
     session.engine().check_usable();
+    if (whole_pages && whole_sectors) throw py::value_error("a file has whole_pages or whole_sectors, not both");
     const Mode how = mode_of(mode);
     const std::string name = path_of(path);
+    const auto ownership = whole_pages ? Ownership::pages : whole_sectors ? Ownership::sectors : Ownership::bytes;
     py::gil_scoped_release release;
-    return {std::make_shared<File>(name, how.access, how.creation, true, whole_pages), name};
+    return {std::make_shared<File>(name, how.access, how.creation, true, ownership), name};
 }
 
 // What could not be written, if the file is closed here: where a request has it still, that one tells.
@@ -105,6 +108,11 @@ void bind_engine(py::module_& module) {
                                [](const OpenFile& self) {
                                    const auto limits = self.get().limits();
                                    return limits ? std::max({limits->memory_alignment, limits->offset_alignment, limits->cache_granule}) : 1;
+                               })
+        .def_property_readonly("sector_size",
+                               [](const OpenFile& self) {
+                                   const auto limits = self.get().limits();
+                                   return limits ? std::max(limits->memory_alignment, limits->offset_alignment) : 1;
                                })
         .def("size", [](const OpenFile& self) { return self.get().size(); })
         .def("close",
@@ -161,11 +169,17 @@ void bind_engine(py::module_& module) {
         .def(
             "gather",
             [](Session& self, py::handle source, py::handle ids, py::handle out, py::handle record_size, py::handle base) {
-                return self.gather(source, ids, out, record_size, integer_of(base, "base"));
+                return self.transfer_records(Direction::read, source, ids, out, record_size, integer_of(base, "base"));
             },
             "source"_a, "ids"_a, "out"_a, py::kw_only(), "record_size"_a = py::none(), "base"_a = 0)
+        .def(
+            "scatter",
+            [](Session& self, py::handle target, py::handle ids, py::handle values, py::handle record_size, py::handle base) {
+                return self.transfer_records(Direction::write, target, ids, values, record_size, integer_of(base, "base"));
+            },
+            "target"_a, "ids"_a, "values"_a, py::kw_only(), "record_size"_a = py::none(), "base"_a = 0)
         .def("fsync", &Session::sync, "target"_a)
-        .def("open", &open_file, "path"_a, "mode"_a = "r", py::kw_only(), "whole_pages"_a = false)
+        .def("open", &open_file, "path"_a, "mode"_a = "r", py::kw_only(), "whole_pages"_a = false, "whole_sectors"_a = false)
         .def("stats", &Session::stats)
         .def("cancel", &Session::cancel)
         .def(

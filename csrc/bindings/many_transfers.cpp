@@ -187,8 +187,10 @@ std::shared_ptr<Request> ManyTransfers::start(Engine& engine, std::span<const Me
     return engine.transfer(kind, std::make_unique<Pieces>(std::move(pieces)), target, last, memory[0].device);
 }
 
-Gather::Gather(py::handle source, py::handle ids, py::handle out, py::handle record_size, std::int64_t base)
-    : source_(target_of(source)) {
+RecordTransfers::RecordTransfers(Direction direction, py::handle file, py::handle ids, py::handle rows, py::handle record_size,
+                                 std::int64_t base)
+    : direction_(direction), file_(target_of(file)) {
+    const char* const name = direction == Direction::read ? "out" : "values";
     require_tensor(ids);
     const auto torch = py::module_::import("torch");
     const py::object dtype = ids.attr("dtype");
@@ -200,30 +202,31 @@ Gather::Gather(py::handle source, py::handle ids, py::handle out, py::handle rec
     }
     if (base < 0) throw py::value_error("base must not be negative, got " + std::to_string(base));
     base_ = static_cast<std::uint64_t>(base);
-    rows_ = memory_of(out, Direction::read);
+    rows_ = memory_of(rows, direction);
     ids_ = memory_of(ids.attr("to")(torch.attr("int64")), Direction::write);
     if (ids_.device) throw py::value_error("ids must be on the CPU");
-    const py::object shape = ids.attr("shape"), out_shape = out.attr("shape");
-    if (!py::object(out_shape[py::slice(0, static_cast<py::ssize_t>(py::len(shape)), 1)]).equal(shape))
-        throw py::value_error("out must have the shape of ids, and that of a record after it, got " +
-                              py::str(out_shape).cast<std::string>() + " for " + py::str(shape).cast<std::string>());
+    const py::object shape = ids.attr("shape"), rows_shape = rows.attr("shape");
+    if (!py::object(rows_shape[py::slice(0, static_cast<py::ssize_t>(py::len(shape)), 1)]).equal(shape))
+        throw py::value_error(std::string(name) + " must have the shape of ids, and that of a record after it, got " +
+                              py::str(rows_shape).cast<std::string>() + " for " + py::str(shape).cast<std::string>());
     const std::uint64_t count = ids_.nbytes / sizeof(std::int64_t);
     if (!record_size.is_none() && static_cast<std::uint64_t>(integer_of(record_size, "record_size")) * count != rows_.nbytes)
-        throw py::value_error("record_size is " + py::str(record_size).cast<std::string>() + ", but out has rows of " +
+        throw py::value_error("record_size is " + py::str(record_size).cast<std::string>() + ", but " + name + " has rows of " +
                               std::to_string(rows_.nbytes / count) + " bytes");
 }
 
-void Gather::start(Engine& engine, ManyParts& many) {
+void RecordTransfers::start(Engine& engine, ManyParts& many) {
     const std::uint64_t count = ids_.nbytes / sizeof(std::int64_t);
     many.transfers = count;
     many.nbytes = rows_.nbytes;
     if (rows_.nbytes == 0) return;
     many.parts.reserve(1);
+    const auto kind = direction_ == Direction::read ? Request::Kind::read : Request::Kind::write;
     py::gil_scoped_release release;
     std::vector<std::int64_t> ids(count);
     std::memcpy(ids.data(), ids_.data, ids_.nbytes);
     auto pieces = std::make_unique<Pieces>(rows_.data, rows_.nbytes / count, base_, std::move(ids));
-    auto request = engine.transfer(Request::Kind::read, std::move(pieces), source_, /*last=*/true, rows_.device);
+    auto request = engine.transfer(kind, std::move(pieces), file_, /*last=*/true, rows_.device);
     many.parts.push_back({std::move(request), 0, {}});
     many.unfinished = 1;
 }

@@ -52,17 +52,19 @@ private:
     std::size_t started_ = 0;             // transfers of that target
 };
 
-// Records of a file to be read into the rows of a tensor: `Engine.gather`.
-class Gather {
+// Records of a file to be read into the rows of a tensor, or written from them: `Engine.gather` and `Engine.scatter`.
+class RecordTransfers {
 public:
     // Throws TypeError and ValueError.
-    Gather(py::handle source, py::handle ids, py::handle out, py::handle record_size, std::int64_t base);
+    RecordTransfers(Direction direction, py::handle file, py::handle ids, py::handle rows, py::handle record_size,
+                    std::int64_t base);
 
     void start(Engine& engine, ManyParts& many);
     py::object owner() const { return rows_.owner; }
 
 private:
-    SharedFile source_;
+    const Direction direction_;
+    SharedFile file_;
     TensorMemory ids_;
     TensorMemory rows_;
     std::uint64_t base_;

@@ -194,10 +194,10 @@ std::shared_ptr<Pending> Session::transfer_many(Direction direction, py::handle 
     return start_many(ManyTransfers(direction, tensors, targets, offsets));
 }
 
-std::shared_ptr<Pending> Session::gather(py::handle source, py::handle ids, py::handle out, py::handle record_size,
-                                         std::int64_t base) {
+std::shared_ptr<Pending> Session::transfer_records(Direction direction, py::handle file, py::handle ids, py::handle rows,
+                                                   py::handle record_size, std::int64_t base) {
     engine_->check_usable();
-    return start_many(Gather(source, ids, out, record_size, base));
+    return start_many(RecordTransfers(direction, file, ids, rows, record_size, base));
 }
 
 void Session::forget_ended(std::uint64_t ended_so_far) {

@@ -44,7 +44,8 @@ public:
     // `targets`: one for all tensors, or a sequence of one for each. If this throws, nothing is under way any more, unless a
     // signal handler has thrown.
     std::shared_ptr<Pending> transfer_many(Direction direction, py::handle tensors, py::handle targets, py::handle offsets);
-    std::shared_ptr<Pending> gather(py::handle source, py::handle ids, py::handle out, py::handle record_size, std::int64_t base);
+    std::shared_ptr<Pending> transfer_records(Direction direction, py::handle file, py::handle ids, py::handle rows,
+                                              py::handle record_size, std::int64_t base);
 
     // Have all requests under way end as soon as may be; returns how many there were. See Engine::cancel.
     std::size_t cancel();

@@ -137,8 +137,8 @@ struct File::Facts {
     mode_t type() const { return raw.stx_mode & S_IFMT; }
 };
 
-File::File(std::string path, Access access, Creation creation, bool expect_direct, bool whole_pages, ByteRange first_write)
-    : path_(std::move(path)), access_(access), whole_pages_(whole_pages) {
+File::File(std::string path, Access access, Creation creation, bool expect_direct, Ownership ownership, ByteRange first_write)
+    : path_(std::move(path)), access_(access), ownership_(ownership) {
     if (path_.empty()) throw IoError(ENOENT, verb_of(access), path_);
     Facts facts;
     // Asked before opening: the answer decides how to open, and opening a pipe would wait for its other end.

@@ -26,6 +26,13 @@ struct ByteRange {
     std::uint64_t length = 0;  // bytes
 };
 
+// What belongs to one transfer alone, so that it may be transferred as a whole.
+enum class Ownership : std::uint8_t {
+    bytes,    // those that it names
+    sectors,  // those that it names, where they are whole sectors: no transfer of the file, by whomever, has part of a sector
+    pages,    // all of its last page, if it begins with one
+};
+
 enum class Access { read, write, read_write };
 // provisional: as if_missing, but a file that this open created is removed with the object, unless keep() is called before, or
 // anything is in it, or anybody else has it open.
@@ -36,9 +43,9 @@ class File {
 public:
     // Throws IoError naming the call, the path and errno; EISDIR for a directory, EINVAL for a pipe, socket or character device.
     // `expect_direct`: which of the two descriptors is opened now; the other follows if it is ever needed.
-    // `whole_pages`: see the accessor.
+    // `ownership`: see the accessor.
     // `first_write`: if the file is missing and the file system has no room for it, throws IoError(ENOSPC) and creates nothing.
-    File(std::string path, Access access, Creation creation, bool expect_direct = true, bool whole_pages = false,
+    File(std::string path, Access access, Creation creation, bool expect_direct = true, Ownership ownership = Ownership::bytes,
          ByteRange first_write = {});
 
     // A second owner of the caller's descriptor, which may be closed meanwhile. Throws IoError like the other constructor.
@@ -59,9 +66,9 @@ public:
     const std::string& path() const noexcept { return path_; }
     bool readable() const noexcept { return access_ != Access::write; }
     bool writable() const noexcept { return access_ != Access::read; }
-    // As Engine.open(whole_pages=True): each page belongs to one transfer, so a write that begins on a page may fill the rest of
-    // its last page with zeros.
-    bool whole_pages() const noexcept { return whole_pages_; }
+    // As Engine.open(whole_pages=True, or whole_sectors=True): with pages, a write that begins on a page may fill the rest of its last
+    // page with zeros.
+    Ownership ownership() const noexcept { return ownership_; }
 
     // Empty where direct I/O is not to be had; `refusal` then says why.
     std::optional<DirectLimits> limits() const;
@@ -104,7 +111,7 @@ private:
 
     std::string path_;
     Access access_;
-    bool whole_pages_ = false;
+    Ownership ownership_ = Ownership::bytes;
     std::uint64_t device_ = 0;
     std::uint64_t file_system_ = 0;  // of a block device, the one that its node lies on
     std::uint64_t inode_ = 0;

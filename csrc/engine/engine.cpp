@@ -298,7 +298,7 @@ std::shared_ptr<Request> Engine::submit(Request::Kind kind, std::byte* memory, s
     if (kind != Request::Kind::sync) {
         const auto limits = request->file_->limits();
         request->plan_ = plan({begin, length, reinterpret_cast<std::uintptr_t>(memory), on_device.has_value(),
-                               request->device_file != nullptr, request->file_->whole_pages()},
+                               request->device_file != nullptr, request->file_->ownership()},
                               limits, limits_);
         request->cursor_ = begin;
         if (!limits && length > 0) note_and_warn(*request->file_, kBuffered, request->file_->refusal());
@@ -334,7 +334,7 @@ std::shared_ptr<Request> Engine::transfer(Request::Kind kind, std::unique_ptr<Pi
     Drive& drive = drive_of(*file);
     const auto limits = file->limits();
     if (!limits && bytes > 0) note_and_warn(*file, kBuffered, file->refusal());
-    pieces->begin({limits, limits_, device.has_value(), device_file != nullptr, file->whole_pages()});
+    pieces->begin({limits, limits_, device.has_value(), device_file != nullptr, file->ownership()});
     const auto on_device = device ? std::optional(device->device) : std::nullopt;
     auto request = std::make_shared<Request>(kind, std::move(file), nullptr, 0, bytes, on_device);
     request->device_file = std::move(device_file);

@@ -122,7 +122,7 @@ std::shared_ptr<File> OpenFilePermit::open(const std::string& path, Access acces
     for (int removed = 0; true;) {
         const std::uint64_t before = counter_->given_back();
         try {
-            auto file = std::make_shared<File>(path, access, creation, expect_direct, false, first_write);
+            auto file = std::make_shared<File>(path, access, creation, expect_direct, Ownership::bytes, first_write);
             // What is written to a file without a name would be lost. Some file systems may count no names.
             if (creation != Creation::provisional || removed == kMostRemovals || !file->removed_meanwhile()) return file;
             ++removed;

@@ -94,7 +94,7 @@ void Pieces::next_run() noexcept {
             ++next_;
         }
         plan_ = plan({run.offset, run.length, reinterpret_cast<std::uintptr_t>(run.memory), limits_.on_device, limits_.gds,
-                      limits_.whole_pages},
+                      limits_.ownership},
                      limits_.direct, limits_.blocks);
         run_memory_ = run.memory;
         run_begin_ = cursor_ = run.offset;

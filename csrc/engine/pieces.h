@@ -32,7 +32,7 @@ struct PieceLimits {
     BlockLimits blocks;
     bool on_device;
     bool gds;
-    bool whole_pages;
+    Ownership ownership;
 };
 
 class Pieces {

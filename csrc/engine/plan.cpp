@@ -25,10 +25,13 @@ Plan plan(const Transfer& transfer, const std::optional<DirectLimits>& direct, c
     // A block's length is a multiple of both alignments, so that the next block's memory is aligned if this one's is.
     const std::uint32_t unit = std::max(direct->memory_alignment, direct->offset_alignment);
     // Sectors larger than a page could reach into another tensor's page: then the end goes through the page cache.
-    const bool owns_last_page = transfer.whole_pages && transfer.offset % limits.page_size == 0 && unit <= limits.page_size &&
+    const bool owns_last_page = transfer.ownership == Ownership::pages && transfer.offset % limits.page_size == 0 && unit <= limits.page_size &&
                                 limits.page_size <= limits.staging_size;
-    const std::uint32_t border =
-        owns_last_page ? limits.page_size : std::max({limits.page_size, direct->offset_alignment, direct->cache_granule});
+    const std::uint32_t sector = direct->offset_alignment;
+    const bool whole_sectors = transfer.ownership == Ownership::sectors && transfer.offset % sector == 0 && end % sector == 0;
+    const std::uint32_t border = owns_last_page  ? limits.page_size
+                                 : whole_sectors ? sector
+                                                 : std::max({limits.page_size, sector, direct->cache_granule});
     const std::uint64_t body_end = round_down(end, border);
     const std::uint64_t body_begin = round_down(transfer.offset + border - 1, border);
     const bool aligned = !transfer.on_device && (transfer.address + (body_begin - transfer.offset)) % direct->memory_alignment == 0;

@@ -5,7 +5,9 @@
 // through the page cache. The border between them lies on a page (or file system block, where that is larger), not merely on a
 // sector: a buffered write of part of a page reads and later writes back the whole page, and would undo a direct write to the rest.
 //
-// If the file's pages each belong to one transfer (File::whole_pages), a transfer that begins on a page also owns the rest of its
+// If all transfers of a file are whole sectors (Ownership::sectors), there is no such border, and nothing is left at the ends.
+//
+// If the file's pages each belong to one transfer (Ownership::pages), a transfer that begins on a page also owns the rest of its
 // last page. That end then goes direct as well, padded to a page in staging: the page cache would lose what it fails to write back,
 // and a later read would return the old bytes without an error.
 //
@@ -33,7 +35,7 @@ struct Transfer {
     std::uintptr_t address;    // of the caller's memory; only its alignment matters
     bool on_device = false;    // in device memory: every block is staged, unless gds is set
     bool gds = false;          // by a DeviceIo, whatever its alignment
-    bool whole_pages = false;  // as File::whole_pages()
+    Ownership ownership = Ownership::bytes;  // as File::ownership()
 };
 
 struct BlockLimits {

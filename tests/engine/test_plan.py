@@ -105,6 +105,25 @@ def test_what_is_no_whole_page_is_padded_where_the_page_is_the_transfers(testing
     assert _merged([(begin, end, route) for begin, end, _, route in spans]) == expected
 
 
+# what -> offset, length, address, the directs and buffered ranges where transfers are whole sectors
+WHOLE_SECTORS = {
+    "a sector of a page": (512, 512, 0, SECTORS, [(512, 1024, "zero_copy")]),
+    "over the end of a page": (3584, 1024, 0, SECTORS, [(3584, 4608, "zero_copy")]),
+    "memory askew": (512, 1024, 1, SECTORS, [(512, 1536, "staged")]),
+    "half a sector": (512, 768, 0, SECTORS, [(512, 1280, "buffered")]),
+    "sectors as large as a page": (4096, 4096, 0, (512, 4096), [(4096, 8192, "zero_copy")]),
+    "a part of such a sector": (512, 512, 0, (512, 4096), [(512, 1024, "buffered")]),
+    "no direct I/O": (512, 512, 0, None, [(512, 1024, "buffered")]),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE_SECTORS)
+def test_sectors_that_belong_to_one_transfer_go_direct_within_a_page(testing: ModuleType, case: str) -> None:
+    offset, length, address, alignment, expected = WHOLE_SECTORS[case]
+    spans, _ = testing.plan(offset, length, address, alignment, BLOCK, BLOCK, PAGE, granule=16384, whole_sectors=True)
+    assert _merged([(begin, end, route) for begin, end, _, route in spans]) == expected
+
+
 def _merged(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
     merged: list[tuple[int, int, str]] = []
     for begin, end, route in spans:
@@ -150,7 +169,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
         "staging_size": max(min(block_size, 1 << 20) // 4096 * 4096, 4096),
         "page_size": draw(st.sampled_from([4096, 16384, 65536])),
         "on_device": draw(st.booleans()),
-        "whole_pages": draw(st.booleans()),
+        **draw(st.sampled_from([{}, {"whole_pages": True}, {"whole_sectors": True}])),
     }
 
 

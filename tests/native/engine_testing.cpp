@@ -38,13 +38,14 @@ const char* name_of(Route route) {
 // [(begin, end, stride, route)] of a plan, and the blocks [(offset, length, route)] that it is cut into.
 py::tuple plan_of(std::uint64_t offset, std::uint64_t length, std::uint64_t address, py::object alignment,
                   std::uint32_t block_size, std::uint32_t staging_size, std::uint32_t page_size, bool on_device,
-                  bool whole_pages, std::uint32_t granule) {
+                  bool whole_pages, std::uint32_t granule, bool whole_sectors) {
     std::optional<DirectLimits> direct;
     if (!alignment.is_none()) {
         const auto pair = alignment.cast<py::tuple>();
         direct = DirectLimits{pair[0].cast<std::uint32_t>(), pair[1].cast<std::uint32_t>(), std::max(granule, page_size)};
     }
-    const Transfer transfer{offset, length, address, on_device, false, whole_pages};
+    const Transfer transfer{offset, length, address, on_device, false,
+                            whole_pages ? Ownership::pages : whole_sectors ? Ownership::sectors : Ownership::bytes};
     const Plan made = plan(transfer, direct, {block_size, staging_size, page_size});
     py::list spans, blocks;
     for (std::uint32_t i = 0; i < made.count; ++i) {
@@ -331,5 +332,6 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     module.def("latency_bin", &latency_bin, "nanoseconds"_a);
     module.def("longest_in_bin", &longest_in_bin, "bin"_a);
     module.def("plan", &plan_of, "offset"_a, "length"_a, "address"_a, "alignment"_a, "block_size"_a, "staging_size"_a,
-               "page_size"_a, "on_device"_a = false, "whole_pages"_a = false, "granule"_a = 0);
+               "page_size"_a, "on_device"_a = false, "whole_pages"_a = false, "granule"_a = 0,
+               "whole_sectors"_a = false);
 }

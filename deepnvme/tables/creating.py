@@ -1,0 +1,139 @@
+"""New tables: their files, filled row by row in order, and made a table by the manifest in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from deepnvme._files import naming_file
+from deepnvme._preallocation import preallocate
+from deepnvme.config import AioConfig
+from deepnvme.engine import Engine, File, Future
+from deepnvme.memory.alignment import padded
+from deepnvme.ops import load_async_io
+from deepnvme.profiles import engine_for
+from deepnvme.store.directory_lock import LOCK_NAME, DirectoryLock
+
+from .layout import Column, TableLayout
+from .manifest import MANIFEST_NAME, ROWS_NAME, Epochs, save_manifest
+
+_FILL_BYTES = 8 << 20
+"""Bytes of rows that are made at a time."""
+_CHUNK_BYTES = 64 << 10
+"""Bytes of rows that are next to one another on a drive before the next drive has its turn."""
+_SECTOR = 512
+_FIRST_EPOCH = 1
+
+Values = Callable[[int, int], torch.Tensor]
+"""Returns rows ``begin`` to ``end``."""
+
+
+def create_files(
+    directories: list[Path],
+    rows: int,
+    columns: tuple[Column, ...],
+    values: Values | None,
+    updatable: bool,
+    config: AioConfig | None,
+) -> None:
+    """Make the files of a table. Blocks until they are on stable storage.
+
+    Raises:
+        FileExistsError: If there is a table in the first directory.
+        ValueError: If values have another shape or dtype.
+        OSError: From the drive. Nothing is left then.
+    """
+    manifest = directories[0] / MANIFEST_NAME
+    if manifest.exists():
+        raise FileExistsError(errno.EEXIST, "there is a table already: open it, or remove the directory", str(manifest))
+    with contextlib.ExitStack() as stack:
+        for directory in directories:
+            stack.callback(DirectoryLock(directory).release)
+        stack.callback(_remove_unless_made, directories)
+        engine = stack.enter_context(engine_for(directories, config))
+        paths = [directory / ROWS_NAME for directory in directories]
+        for path in paths:
+            path.unlink(missing_ok=True)  # of a table that was never finished
+        files = [stack.enter_context(engine.open(path, "x+", whole_sectors=True)) for path in paths]
+        sector = max(_SECTOR, *(file.sector_size for file in files))
+        layout = _layout_of(paths, rows, columns, updatable, sector)
+        for volume, path in enumerate(paths):
+            with naming_file(path):
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    size = padded(layout.bytes_in(volume), sector)
+                    preallocate(descriptor, 0, size, str(path), "give the table a directory on a larger drive")
+                finally:
+                    os.close(descriptor)
+        if values is not None:
+            _fill(engine, files, layout, values)
+        for future in [engine.fsync(file) for file in files]:
+            future.result()
+        committed = _FIRST_EPOCH if updatable and values is not None else 0
+        save_manifest(directories, layout, Epochs(committed, committed))
+
+
+def _remove_unless_made(directories: Sequence[Path]) -> None:
+    if not (directories[0] / MANIFEST_NAME).exists():
+        for directory in directories:
+            with contextlib.suppress(OSError):
+                (directory / ROWS_NAME).unlink(missing_ok=True)
+
+
+def _layout_of(paths: list[Path], rows: int, columns: tuple[Column, ...], updatable: bool, sector: int) -> TableLayout:
+    layout = TableLayout(tuple(paths), rows, columns)
+    version = padded(layout.record_bytes + load_async_io().tables.VERSION_HEADER_BYTES, sector) if updatable else 0
+    stride = 2 * version if updatable else layout.record_bytes
+    chunk = max(_CHUNK_BYTES // stride, 1) if len(paths) > 1 else 1
+    return TableLayout(tuple(paths), rows, columns, 0, version, chunk)
+
+
+def _fill(engine: Engine, files: Sequence[File], layout: TableLayout, values: Values) -> None:
+    """Write all rows, in their order, some at a time: while one part is made, the one before is written."""
+    turn = layout.chunk * len(files)  # rows after which the first file has its turn again
+    step = max(_FILL_BYTES // layout.stride // turn, 1) * turn
+    under_way: deque[Future] = deque()
+    for begin in range(0, layout.rows, step):
+        end = min(begin + step, layout.rows)
+        given = values(begin, end)
+        column = layout.values
+        if tuple(given.shape) != (end - begin, *column.shape) or given.dtype != column.dtype:
+            raise ValueError(
+                f"values of rows {begin} to {end} must have the shape {(end - begin, *column.shape)} in {column.dtype},"
+                f" got {tuple(given.shape)} in {given.dtype}"
+            )
+        images = _images(layout, given)
+        while len(under_way) >= 2 * len(files):
+            under_way.popleft().result()
+        for volume, file in enumerate(files):
+            own = _rows_of(layout, images, volume, len(files))
+            if len(own):
+                offset = layout.place_of(begin + volume * layout.chunk)[1]
+                under_way.append(engine.write(own.reshape(-1), file, offset))
+    while under_way:
+        under_way.popleft().result()
+
+
+def _images(layout: TableLayout, values: torch.Tensor) -> torch.Tensor:
+    """Return records as they are on the drive, bytes of shape (rows, stride)."""
+    images = torch.zeros(len(values), layout.stride, dtype=torch.uint8)
+    header = load_async_io().tables.VERSION_HEADER_BYTES if layout.updatable else 0
+    if header:
+        images[:, :header].copy_(torch.tensor([_FIRST_EPOCH]).view(torch.uint8).expand(len(values), header))
+    raw = values.detach().to("cpu").contiguous().view(len(values), -1).view(torch.uint8)
+    images[:, header : header + layout.values.nbytes].copy_(raw)
+    return images
+
+
+def _rows_of(layout: TableLayout, images: torch.Tensor, volume: int, volumes: int) -> torch.Tensor:
+    """Return those images that a volume has, of a range of rows that begins with the first volume's turn."""
+    if volumes == 1:
+        return images
+    parts = images.split(layout.chunk)
+    return torch.cat([images[:0], *parts[volume::volumes]])

@@ -1,0 +1,126 @@
+"""Where the rows of a table are in its files, and what belongs to each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from deepnvme.memory.alignment import padded
+
+_COLUMN_ALIGNMENT = 8
+"""Bytes. Columns of a record begin at multiples of this: no dtype needs more."""
+VALUES = "values"
+"""Name of the column that has the rows' values; the others are optimizer states."""
+
+
+class Column(NamedTuple):
+    """A part of each record."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of one row."""
+    offset: int
+    """Bytes from the start of the record."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, records: torch.Tensor) -> torch.Tensor:
+        """Return a view of this column of records, which are a uint8 tensor of shape (rows, bytes)."""
+        part = records[:, self.offset : self.offset + self.nbytes]
+        return part.view(self.dtype).view(len(records), *self.shape) if part.is_contiguous() else _strided(part, self)
+
+
+def _strided(part: torch.Tensor, column: Column) -> torch.Tensor:
+    """Return columns that are not contiguous as tensors of their dtype and shape."""
+    itemsize = column.dtype.itemsize
+    storage = part.view(torch.uint8).untyped_storage()
+    whole = torch.empty(0, dtype=column.dtype, device=part.device).set_(storage)  # type: ignore[call-overload]
+    inner = torch.empty(column.shape, device="meta").stride()
+    return whole.as_strided(
+        (len(part), *column.shape), (part.stride(0) // itemsize, *inner), part.storage_offset() // itemsize
+    )
+
+
+def columns_of(
+    dtype: torch.dtype, shape: Sequence[int], states: Mapping[str, tuple[torch.dtype, Sequence[int]]] | None = None
+) -> tuple[Column, ...]:
+    """Return the columns of a record: the values, and states after them.
+
+    Raises:
+        ValueError: If a row would have no bytes.
+    """
+    columns: list[Column] = []
+    end = 0
+    for name, (kind, each) in {VALUES: (dtype, shape), **(states or {})}.items():
+        column = Column(name, kind, tuple(each), padded(end, _COLUMN_ALIGNMENT))
+        end = column.offset + column.nbytes
+        columns.append(column)
+    if not columns[0].nbytes:
+        raise ValueError(f"a row must have at least one byte, got shape {tuple(shape)} in {dtype}")
+    return tuple(columns)
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """Where the rows of a table are, as ``csrc/tables/geometry.h`` has it."""
+
+    files: tuple[Path, ...]
+    """One for each drive."""
+    rows: int
+    columns: tuple[Column, ...]
+    base: int = 0
+    """Bytes from the start of each file to its first record."""
+    version_bytes: int = 0
+    """Of one of the two versions of a record, with what is in front of it and behind it; 0 for tables that have only one."""
+    chunk: int = 1
+    """Rows that follow one another in a file before the next file has its turn."""
+
+    @property
+    def values(self) -> Column:
+        """The rows' values."""
+        return self.columns[0]
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a row and its states."""
+        last = self.columns[-1]
+        return last.offset + last.nbytes
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one record to the next, in a file."""
+        return 2 * self.version_bytes if self.updatable else self.record_bytes
+
+    @property
+    def updatable(self) -> bool:
+        """Whether rows can be changed: each has two versions."""
+        return self.version_bytes > 0
+
+    def unit(self, sector: int) -> int:
+        """Return the bytes that are read as one, given the sectors of the files: a record if that is whole sectors, or a sector."""
+        if self.stride % sector == 0 and self.base % self.stride == 0:
+            return self.stride
+        return sector
+
+    def rows_in(self, volume: int) -> int:
+        """Return how many rows a file has."""
+        whole, rest = divmod(self.rows, self.chunk * len(self.files))
+        return whole * self.chunk + min(max(rest - volume * self.chunk, 0), self.chunk)
+
+    def bytes_in(self, volume: int) -> int:
+        """Return the size that a file has at least."""
+        return self.base + self.rows_in(volume) * self.stride
+
+    def place_of(self, row: int) -> tuple[int, int]:
+        """Return the file of a row, and the offset in it of its record or of the record's first version."""
+        turn, rest = divmod(row, self.chunk * len(self.files))
+        return rest // self.chunk, self.base + (turn * self.chunk + rest % self.chunk) * self.stride

@@ -1,0 +1,120 @@
+"""The file that makes a directory a table: what its rows are, and which commit was the last one. It is always replaced as a whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from deepnvme._files import UnfitFile, naming_file, read_regular, replacing, sync_directory
+from deepnvme.memory.tensor_bytes import dtype_named
+
+from .layout import Column, TableLayout
+
+MANIFEST_NAME = "deepnvme-table.json"
+"""Name of the manifest in the table's first directory."""
+ROWS_NAME = "rows"
+"""Name of the file with rows in each of the table's directories."""
+_KIND = "deepnvme table 1"
+_MOST_BYTES = 1 << 20
+
+
+class CorruptTable(OSError):
+    """A table's manifest is damaged (EBADMSG), or was written by another version of the package; or a file has not its size."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(errno.EBADMSG, f"this is no whole table: {why}", str(path))
+
+
+class _Fields(BaseModel):
+    """What the file says."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    kind: str
+    rows: int
+    columns: list[tuple[str, str, list[int], int]]
+    version_bytes: int
+    chunk: int
+    directories: list[str]
+    committed: int
+    reserved: int
+    abandoned: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """Which versions of rows count. Each commit ends an epoch, to which the versions belong that were written before it."""
+
+    committed: int = 0
+    """The last commit's; 0 before the first."""
+    reserved: int = 0
+    """The last epoch that versions on the drive may belong to."""
+    abandoned: tuple[tuple[int, int], ...] = ()
+    """First and last of epochs that were never committed, ascending."""
+
+    def begin(self) -> Epochs:
+        """Return the epochs for a new writer: what the one before has reserved and not committed is abandoned."""
+        first, last = self.present, self.reserved
+        if last < first:
+            return self
+        before = self.abandoned
+        if before and before[-1][1] == first - 1:
+            first, before = before[-1][0], before[:-1]
+        return replace(self, abandoned=(*before, (first, last)))
+
+    @property
+    def present(self) -> int:
+        """The epoch of versions that are written now."""
+        last_abandoned = self.abandoned[-1][1] if self.abandoned else 0
+        return max(self.committed, last_abandoned) + 1
+
+
+def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) -> None:
+    """Write the manifest into the first directory, to stable storage. Blocks. Raises OSError; an earlier one is as it was."""
+    fields = _Fields(
+        kind=_KIND,
+        rows=layout.rows,
+        columns=[(each.name, str(each.dtype).removeprefix("torch."), list(each.shape), each.offset) for each in layout.columns],
+        version_bytes=layout.version_bytes,
+        chunk=layout.chunk,
+        directories=[str(each) for each in directories],
+        committed=epochs.committed,
+        reserved=epochs.reserved,
+        abandoned=list(epochs.abandoned),
+    )
+    path = directories[0] / MANIFEST_NAME
+    new = path.with_suffix(".new")
+    with replacing(path, new), naming_file(new):
+        with open(new, "w", encoding="utf-8") as file:
+            file.write(fields.model_dump_json(indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    sync_directory(directories[0])
+
+
+def load_manifest(directory: Path) -> tuple[list[Path], TableLayout, Epochs]:
+    """Return the directories of a table, its layout and its epochs.
+
+    Raises:
+        FileNotFoundError: If there is no table in the directory.
+        CorruptTable: If the manifest is damaged.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        fields = _Fields.model_validate_json(read_regular(path, _MOST_BYTES))
+        if fields.kind != _KIND:
+            raise ValueError(f"it says that it is {fields.kind!r}, and not {_KIND!r}")
+        columns = tuple(Column(name, dtype_named(dtype), tuple(shape), offset) for name, dtype, shape, offset in fields.columns)
+    except (UnfitFile, ValidationError, ValueError) as error:
+        raise CorruptTable(path, str(error)) from error
+    directories = [Path(each) for each in fields.directories]
+    if directories[0] != directory:  # it was moved: others beside it move with it
+        directories = [directory, *directories[1:]]
+    layout = TableLayout(
+        tuple(each / ROWS_NAME for each in directories), fields.rows, columns, 0, fields.version_bytes, fields.chunk
+    )
+    return directories, layout, Epochs(fields.committed, fields.reserved, tuple(fields.abandoned))

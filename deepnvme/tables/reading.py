@@ -1,0 +1,276 @@
+"""Reading rows: from the cache in memory, and what is missing there from the drive, in parts that are read while others are copied."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from deepnvme._interrupts import defer_interrupts
+from deepnvme.engine import Engine, File, Future
+from deepnvme.memory.alignment import padded
+from deepnvme.ops import load_async_io
+
+from .layout import TableLayout
+
+if TYPE_CHECKING:
+    from deepnvme.ops.aio.async_io_op.tables import RowBatch, RowCache
+
+_STAGING_BYTES = 32 << 20
+"""Bytes that are under way at a time, of all reads of a table."""
+_PART_BYTES = 1 << 20
+"""Bytes that are read together. While one part is copied, others are read."""
+_GAP_BYTES = 4096
+"""Bytes between two rows that are read as well if that makes one read of two: a drive reads 8 KiB nearly as quickly as 4."""
+
+
+class RowsUnreadable(OSError):
+    """Some rows could not be read. The first of them is named; the others were delivered.
+
+    Has ``errno`` and ``filename`` of the drive's error, and more: ``failed``.
+    """
+
+    failed: tuple[FailedRow, ...] = ()
+    """All of them, each once."""
+
+
+class FailedRow(NamedTuple):
+    """A row that could not be read."""
+
+    row: int
+    file: str
+    offset: int
+    """Bytes from the start of the file to the row's record."""
+
+
+def int64_at(address: int, count: int) -> torch.Tensor:
+    """Return numbers in native memory as a tensor, without a copy: valid as long as that memory is."""
+    return torch.frombuffer((ctypes.c_int64 * count).from_address(address), dtype=torch.int64)
+
+
+@dataclass(eq=False)
+class _Part:
+    """Units of one file that are read together."""
+
+    batch: Batch
+    number: int
+    volume: int
+    future: Future
+    staging: torch.Tensor
+    delivered: bool = False
+
+
+@dataclass(eq=False)
+class Batch:
+    """Rows that are read together."""
+
+    native: RowBatch
+    keep: object
+    """What has to live until all rows were delivered: the memory that they are copied to."""
+    parts: list[_Part] = field(default_factory=list)
+    errors: list[OSError] = field(default_factory=list)
+
+    @property
+    def delivered(self) -> bool:
+        """Whether all parts were."""
+        return all(part.delivered for part in self.parts)
+
+
+class RowReader:
+    """Reads rows of one table. Its methods are called with the table's lock held, unless they say otherwise.
+
+    Args:
+        engine: Reads the files.
+        files: Of the layout, open for reading.
+        layout: Where the rows are.
+        cache: The rows that are in memory.
+        lock: The table's.
+    """
+
+    def __init__(
+        self, engine: Engine, files: Sequence[File], layout: TableLayout, cache: RowCache, lock: threading.RLock
+    ) -> None:
+        self._engine, self._files, self._layout, self._cache, self._lock = engine, files, layout, cache, lock
+        self.unit = unit_of(layout, files)
+        extent = padded(layout.stride + self.unit, self.unit)
+        self._part_bytes = padded(max(_PART_BYTES, extent), self.unit)
+        self._staging: deque[torch.Tensor] | None = None  # free parts of it
+        self._under_way: deque[_Part] = deque()  # the oldest first
+        self._prefetches: list[Batch] = []
+        # The last sector of a file may be less than one: that cannot be read as a unit.
+        self._ends = [self._read_end(file, number) for number, file in enumerate(files)]
+        self.hits = self.misses = self.rows_read = self.bytes_read = 0
+
+    def _read_end(self, file: File, volume: int) -> tuple[int, torch.Tensor]:
+        """Return the number of a file's last unit if that is not a whole one, and its bytes."""
+        whole, rest = divmod(file.size(), self.unit)
+        end = torch.zeros(rest, dtype=torch.uint8)
+        if rest and whole * self.unit < self._layout.bytes_in(volume):
+            self._engine.read(end, file, whole * self.unit).result()
+        return whole, end
+
+    def start(
+        self,
+        rows: torch.Tensor,
+        out: torch.Tensor | None,
+        begin: int,
+        width: int,
+        admit: bool,
+        keep: object = None,
+    ) -> Batch:
+        """Copy the rows that are in memory, and start reading the others.
+
+        Blocks while more than 32 MiB are under way, and for prefetches that have the same rows.
+
+        Args:
+            rows: Their numbers, int64, contiguous.
+            out: Contiguous bytes, ``width`` for each number; None to have the rows in the cache only.
+            begin: Where the bytes to copy begin in a record.
+            width: How many they are.
+            admit: Whether all rows that are read go into the cache.
+            keep: What has to live until all are delivered.
+
+        Raises:
+            OSError: If a file cannot be read at all.
+        """
+        native = load_async_io().tables.RowBatch(
+            self._cache, rows.data_ptr(), rows.numel(), 0 if out is None else out.data_ptr(), begin, width, admit
+        )
+        batch = Batch(native, (keep, out))
+        native.look_up()
+        awaited = [each for each in self._prefetches if native.waits_for(each.native)]
+        if awaited:
+            for each in awaited:
+                self.finish(each)
+            native.look_up()
+        self.collect_prefetches()
+        native.plan(self._part_bytes, _GAP_BYTES)
+        self.hits += native.hits
+        self.misses += rows.numel() - native.hits
+        self.rows_read += native.missing
+        for number, (volume, address, count) in enumerate(native.parts):
+            self._start_part(batch, number, volume, int64_at(address, count))
+        if out is None and batch.parts:
+            self._prefetches.append(batch)
+        return batch
+
+    def _start_part(self, batch: Batch, number: int, volume: int, units: torch.Tensor) -> None:
+        if self._staging is None:
+            self._staging = deque(self._new_staging())
+        while not self._staging:
+            self._deliver(self._under_way[0])
+        memory = self._staging[0][: units.numel() * self.unit]
+        whole, end = self._ends[volume]
+        if int(units[-1]) == whole:
+            memory[-self.unit :][: len(end)] = end
+            units = units[:-1]
+        wanted = memory[: units.numel() * self.unit].view(-1, self.unit)
+        with defer_interrupts():
+            try:
+                future = self._engine.gather(self._files[volume], units, wanted)
+            except ValueError as error:
+                if hasattr(error, "file_size"):
+                    raise self._changed_size(volume, error.file_size) from error
+                raise
+            part = _Part(batch, number, volume, future, self._staging.popleft())
+            batch.parts.append(part)
+            self._under_way.append(part)
+        self.bytes_read += wanted.nbytes
+
+    def _new_staging(self) -> list[torch.Tensor]:
+        count = max(_STAGING_BYTES // self._part_bytes, 2)
+        memory = self._engine.empty_pinned(count * padded(self._part_bytes, 4096), torch.uint8)
+        return [part[: self._part_bytes] for part in memory.view(count, -1)]
+
+    def _changed_size(self, volume: int, size: int) -> OSError:
+        file = self._files[volume]
+        wanted = self._layout.bytes_in(volume)
+        return OSError(errno.ESTALE, f"the file has {size} bytes, and the table had {wanted} in it when it was opened", file.path)
+
+    def _deliver(self, part: _Part) -> None:
+        """Wait for a part, copy its rows, and free its memory. Does nothing if that was done."""
+        if part.delivered:
+            return
+        error = part.future.exception()
+        with defer_interrupts():
+            failed: list[int] = []
+            if error is not None:
+                failed = getattr(error, "indices", None) or list(range(part.staging.nbytes // self.unit))
+                part.batch.errors.append(error)
+            part.batch.native.deliver(part.number, part.staging.data_ptr(), failed)
+            part.delivered = True
+            self._under_way.remove(part)
+            assert self._staging is not None
+            self._staging.append(part.staging)
+
+    def collect_prefetches(self) -> None:
+        """Put rows into the cache that have been read ahead by now."""
+        for batch in self._prefetches:
+            for part in batch.parts:
+                if not part.delivered and part.future.done():
+                    self._deliver(part)
+        self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
+
+    def finish(self, batch: Batch) -> None:
+        """Wait for all rows of a batch. Blocks; may be called without the lock, which is not held while it waits."""
+        for part in list(batch.parts):
+            if not part.delivered:
+                part.future.exception()
+            with self._lock:
+                self._deliver(part)
+        with self._lock:
+            if batch in self._prefetches:
+                self._prefetches.remove(batch)
+
+    def finish_all(self) -> None:
+        """Wait for all that is under way."""
+        while self._under_way:
+            self._deliver(self._under_way[0])
+        self._prefetches.clear()
+
+    def failure_of(self, batch: Batch) -> RowsUnreadable | None:
+        """Return the error of a batch some of whose rows could not be read."""
+        failed = batch.native.failed_rows
+        if not failed:
+            return None
+        rows = tuple(FailedRow(row, self._files[volume].path, offset) for row, volume, offset, _ in sorted(failed))
+        cause, first = batch.errors[0], rows[0]
+        more = f", and {len(rows) - 1} other rows" if len(rows) > 1 else ""
+        text = f"row {first.row} at offset {first.offset}{more}: {cause.strerror}"
+        error = RowsUnreadable(cause.errno, text, first.file)
+        error.failed = rows
+        error.__cause__ = cause
+        return error
+
+
+def unit_of(layout: TableLayout, files: Sequence[File]) -> int:
+    """Return the bytes that are read as one."""
+    return layout.unit(max(512, *(file.sector_size for file in files)))
+
+
+class RowsFuture:
+    """Rows that are being read, by :meth:`Table.read_async`."""
+
+    def __init__(self, batch: Batch, finish: Callable[[Batch], torch.Tensor]) -> None:
+        self._batch, self._finish = batch, finish
+        self._rows: torch.Tensor | None = None
+
+    def done(self) -> bool:
+        """Return whether all rows are in memory, so that :meth:`result` does not wait for the drive. Never blocks."""
+        return all(part.delivered or part.future.done() for part in self._batch.parts)
+
+    def result(self) -> torch.Tensor:
+        """Wait for the rows, and return them: ``ids.shape + table.shape``. The same tensor each time.
+
+        Raises:
+            RowsUnreadable: If some could not be read.
+        """
+        if self._rows is None:
+            self._rows = self._finish(self._batch)
+        return self._rows

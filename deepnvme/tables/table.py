@@ -1,0 +1,717 @@
+"""A table of rows on a drive, or on several, read by their numbers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from deepnvme._interrupts import defer_interrupts
+from deepnvme.config import AioConfig
+from deepnvme.engine import Engine, File
+from deepnvme.memory.byte_count import byte_count
+from deepnvme.memory.host import huge_pages
+from deepnvme.ops import load_async_io
+from deepnvme.profiles import engine_for
+from deepnvme.store.directory_lock import DirectoryLock
+
+from .creating import create_files
+from .layout import TableLayout, columns_of
+from .manifest import MANIFEST_NAME, Epochs, load_manifest
+from .opening import CheckpointFormat, find_layout
+from .reading import Batch, FailedRow, RowReader, RowsFuture, unit_of
+from .writing import RowWriter
+
+if TYPE_CHECKING:
+    from deepnvme.ops.aio.async_io_op.tables import RowCache
+
+AnyPath = str | os.PathLike[str]
+Errors = Literal["raise", "partial"]
+"""What happens if rows cannot be read: an exception, or the others are returned."""
+
+DEFAULT_MEMORY_BUDGET = 64 << 20
+_FEWEST_SLOTS = 64
+"""Rows that an updatable table has in memory at least."""
+
+
+class PartialRows(NamedTuple):
+    """What could be read, with ``errors="partial"``."""
+
+    rows: torch.Tensor
+    """As :meth:`Table.read` returns them. Those that could not be read have undefined values."""
+    failed: tuple[FailedRow, ...]
+    """Rows that could not be read, each once; empty if all could."""
+    positions: torch.Tensor
+    """Where these are in ``ids.flatten()``, int64, ascending."""
+
+
+@dataclass(frozen=True)
+class TableStats:
+    """What a table has done since it was opened."""
+
+    hits: int
+    """Numbers of rows that were in memory when they were asked for."""
+    misses: int
+    """Numbers of rows that were not."""
+    rows_read: int
+    """Rows read from the drive: of several equal numbers in a call, one."""
+    rows_written: int
+    """Rows written to the drive."""
+    bytes_read: int
+    """Bytes read from the drive: whole sectors, and what lies between rows that are read together."""
+    bytes_written: int
+    """Bytes written to the drive."""
+    commits: int
+    """Number of commits."""
+    cached_rows: int
+    """Rows that are in memory now."""
+    cache_capacity: int
+    """Rows that memory has room for."""
+    changed_rows: int
+    """Rows that are not written yet."""
+    pinned_rows: int
+    """Rows that stay in memory."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the numbers that were in memory, 0 to 1; 0 before the first read."""
+        return self.hits / max(self.hits + self.misses, 1)
+
+
+class Table:
+    """Rows of equal shape on a drive, or striped over several, that are read by their numbers: thousands at a time.
+
+    >>> table = Table.from_tensor("/mnt/nvme/features", features)
+    >>> rows = table.read(torch.tensor([[3, 1], [4, 1]]))    # shape (2, 2, ...)
+
+    Made by :meth:`create`, :meth:`from_tensor` or :meth:`open`. The rows used most often stay in memory, within a budget. Thread-safe.
+
+    In a forked child, and in a copy that was pickled, as a DataLoader's workers have them, the table opens itself again to be read.
+    """
+
+    def __init__(
+        self, layout: TableLayout, directories: list[Path] | None, epochs: Epochs, writable: bool, memory_budget: int,
+        config: AioConfig | None, source: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._layout, self._directories = layout, directories
+        self._source, self._config = dict(source), config
+        self.memory_budget = byte_count(memory_budget, "memory_budget")
+        """Bytes of memory for rows, as given."""
+        self._lock = threading.RLock()
+        self._writer: RowWriter | None = None
+        self._locks: list[DirectoryLock] = []
+        self._open(epochs, writable)
+
+    # -- making one
+
+    @classmethod
+    def create(
+        cls,
+        paths: AnyPath | Sequence[AnyPath],
+        rows: int,
+        shape: int | Sequence[int],
+        dtype: torch.dtype,
+        *,
+        values: Callable[[int, int], torch.Tensor] | None = None,
+        states: Mapping[str, tuple[torch.dtype, Sequence[int]]] | None = None,
+        updatable: bool = True,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        config: AioConfig | None = None,
+    ) -> Table:
+        """Make a new table and open it. Blocks until its rows are on the drive.
+
+        Args:
+            paths: A directory, which is created if it is missing, or several on different drives, over which the rows are striped.
+            rows: How many.
+            shape: Of one row.
+            dtype: Of the values.
+            values: Returns rows ``begin`` to ``end``, of shape ``(end - begin, *shape)``; called for all rows in their order, some
+                thousand at a time. None for zeros.
+            states: Optimizer states that are kept beside each row: dtype and shape of one row's, by name. They begin as zeros.
+            updatable: Whether rows can be changed. Each then takes twice its bytes, and whole sectors: see docs/tables.md.
+            memory_budget: As for :meth:`open`.
+            config: Settings of the engine; None for the profile of the drive.
+
+        Raises:
+            FileExistsError: If there is a table already.
+            ValueError: For a shape without bytes, or values of another shape or dtype.
+            OSError: From the drive; ENOSPC before anything is written if there is too little space. Nothing is left then.
+        """
+        columns = columns_of(dtype, (shape,) if isinstance(shape, int) else shape, states)
+        directories = _absolute(paths)
+        byte_count(rows, "rows")
+        create_files(directories, rows, columns, values, updatable, config)
+        return cls.open(paths, writable=updatable, memory_budget=memory_budget, config=config)
+
+    @classmethod
+    def from_tensor(
+        cls,
+        paths: AnyPath | Sequence[AnyPath],
+        tensor: torch.Tensor,
+        *,
+        updatable: bool = False,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        config: AioConfig | None = None,
+    ) -> Table:
+        """Make a table of the rows of a tensor: ``tensor[i]`` is row i. It may be mapped from a file, of any size.
+
+        Arguments and errors are those of :meth:`create`.
+        """
+        if tensor.dim() == 0:
+            raise ValueError("a table is made of a tensor with rows, got one without dimensions")
+        return cls.create(
+            paths,
+            tensor.shape[0],
+            tensor.shape[1:],
+            tensor.dtype,
+            values=lambda begin, end: tensor.detach()[begin:end],
+            updatable=updatable,
+            memory_budget=memory_budget,
+            config=config,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        paths: AnyPath | Sequence[AnyPath],
+        name: str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        shape: int | Sequence[int] | None = None,
+        offset: int = 0,
+        writable: bool = False,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        config: AioConfig | None = None,
+    ) -> Table:
+        """Open a table, or a file that is one already, without a copy.
+
+        Args:
+            paths: The directory of a table, or of one over several drives the first; a ``.npy`` file; a ``.safetensors`` or ``.pt``
+                file; or any other file, whose rows are as ``dtype`` and ``shape`` say.
+            name: Of the tensor in a ``.safetensors`` or ``.pt`` file that has several.
+            dtype: Of the values in a raw file.
+            shape: Of one row in a raw file.
+            offset: Bytes from the start of a raw file to its first row.
+            writable: Whether rows will be changed: of tables that were created ``updatable``. There is one writer at a time, and any
+                number of readers beside it, which see its last commit.
+            memory_budget: Bytes of rows that stay in memory, with what is needed to find them. Up to 48 MiB more are used for rows on
+                their way.
+            config: Settings of the engine; None for the profile of the drive.
+
+        Raises:
+            FileNotFoundError: If there is no such file or table.
+            StoreLocked: If another writer has the table.
+            CorruptTable: If the table is damaged, or one of its files too short.
+            ValueError: For a file whose rows do not lie one after the other, a raw file without ``dtype`` and ``shape``, or
+                ``writable`` for what is not an updatable table.
+            OSError: From opening it.
+        """
+        given = [paths] if isinstance(paths, str | bytes | os.PathLike) else list(paths)
+        first = Path(os.path.abspath(os.fsdecode(given[0])))
+        source: dict[str, Any] = {"paths": given, "name": name, "dtype": dtype, "shape": shape, "offset": offset}
+        if first.is_dir():
+            _, layout, epochs = load_manifest(first)
+            directories = [each.parent for each in layout.files]
+            if len(given) > 1 and len(given) == len(directories):  # it was moved
+                directories = _absolute(paths)
+                layout = replace(layout, files=tuple(each / layout.files[0].name for each in directories))
+            if writable and not layout.updatable:
+                raise ValueError(f"the rows of '{first}' cannot be changed: make a copy by Table.create(..., updatable=True)")
+            return cls(layout, directories, epochs, writable, memory_budget, config, source)
+        if writable:
+            raise ValueError(f"'{first}' is no table whose rows can be changed: make one by Table.create")
+        layout = find_layout(CheckpointFormat.of(first), first, name, dtype, shape, offset)
+        return cls(layout, None, Epochs(), False, memory_budget, config, source)
+
+    def _open(self, epochs: Epochs, writable: bool) -> None:
+        """Open the files, with an empty cache. Undone if it fails."""
+        layout = self._layout
+        self._pid = os.getpid()
+        self._closed = False
+        self._files: list[File] = []
+        self._engine: Engine = engine_for(layout.files, self._config)
+        try:
+            if writable:
+                assert self._directories is not None
+                for directory in self._directories:
+                    self._locks.append(DirectoryLock(directory))
+                _, _, epochs = load_manifest(self._directories[0])  # the writer before may have committed meanwhile
+                epochs = epochs.begin()
+            self._manifest_version = self._version_of_manifest()
+            for path in layout.files:
+                self._files.append(self._engine.open(path, "r+" if writable else "r", whole_sectors=True))
+            self._check_sizes()
+            self._memory, self._cache = self._new_cache(writable)
+            self._cache.set_visible(epochs.committed, list(epochs.abandoned))
+            self._reader = RowReader(self._engine, self._files, layout, self._cache, self._lock)
+            if writable:
+                assert self._directories is not None
+                self._writer = RowWriter(
+                    self._engine, self._files, layout, self._cache, self._reader, self._directories, epochs
+                )
+        except BaseException:
+            self._release()
+            raise
+
+    def _check_sizes(self) -> None:
+        from .manifest import CorruptTable
+
+        for volume, (path, file) in enumerate(zip(self._layout.files, self._files, strict=True)):
+            wanted = self._layout.bytes_in(volume)
+            if file.size() < wanted:
+                raise CorruptTable(path, f"it has {file.size()} bytes, and {self._layout.rows} rows need {wanted}")
+
+    def _new_cache(self, writable: bool) -> tuple[torch.Tensor, RowCache]:
+        """Return the cache of the memory budget, and its memory."""
+        native = load_async_io().tables
+        layout = self._layout
+        slot = native.slot_bytes(layout.record_bytes)
+
+        def fits(slots: int) -> bool:
+            return slots * slot + native.overhead_bytes(layout.rows, slots) <= self.memory_budget
+
+        slots, step = 0, 1 << (min(self.memory_budget // slot, layout.rows).bit_length())
+        while step:
+            if slots + step <= layout.rows and fits(slots + step):
+                slots += step
+            step //= 2
+        if writable:
+            slots = max(slots, min(_FEWEST_SLOTS, layout.rows))
+        memory = huge_pages(max(slots * slot, 1))
+        cache = native.RowCache(
+            rows=layout.rows,
+            record_bytes=layout.record_bytes,
+            base=layout.base,
+            stride=layout.stride,
+            unit=unit_of(layout, self._files),
+            version_bytes=layout.version_bytes,
+            volumes=len(layout.files),
+            chunk=layout.chunk,
+            slots=slots,
+            memory=memory.data_ptr(),
+        )
+        return memory, cache
+
+    # -- what it is
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self._layout.rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one row."""
+        return self._layout.values.shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of all rows together."""
+        return (self.rows, *self.row_shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self._layout.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, without their states."""
+        return self.rows * self._layout.values.nbytes
+
+    @property
+    def states(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Optimizer states beside each row: dtype and shape of one row's, by name."""
+        return {each.name: (each.dtype, each.shape) for each in self._layout.columns[1:]}
+
+    @property
+    def writable(self) -> bool:
+        """Whether rows can be changed by this object."""
+        return self._writer is not None
+
+    def __repr__(self) -> str:
+        return f"Table({str(self._layout.files[0])!r}, shape={self.shape}, dtype={self.dtype})"
+
+    # -- reading
+
+    def read(
+        self, ids: torch.Tensor, out: torch.Tensor | None = None, *, errors: Errors = "raise"
+    ) -> torch.Tensor | PartialRows:
+        """Return rows by their numbers. Blocks.
+
+        Args:
+            ids: Integers of any shape and in any order; the same may occur more than once.
+            out: A tensor of shape ``ids.shape + row_shape`` and the table's dtype to put them in, on any device. None for a new one.
+            errors: "raise", or "partial" to have the rows that can be read although others cannot.
+
+        Returns:
+            The rows, of shape ``ids.shape + row_shape``; with ``errors="partial"`` a :class:`PartialRows`.
+
+        Raises:
+            IndexError: For a number that is no row's; nothing is read then.
+            TypeError: If ``ids`` are no integers, or ``out`` has another dtype.
+            ValueError: If ``out`` has another shape; after :meth:`close`.
+            RowsUnreadable: If rows cannot be read. The others are in ``out`` nevertheless.
+            OSError: If none can, because the file was replaced or has changed its size.
+        """
+        if errors not in ("raise", "partial"):
+            raise ValueError(f'errors must be "raise" or "partial", got {errors!r}')
+        while True:
+            batch, rows, result = self._start(ids, out)
+            self._reader.finish(batch)
+            with self._lock:
+                if self._refresh():
+                    continue  # a commit came between: what was read may be torn
+                failure = self._reader.failure_of(batch)
+            break
+        if failure is not None and errors == "raise":
+            raise failure
+        result = _delivered(rows, result)
+        if errors == "raise":
+            return result
+        positions = torch.tensor(batch.native.failed_positions(), dtype=torch.int64)
+        return PartialRows(result, () if failure is None else failure.failed, positions)
+
+    def read_async(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> RowsFuture:
+        """Start reading rows; return as soon as all reads are under way, which takes as long as 32 MiB are already.
+
+        Rows that are changed before ``result()`` has returned may be old or new. Arguments and errors are those of :meth:`read`.
+
+        Returns:
+            A future, whose ``result()`` is the rows. ``out`` must not be touched before.
+        """
+        batch, rows, result = self._start(ids, out)
+
+        def finish(batch: Batch) -> torch.Tensor:
+            self._reader.finish(batch)
+            with self._lock:
+                outdated = self._refresh()
+                failure = self._reader.failure_of(batch)
+            if outdated:
+                again = self.read(ids, out)
+                assert isinstance(again, torch.Tensor)
+                return again
+            if failure is not None:
+                raise failure
+            return _delivered(rows, result)
+
+        return RowsFuture(batch, finish)
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Start reading rows into memory that will be asked for soon; return at once. A read of the same rows waits for them.
+
+        More rows than the memory budget has room for push one another out. Errors are raised when the rows are read.
+
+        Raises:
+            IndexError, TypeError, ValueError: As :meth:`read` does.
+        """
+        numbers = self._checked(ids)
+        with self._lock:
+            self._check_usable()
+            self._refresh()
+            self._reader.start(numbers, None, 0, 0, True)
+
+    def pin(self, ids: torch.Tensor) -> int:
+        """Have rows stay in memory, such as those known to be used most. Blocks until they are read.
+
+        At most nine tenths of the memory's rows are pinned: further ones are not.
+
+        Returns:
+            How many rows are pinned now.
+
+        Raises:
+            IndexError, TypeError, ValueError, OSError: As :meth:`read` does.
+        """
+        numbers = self._checked(ids).unique()
+        with self._lock:
+            self._check_usable()
+            room = self._cache.slots * 9 // 10 - self._cache.pinned
+            numbers = numbers[: max(room, 0)]
+            batch = self._reader.start(numbers, None, 0, 0, True)
+            self._reader.finish(batch)
+            failure = self._reader.failure_of(batch)
+            if failure is not None:
+                raise failure
+            self._cache.pin(numbers.data_ptr(), numbers.numel())
+            return self._cache.pinned
+
+    def unpin(self) -> None:
+        """Have no row stay in memory that is seldom used."""
+        with self._lock:
+            self._check_usable()
+            self._cache.unpin_all()
+
+    def _checked(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return numbers of rows as contiguous int64 on the CPU. Raises TypeError and IndexError."""
+        if not isinstance(ids, torch.Tensor):
+            ids = torch.as_tensor(ids)
+        if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+            raise TypeError(f"ids must be integers, got {ids.dtype}")
+        numbers = ids.detach().to("cpu", torch.int64).contiguous()
+        outside = load_async_io().tables.first_outside(numbers.data_ptr(), numbers.numel(), self.rows)
+        if outside is not None:
+            where = ", ".join(str(int(each)) for each in torch.unravel_index(torch.tensor(outside), numbers.shape))
+            value = int(numbers.flatten()[outside])
+            raise IndexError(f"ids[{where}] is {value}, and the table has the rows 0 to {self.rows - 1}")
+        return numbers
+
+    def _start(self, ids: torch.Tensor, out: torch.Tensor | None) -> tuple[Batch, torch.Tensor, torch.Tensor]:
+        """Start a read. Returns it, the rows in host memory, and the tensor for the caller."""
+        numbers = self._checked(ids)
+        shape = (*numbers.shape, *self.row_shape)
+        if out is not None:
+            if out.dtype != self.dtype:
+                raise TypeError(f"out must be of the table's dtype {self.dtype}, got {out.dtype}")
+            if tuple(out.shape) != shape:
+                raise ValueError(f"out must have the shape {shape}, got {tuple(out.shape)}")
+        if out is not None and out.device.type == "cpu" and out.is_contiguous():
+            rows = out.detach()
+        else:
+            pinned = out is not None and out.device.type == "cuda"
+            rows = torch.empty(shape, dtype=self.dtype, device="cpu", pin_memory=pinned)
+        with self._lock:
+            self._check_usable()
+            self._refresh()
+            batch = self._reader.start(numbers, rows, 0, self._layout.values.nbytes, False)
+        return batch, rows, rows if out is None else out
+
+    def _refresh(self) -> bool:
+        """Go on to the writer's last commit, if this is a reader and there is a newer one. Returns whether there was."""
+        if self._writer is not None or self._directories is None or not self._layout.updatable:
+            return False
+        version = self._version_of_manifest()
+        if version == self._manifest_version:
+            return False
+        _, _, epochs = load_manifest(self._directories[0])
+        self._manifest_version = version
+        self._reader.finish_all()
+        self._cache.clear()
+        self._cache.set_visible(epochs.committed, list(epochs.abandoned))
+        return True
+
+    def _version_of_manifest(self) -> tuple[int, int, int]:
+        if self._directories is None:
+            return 0, 0, 0
+        status = os.stat(self._directories[0] / MANIFEST_NAME)
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+    # -- changing
+
+    def write(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Change rows. Reads see it at once; it is on the drive after :meth:`commit`. Blocks while memory is full of changed rows.
+
+        Args:
+            ids: Numbers of the rows. Of equal numbers the last one counts.
+            rows: Their values, of shape ``ids.shape + row_shape`` and the table's dtype.
+
+        Raises:
+            IndexError, TypeError, ValueError: As for :meth:`read`; nothing is changed then.
+            PermissionError: If the table was not opened ``writable``.
+            OSError: From the drive: also if an earlier row could not be written. Some rows may be changed.
+        """
+        numbers = self._checked(ids).flatten()
+        if rows.dtype != self.dtype or tuple(rows.shape) != (*ids.shape, *self.row_shape):
+            raise ValueError(
+                f"rows must have the shape {(*ids.shape, *self.row_shape)} in {self.dtype}, got {tuple(rows.shape)} in {rows.dtype}"
+            )
+        rows = rows.detach().to("cpu").contiguous().view(numbers.numel(), *self.row_shape)
+        numbers, last = _last_of_each(numbers)
+        self._change(numbers, lambda begin, end, records: self._layout.values.of(records).copy_(rows[last[begin:end]]))
+
+    def read_records(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return rows with their states, by name: ``"values"``, and as :attr:`states` has them. Blocks.
+
+        Args:
+            ids: Numbers of rows, of one dimension. They stay in memory, as far as there is room.
+
+        Raises:
+            IndexError, TypeError, ValueError, OSError: As :meth:`read` does.
+        """
+        numbers = self._checked(ids)
+        records = torch.empty(numbers.numel(), self._layout.record_bytes, dtype=torch.uint8)
+        self._read_records(numbers, records)
+        return {each.name: each.of(records) for each in self._layout.columns}
+
+    def write_records(self, ids: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
+        """Change rows and their states: as :meth:`write`, but numbers have one dimension, and each occurs once.
+
+        Args:
+            ids: Numbers of rows.
+            columns: Values and states by name. Those that are missing stay as they are.
+
+        Raises:
+            IndexError, TypeError, ValueError, PermissionError, OSError: As :meth:`write` does; ValueError also for unknown names.
+        """
+        numbers = self._checked(ids)
+        known = {each.name: each for each in self._layout.columns}
+        if columns.keys() - known.keys():
+            raise ValueError(f"the table has no {sorted(columns.keys() - known.keys())}, but {sorted(known)}")
+
+        def fill(begin: int, end: int, records: torch.Tensor) -> None:
+            for name, values in columns.items():
+                known[name].of(records).copy_(values[begin:end])
+
+        self._change(numbers, fill, all_columns=columns.keys() == known.keys())
+
+    def _read_records(self, numbers: torch.Tensor, records: torch.Tensor) -> None:
+        with self._lock:
+            self._check_usable()
+            batch = self._reader.start(numbers, records, 0, self._layout.record_bytes, True)
+        self._reader.finish(batch)
+        with self._lock:
+            failure = self._reader.failure_of(batch)
+        if failure is not None:
+            raise failure
+
+    def _change(
+        self, numbers: torch.Tensor, fill: Callable[[int, int, torch.Tensor], object], all_columns: bool = False
+    ) -> None:
+        """Change rows, some at a time: ``fill(begin, end, records)`` puts the new values of some numbers into their records."""
+        writer = self._writer_here()
+        whole = all_columns or len(self._layout.columns) == 1
+        step = writer.rows_at_a_time
+        with self._lock:
+            for begin in range(0, numbers.numel(), step):
+                some = numbers[begin : begin + step].contiguous()
+                records = torch.zeros(some.numel(), self._layout.record_bytes, dtype=torch.uint8)
+                if not whole:
+                    self._read_records(some, records)
+                fill(begin, begin + some.numel(), records)
+                writer.change(some, records)
+
+    def commit(self) -> int:
+        """Make the changes so far the table's last commit, as a whole: after a crash at any time it is that, or the one before.
+
+        Blocks until it is on stable storage. Without changes since the last commit it does nothing.
+
+        Returns:
+            The number of the commit, which grows.
+
+        Raises:
+            PermissionError: If the table was not opened ``writable``.
+            OSError: From the drive, such as ENOSPC. The last commit is the one before then; the changes are still there, and commit()
+                may be called again.
+        """
+        writer = self._writer_here()
+        with self._lock:
+            return writer.commit()
+
+    def rollback(self) -> None:
+        """Undo the changes since the last commit. Raises PermissionError and OSError; call it again after the latter."""
+        writer = self._writer_here()
+        with self._lock:
+            self._reader.finish_all()
+            writer.rollback()
+
+    def _writer_here(self) -> RowWriter:
+        with self._lock:
+            self._check_usable()
+            if self._writer is None:
+                raise PermissionError(f"the table '{self._layout.files[0].parent}' was opened to be read: open it with writable=True")
+            return self._writer
+
+    # -- the end, and other processes
+
+    def stats(self) -> TableStats:
+        """Return what the table has done since it was opened in this process."""
+        with self._lock:
+            reader, writer, cache = self._reader, self._writer, self._cache
+            return TableStats(
+                hits=reader.hits,
+                misses=reader.misses,
+                rows_read=reader.rows_read,
+                rows_written=0 if writer is None else writer.rows_written,
+                bytes_read=reader.bytes_read,
+                bytes_written=0 if writer is None else writer.bytes_written,
+                commits=0 if writer is None else writer.commits,
+                cached_rows=cache.used,
+                cache_capacity=cache.slots,
+                changed_rows=cache.changed + cache.writing,
+                pinned_rows=cache.pinned,
+            )
+
+    def _check_usable(self) -> None:
+        """Open the table again in a forked child. Raises ValueError after :meth:`close`."""
+        if self._closed:
+            raise ValueError("the table is closed")
+        if os.getpid() != self._pid:
+            self._writer, self._locks = None, []
+            _, _, epochs = (None, None, Epochs()) if self._directories is None else load_manifest(self._directories[0])
+            self._open(epochs, writable=False)
+
+    def close(self) -> None:
+        """Close the files. What was changed and not committed is lost. Idempotent.
+
+        Raises:
+            OSError: From the drive. The table is closed nevertheless.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                if os.getpid() == self._pid:
+                    self._reader.finish_all()
+                    if self._writer is not None:
+                        self._writer.close()
+            finally:
+                self._release()
+
+    def _release(self) -> None:
+        with defer_interrupts():
+            self._closed = True
+            if os.getpid() != self._pid:
+                return
+            for file in self._files:
+                file.close()
+            self._engine.close()
+            for lock in self._locks:
+                lock.release()
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened_again, (self._source, self.memory_budget, self._config)
+
+
+def _opened_again(source: dict[str, Any], memory_budget: int, config: AioConfig | None) -> Table:
+    source = dict(source)
+    return Table.open(source.pop("paths"), source.pop("name"), **source, memory_budget=memory_budget, config=config)
+
+
+def _absolute(paths: AnyPath | Iterable[AnyPath]) -> list[Path]:
+    given = [paths] if isinstance(paths, str | bytes | os.PathLike) else list(paths)
+    found = [Path(os.path.abspath(os.fsdecode(each))) for each in given]
+    if not found:
+        raise ValueError("a table needs a directory, got none")
+    if len(set(found)) < len(found):
+        raise ValueError(f"a directory is given twice: {', '.join(map(str, found))}")
+    return found
+
+
+def _delivered(rows: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Return the tensor for the caller, which has the rows."""
+    if result is not rows and result.data_ptr() != rows.data_ptr():
+        with torch.no_grad():
+            result.copy_(rows)
+    return result
+
+
+def _last_of_each(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each number once, ascending, and where it is for the last time."""
+    ordered, positions = torch.sort(numbers, stable=True)
+    last = torch.ones(ordered.numel(), dtype=torch.bool)
+    if ordered.numel():
+        last[:-1] = ordered[1:] != ordered[:-1]
+    return ordered[last].contiguous(), positions[last]

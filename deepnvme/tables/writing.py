@@ -1,0 +1,249 @@
+"""Changed rows: kept in memory, written behind, and committed together."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepnvme._interrupts import defer_interrupts
+from deepnvme.engine import Engine, File, Future
+from deepnvme.memory.alignment import padded
+from deepnvme.ops import load_async_io
+
+from .layout import TableLayout
+from .manifest import Epochs, save_manifest
+from .reading import RowReader, int64_at
+
+if TYPE_CHECKING:
+    from deepnvme.ops.aio.async_io_op.tables import RowCache, WriteBatch
+
+_STAGING_BYTES = 16 << 20
+"""Bytes that are being written at a time."""
+_PART_BYTES = 1 << 20
+"""Bytes that are written together."""
+_RESERVED_EPOCHS = 1 << 16
+"""Commits until the manifest has to be written once more. Of so many epochs, a writer that crashes abandons the rest."""
+
+
+@dataclass(eq=False)
+class _Write:
+    """Rows on their way to the drive."""
+
+    native: WriteBatch
+    staging: torch.Tensor
+    futures: list[Future]
+
+
+class RowWriter:
+    """Changes rows of one table, whose two versions make a commit whole or undone. Its methods are called with the table's lock held.
+
+    A changed row stays in memory until it is written, which is begun when a quarter of the cache is changed. It is written to the
+    version that the last commit does not have. A commit waits for all of that, flushes the files, and then says in the manifest which
+    epoch is the last that counts.
+
+    Args:
+        engine: Writes the files.
+        files: Of the layout, open for reading and writing.
+        layout: Where the rows are.
+        cache: The rows that are in memory.
+        reader: Reads rows that are not.
+        directories: Of the table; the first has the manifest.
+        epochs: Of the manifest, for a new writer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        files: Sequence[File],
+        layout: TableLayout,
+        cache: RowCache,
+        reader: RowReader,
+        directories: list[Path],
+        epochs: Epochs,
+    ) -> None:
+        self._engine, self._files, self._layout, self._cache, self._reader = engine, files, layout, cache, reader
+        self._directories = directories
+        self.epochs = epochs
+        self._written_in_epoch = False
+        self._rows_per_part = max(_PART_BYTES // layout.version_bytes, 1)
+        self._staging: deque[torch.Tensor] | None = None
+        self._under_way: deque[_Write] = deque()
+        self._error: OSError | None = None
+        self.commits = self.bytes_written = self.rows_written = 0
+        self._show()
+
+    def _show(self) -> None:
+        self._cache.set_visible(self.epochs.present, list(self.epochs.abandoned))
+
+    @property
+    def rows_at_a_time(self) -> int:
+        """Most rows that :meth:`change` takes: they are all in memory before they are written."""
+        return max(self._cache.slots // 4, 1)
+
+    def change(self, rows: torch.Tensor, records: torch.Tensor) -> None:
+        """Replace the records of rows.
+
+        Args:
+            rows: Their numbers, int64, contiguous, each once; at most :attr:`rows_at_a_time`.
+            records: Bytes of shape (rows, record), contiguous.
+
+        Raises:
+            OSError: From the drive. Some rows may have been changed then.
+        """
+        self._make_room(len(rows))
+        epoch = self.epochs.present
+        while absent := self._cache.change(rows.data_ptr(), len(rows), records.data_ptr(), epoch):
+            # Where their last committed version is, is read from the drive.
+            rows, records = rows[absent].contiguous(), records[absent].contiguous()
+            batch = self._reader.start(rows, None, 0, 0, True)
+            self._reader.finish(batch)
+            failure = self._reader.failure_of(batch)
+            if failure is not None:
+                raise failure
+        if self._cache.changed >= self._cache.slots // 4:
+            self._write_some()
+
+    def _make_room(self, rows: int) -> None:
+        """Have so many rows in memory that need not stay."""
+        most = self._cache.slots - self._cache.pinned - rows
+        while self._cache.changed + self._cache.writing > most:
+            self._collect()
+            if self._cache.changed and (self._staging is None or self._staging):
+                self._write_some(1)
+            elif self._under_way:
+                self._finish(self._under_way.popleft())
+            else:
+                break
+            self._raise_error()
+
+    def _write_some(self, parts: int | None = None) -> None:
+        """Begin to write changed rows, as far as there is memory for it. Does not block, but for the first write of an epoch."""
+        self._collect()
+        while self._cache.changed and (parts is None or parts > 0):
+            if self._staging is None:
+                self._staging = deque(self._new_staging())
+            if not self._staging:
+                return
+            self._begin_epoch()
+            self._write_part()
+            parts = None if parts is None else parts - 1
+
+    def _new_staging(self) -> list[torch.Tensor]:
+        part_bytes = self._rows_per_part * self._layout.version_bytes
+        count = max(_STAGING_BYTES // part_bytes, 2)
+        memory = self._engine.empty_pinned(count * padded(part_bytes, 4096), torch.uint8)
+        return [part[:part_bytes] for part in memory.view(count, -1)]
+
+    def _begin_epoch(self) -> None:
+        """Have the manifest say that versions of this epoch may be on the drive, before they are."""
+        if self.epochs.present > self.epochs.reserved:
+            reserving = replace(self.epochs, reserved=self.epochs.present + _RESERVED_EPOCHS)
+            save_manifest(self._directories, self._layout, reserving)
+            self.epochs = reserving
+        self._written_in_epoch = True
+
+    def _write_part(self) -> None:
+        assert self._staging is not None
+        size = self._layout.version_bytes
+        with defer_interrupts():
+            staging = self._staging.popleft()
+            native = load_async_io().tables.WriteBatch(self._cache, self._rows_per_part, staging.data_ptr())
+            write = _Write(native, staging, [])
+            self._under_way.append(write)
+            begin = 0
+            try:
+                for volume, address, count in native.parts:
+                    versions = staging[begin * size : (begin + count) * size].view(count, size)
+                    write.futures.append(self._engine.scatter(self._files[volume], int64_at(address, count), versions))
+                    begin += count
+            except OSError as error:
+                self._error = error
+                self._under_way.pop()
+                self._end(write, succeeded=False)
+                return
+        self.bytes_written += native.rows * size
+        self.rows_written += native.rows
+
+    def _collect(self) -> None:
+        """Note which writes have ended."""
+        while self._under_way and all(future.done() for future in self._under_way[0].futures):
+            self._finish(self._under_way.popleft())
+
+    def _finish(self, write: _Write) -> None:
+        errors = [error for future in write.futures if (error := future.exception()) is not None]
+        if errors:
+            self._error = errors[0]
+        self._end(write, succeeded=not errors)
+
+    def _end(self, write: _Write, succeeded: bool) -> None:
+        for future in write.futures:
+            future.exception()
+        write.native.written(succeeded)
+        assert self._staging is not None
+        self._staging.append(write.staging)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def flush(self) -> None:
+        """Write all that is changed, to stable storage. Blocks. Raises OSError; what could not be written is still changed then."""
+        self._raise_error()
+        while self._cache.changed or self._under_way:
+            self._write_some()
+            if self._under_way:
+                self._finish(self._under_way.popleft())
+            self._raise_error()
+        if self._written_in_epoch:
+            for future in [self._engine.fsync(file) for file in self._files]:
+                future.result()
+
+    def commit(self) -> int:
+        """Make all changes so far the table's last commit. Blocks.
+
+        Returns:
+            Its number.
+
+        Raises:
+            OSError: From the drive. The last commit is the one before then, and all changes are still there.
+        """
+        self.flush()
+        if self._written_in_epoch:
+            committed = replace(self.epochs, committed=self.epochs.present)
+            save_manifest(self._directories, self._layout, committed)
+            with defer_interrupts():
+                self.epochs = committed
+                self._written_in_epoch = False
+                self.commits += 1
+                self._show()
+        return self.epochs.committed
+
+    def rollback(self) -> None:
+        """Go back to the last commit. Blocks for writes under way. Raises OSError; call it again then."""
+        while self._under_way:
+            self._finish(self._under_way.popleft())
+        self._error = None
+        if self._written_in_epoch:
+            epochs = replace(self.epochs, reserved=self.epochs.present).begin()
+            save_manifest(self._directories, self._layout, epochs)
+            present = self.epochs.present
+            with defer_interrupts():
+                self._cache.drop_changed(present)
+                self.epochs = epochs
+                self._written_in_epoch = False
+                self._show()
+        else:
+            self._cache.drop_changed(self.epochs.present)
+
+    def close(self) -> None:
+        """Wait for writes under way. What was not committed is lost."""
+        while self._under_way:
+            self._finish(self._under_way.popleft())
+        if not self._written_in_epoch and self.epochs.reserved > self.epochs.committed >= self.epochs.present - 1:
+            save_manifest(self._directories, self._layout, replace(self.epochs, reserved=self.epochs.committed))
