@@ -92,7 +92,8 @@ class File(Protocol):
 
     @property
     def sector_size(self) -> int:
-        """Bytes. Direct transfers begin and end at multiples of this, in the file and in memory. 1 if the file has no direct I/O."""
+        """Bytes. Direct transfers begin and end at multiples of this, in the file and in memory. 1 if the file has no direct I/O.
+        """
 
     def size(self) -> int:
         """Return the file's present size in bytes."""
@@ -373,7 +374,8 @@ class Engine:
         return self._native.fsync(target)
 
     def open(
-        self, path: str | bytes | os.PathLike[str], mode: FileMode = "r", *, whole_pages: bool = False, whole_sectors: bool = False
+        self, path: str | bytes | os.PathLike[str], mode: FileMode = "r", *, whole_pages: bool = False, whole_sectors: bool =
+        False
     ) -> File:
         """Open a file once, for many transfers.
 

@@ -7,7 +7,8 @@ def load_async_io() -> ModuleType:
     """Return the compiled ``async_io`` op; the stubs in ``aio/async_io_op/`` say what it holds.
 
     It is compiled on first use, unless the installation did, which blocks for seconds. The engine and DeepSpeed's handle are at
-    its top; the submodules ``checkpoint``, ``memory``, ``quantization`` and ``tables`` hold what the package has compiled besides I/O.
+    its top; the submodules ``checkpoint``, ``memory``, ``quantization`` and ``tables`` hold what the package has compiled
+    besides I/O.
 
     Raises:
         RuntimeError: If it cannot be built, with what to do about it.

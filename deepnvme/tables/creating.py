@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
 from deepnvme.profiles import engine_for
-from deepnvme.store.directory_lock import LOCK_NAME, DirectoryLock
+from deepnvme.store.directory_lock import DirectoryLock
 
 from .layout import Column, TableLayout
 from .manifest import MANIFEST_NAME, ROWS_NAME, Epochs, save_manifest
@@ -39,10 +39,20 @@ def create_files(
     rows: int,
     columns: tuple[Column, ...],
     values: Values | None,
+    initial: Mapping[str, float],
     updatable: bool,
     config: AioConfig | None,
 ) -> None:
     """Make the files of a table. Blocks until they are on stable storage.
+
+    Args:
+        directories: Of the table.
+        rows: How many.
+        columns: Of each row.
+        values: Returns some of the rows; None for zeros.
+        initial: What the elements of the other columns begin with, by name.
+        updatable: Whether each row has two versions.
+        config: Settings of the engine.
 
     Raises:
         FileExistsError: If there is a table in the first directory.
@@ -71,11 +81,12 @@ def create_files(
                     preallocate(descriptor, 0, size, str(path), "give the table a directory on a larger drive")
                 finally:
                     os.close(descriptor)
-        if values is not None:
-            _fill(engine, files, layout, values)
+        filled = values is not None or any(initial.values())
+        if filled:
+            _fill(engine, files, layout, values, initial)
         for future in [engine.fsync(file) for file in files]:
             future.result()
-        committed = _FIRST_EPOCH if updatable and values is not None else 0
+        committed = _FIRST_EPOCH if updatable and filled else 0
         save_manifest(directories, layout, Epochs(committed, committed))
 
 
@@ -94,21 +105,23 @@ def _layout_of(paths: list[Path], rows: int, columns: tuple[Column, ...], updata
     return TableLayout(tuple(paths), rows, columns, 0, version, chunk)
 
 
-def _fill(engine: Engine, files: Sequence[File], layout: TableLayout, values: Values) -> None:
+def _fill(
+    engine: Engine, files: Sequence[File], layout: TableLayout, values: Values | None, initial: Mapping[str, float]
+) -> None:
     """Write all rows, in their order, some at a time: while one part is made, the one before is written."""
     turn = layout.chunk * len(files)  # rows after which the first file has its turn again
     step = max(_FILL_BYTES // layout.stride // turn, 1) * turn
     under_way: deque[Future] = deque()
     for begin in range(0, layout.rows, step):
         end = min(begin + step, layout.rows)
-        given = values(begin, end)
         column = layout.values
+        given = torch.zeros(end - begin, *column.shape, dtype=column.dtype) if values is None else values(begin, end)
         if tuple(given.shape) != (end - begin, *column.shape) or given.dtype != column.dtype:
             raise ValueError(
                 f"values of rows {begin} to {end} must have the shape {(end - begin, *column.shape)} in {column.dtype},"
                 f" got {tuple(given.shape)} in {given.dtype}"
             )
-        images = _images(layout, given)
+        images = _images(layout, given, initial)
         while len(under_way) >= 2 * len(files):
             under_way.popleft().result()
         for volume, file in enumerate(files):
@@ -120,14 +133,15 @@ def _fill(engine: Engine, files: Sequence[File], layout: TableLayout, values: Va
         under_way.popleft().result()
 
 
-def _images(layout: TableLayout, values: torch.Tensor) -> torch.Tensor:
+def _images(layout: TableLayout, values: torch.Tensor, initial: Mapping[str, float]) -> torch.Tensor:
     """Return records as they are on the drive, bytes of shape (rows, stride)."""
     images = torch.zeros(len(values), layout.stride, dtype=torch.uint8)
     header = load_async_io().tables.VERSION_HEADER_BYTES if layout.updatable else 0
     if header:
         images[:, :header].copy_(torch.tensor([_FIRST_EPOCH]).view(torch.uint8).expand(len(values), header))
-    raw = values.detach().to("cpu").contiguous().view(len(values), -1).view(torch.uint8)
-    images[:, header : header + layout.values.nbytes].copy_(raw)
+    records = images[:, header : header + layout.record_bytes]
+    for column in layout.columns:
+        column.of(records).copy_(values.detach() if column is layout.values else torch.tensor(initial[column.name]))
     return images
 
 
@@ -135,5 +149,5 @@ def _rows_of(layout: TableLayout, images: torch.Tensor, volume: int, volumes: in
     """Return those images that a volume has, of a range of rows that begins with the first volume's turn."""
     if volumes == 1:
         return images
-    parts = images.split(layout.chunk)
+    parts = torch.split(images, layout.chunk)
     return torch.cat([images[:0], *parts[volume::volumes]])

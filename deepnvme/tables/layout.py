@@ -43,16 +43,21 @@ def _strided(part: torch.Tensor, column: Column) -> torch.Tensor:
     """Return columns that are not contiguous as tensors of their dtype and shape."""
     itemsize = column.dtype.itemsize
     storage = part.view(torch.uint8).untyped_storage()
-    whole = torch.empty(0, dtype=column.dtype, device=part.device).set_(storage)  # type: ignore[call-overload]
+    whole = torch.empty(0, dtype=column.dtype, device=part.device).set_(storage)
     inner = torch.empty(column.shape, device="meta").stride()
-    return whole.as_strided(
-        (len(part), *column.shape), (part.stride(0) // itemsize, *inner), part.storage_offset() // itemsize
-    )
+    return whole.as_strided((len(part), *column.shape), (part.stride(0) // itemsize, *inner), part.storage_offset() // itemsize)
 
 
-def columns_of(
-    dtype: torch.dtype, shape: Sequence[int], states: Mapping[str, tuple[torch.dtype, Sequence[int]]] | None = None
-) -> tuple[Column, ...]:
+class State(NamedTuple):
+    """An optimizer state of one row."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+    initial: float = 0.0
+    """The value that all its elements begin with."""
+
+
+def columns_of(dtype: torch.dtype, shape: Sequence[int], states: Mapping[str, State] | None = None) -> tuple[Column, ...]:
     """Return the columns of a record: the values, and states after them.
 
     Raises:
@@ -60,8 +65,8 @@ def columns_of(
     """
     columns: list[Column] = []
     end = 0
-    for name, (kind, each) in {VALUES: (dtype, shape), **(states or {})}.items():
-        column = Column(name, kind, tuple(each), padded(end, _COLUMN_ALIGNMENT))
+    for name, state in {VALUES: State(dtype, shape), **(states or {})}.items():
+        column = Column(name, state.dtype, tuple(state.shape), padded(end, _COLUMN_ALIGNMENT))
         end = column.offset + column.nbytes
         columns.append(column)
     if not columns[0].nbytes:

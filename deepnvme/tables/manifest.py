@@ -1,11 +1,15 @@
-"""The file that makes a directory a table: what its rows are, and which commit was the last one. It is always replaced as a whole."""
+"""The file that makes a directory a table: what its rows are, and which commit was the last one. It is always replaced as a
+whole.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -43,6 +47,7 @@ class _Fields(BaseModel):
     committed: int
     reserved: int
     abandoned: list[tuple[int, int]]
+    attributes: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Epochs:
     """The last epoch that versions on the drive may belong to."""
     abandoned: tuple[tuple[int, int], ...] = ()
     """First and last of epochs that were never committed, ascending."""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    """What the last commit has noted besides, such as the number of steps: what JSON can hold."""
 
     def begin(self) -> Epochs:
         """Return the epochs for a new writer: what the one before has reserved and not committed is abandoned."""
@@ -85,14 +92,14 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) 
         committed=epochs.committed,
         reserved=epochs.reserved,
         abandoned=list(epochs.abandoned),
+        attributes=dict(epochs.attributes),
     )
     path = directories[0] / MANIFEST_NAME
     new = path.with_suffix(".new")
-    with replacing(path, new), naming_file(new):
-        with open(new, "w", encoding="utf-8") as file:
-            file.write(fields.model_dump_json(indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    with replacing(path, new), naming_file(new), open(new, "w", encoding="utf-8") as file:
+        file.write(fields.model_dump_json(indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     sync_directory(directories[0])
 
 
@@ -117,4 +124,4 @@ def load_manifest(directory: Path) -> tuple[list[Path], TableLayout, Epochs]:
     layout = TableLayout(
         tuple(each / ROWS_NAME for each in directories), fields.rows, columns, 0, fields.version_bytes, fields.chunk
     )
-    return directories, layout, Epochs(fields.committed, fields.reserved, tuple(fields.abandoned))
+    return directories, layout, Epochs(fields.committed, fields.reserved, tuple(fields.abandoned), fields.attributes)

@@ -21,7 +21,7 @@ from deepnvme.profiles import engine_for
 from deepnvme.store.directory_lock import DirectoryLock
 
 from .creating import create_files
-from .layout import TableLayout, columns_of
+from .layout import State, TableLayout, columns_of
 from .manifest import MANIFEST_NAME, Epochs, load_manifest
 from .opening import CheckpointFormat, find_layout
 from .reading import Batch, FailedRow, RowReader, RowsFuture, unit_of
@@ -89,9 +89,11 @@ class Table:
     >>> table = Table.from_tensor("/mnt/nvme/features", features)
     >>> rows = table.read(torch.tensor([[3, 1], [4, 1]]))    # shape (2, 2, ...)
 
-    Made by :meth:`create`, :meth:`from_tensor` or :meth:`open`. The rows used most often stay in memory, within a budget. Thread-safe.
+    Made by :meth:`create`, :meth:`from_tensor` or :meth:`open`. The rows used most often stay in memory, within a budget.
+    Thread-safe.
 
-    In a forked child, and in a copy that was pickled, as a DataLoader's workers have them, the table opens itself again to be read.
+    In a forked child, and in a copy that was pickled, as a DataLoader's workers have them, the table opens itself again to be
+    read.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Table:
         dtype: torch.dtype,
         *,
         values: Callable[[int, int], torch.Tensor] | None = None,
-        states: Mapping[str, tuple[torch.dtype, Sequence[int]]] | None = None,
+        states: Mapping[str, State] | None = None,
         updatable: bool = True,
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
         config: AioConfig | None = None,
@@ -126,13 +128,14 @@ class Table:
         """Make a new table and open it. Blocks until its rows are on the drive.
 
         Args:
-            paths: A directory, which is created if it is missing, or several on different drives, over which the rows are striped.
+            paths: A directory, which is created if it is missing, or several on different drives, over which the rows are
+                striped.
             rows: How many.
             shape: Of one row.
             dtype: Of the values.
-            values: Returns rows ``begin`` to ``end``, of shape ``(end - begin, *shape)``; called for all rows in their order, some
-                thousand at a time. None for zeros.
-            states: Optimizer states that are kept beside each row: dtype and shape of one row's, by name. They begin as zeros.
+            values: Returns rows ``begin`` to ``end``, of shape ``(end - begin, *shape)``; called for all rows in their order,
+                some thousand at a time. None for zeros.
+            states: Optimizer states that are kept beside each row, by name.
             updatable: Whether rows can be changed. Each then takes twice its bytes, and whole sectors: see docs/tables.md.
             memory_budget: As for :meth:`open`.
             config: Settings of the engine; None for the profile of the drive.
@@ -145,7 +148,8 @@ class Table:
         columns = columns_of(dtype, (shape,) if isinstance(shape, int) else shape, states)
         directories = _absolute(paths)
         byte_count(rows, "rows")
-        create_files(directories, rows, columns, values, updatable, config)
+        initial = {name: state.initial for name, state in (states or {}).items()}
+        create_files(directories, rows, columns, values, initial, updatable, config)
         return cls.open(paths, writable=updatable, memory_budget=memory_budget, config=config)
 
     @classmethod
@@ -191,16 +195,16 @@ class Table:
         """Open a table, or a file that is one already, without a copy.
 
         Args:
-            paths: The directory of a table, or of one over several drives the first; a ``.npy`` file; a ``.safetensors`` or ``.pt``
-                file; or any other file, whose rows are as ``dtype`` and ``shape`` say.
+            paths: The directory of a table, or of one over several drives the first; a ``.npy`` file; a ``.safetensors`` or
+                ``.pt`` file; or any other file, whose rows are as ``dtype`` and ``shape`` say.
             name: Of the tensor in a ``.safetensors`` or ``.pt`` file that has several.
             dtype: Of the values in a raw file.
             shape: Of one row in a raw file.
             offset: Bytes from the start of a raw file to its first row.
-            writable: Whether rows will be changed: of tables that were created ``updatable``. There is one writer at a time, and any
-                number of readers beside it, which see its last commit.
-            memory_budget: Bytes of rows that stay in memory, with what is needed to find them. Up to 48 MiB more are used for rows on
-                their way.
+            writable: Whether rows will be changed: of tables that were created ``updatable``. There is one writer at a time,
+                and any number of readers beside it, which see its last commit.
+            memory_budget: Bytes of rows that stay in memory, with what is needed to find them. Up to 48 MiB more are used for
+                rows on their way.
             config: Settings of the engine; None for the profile of the drive.
 
         Raises:
@@ -247,13 +251,11 @@ class Table:
                 self._files.append(self._engine.open(path, "r+" if writable else "r", whole_sectors=True))
             self._check_sizes()
             self._memory, self._cache = self._new_cache(writable)
-            self._cache.set_visible(epochs.committed, list(epochs.abandoned))
+            self._show(epochs)
             self._reader = RowReader(self._engine, self._files, layout, self._cache, self._lock)
             if writable:
                 assert self._directories is not None
-                self._writer = RowWriter(
-                    self._engine, self._files, layout, self._cache, self._reader, self._directories, epochs
-                )
+                self._writer = RowWriter(self._engine, self._files, layout, self._cache, self._reader, self._directories, epochs)
         except BaseException:
             self._release()
             raise
@@ -273,7 +275,7 @@ class Table:
         slot = native.slot_bytes(layout.record_bytes)
 
         def fits(slots: int) -> bool:
-            return slots * slot + native.overhead_bytes(layout.rows, slots) <= self.memory_budget
+            return bool(slots * slot + native.overhead_bytes(layout.rows, slots) <= self.memory_budget)
 
         slots, step = 0, 1 << (min(self.memory_budget // slot, layout.rows).bit_length())
         while step:
@@ -342,14 +344,13 @@ class Table:
 
     # -- reading
 
-    def read(
-        self, ids: torch.Tensor, out: torch.Tensor | None = None, *, errors: Errors = "raise"
-    ) -> torch.Tensor | PartialRows:
+    def read(self, ids: torch.Tensor, out: torch.Tensor | None = None, *, errors: Errors = "raise") -> torch.Tensor | PartialRows:
         """Return rows by their numbers. Blocks.
 
         Args:
             ids: Integers of any shape and in any order; the same may occur more than once.
-            out: A tensor of shape ``ids.shape + row_shape`` and the table's dtype to put them in, on any device. None for a new one.
+            out: A tensor of shape ``ids.shape + row_shape`` and the table's dtype to put them in, on any device. None for a
+                new one.
             errors: "raise", or "partial" to have the rows that can be read although others cannot.
 
         Returns:
@@ -430,7 +431,7 @@ class Table:
         Raises:
             IndexError, TypeError, ValueError, OSError: As :meth:`read` does.
         """
-        numbers = self._checked(ids).unique()
+        numbers = torch.unique(self._checked(ids))
         with self._lock:
             self._check_usable()
             room = self._cache.slots * 9 // 10 - self._cache.pinned
@@ -494,8 +495,12 @@ class Table:
         self._manifest_version = version
         self._reader.finish_all()
         self._cache.clear()
-        self._cache.set_visible(epochs.committed, list(epochs.abandoned))
+        self._show(epochs)
         return True
+
+    def _show(self, epochs: Epochs) -> None:
+        self._epochs = epochs
+        self._cache.set_visible(epochs.committed, list(epochs.abandoned))
 
     def _version_of_manifest(self) -> tuple[int, int, int]:
         if self._directories is None:
@@ -506,7 +511,8 @@ class Table:
     # -- changing
 
     def write(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Change rows. Reads see it at once; it is on the drive after :meth:`commit`. Blocks while memory is full of changed rows.
+        """Change rows. Reads see it at once; it is on the drive after :meth:`commit`. Blocks while memory is full of changed
+        rows.
 
         Args:
             ids: Numbers of the rows. Of equal numbers the last one counts.
@@ -520,7 +526,8 @@ class Table:
         numbers = self._checked(ids).flatten()
         if rows.dtype != self.dtype or tuple(rows.shape) != (*ids.shape, *self.row_shape):
             raise ValueError(
-                f"rows must have the shape {(*ids.shape, *self.row_shape)} in {self.dtype}, got {tuple(rows.shape)} in {rows.dtype}"
+                f"rows must have the shape {(*ids.shape, *self.row_shape)} in {self.dtype},"
+                f" got {tuple(rows.shape)} in {rows.dtype}"
             )
         rows = rows.detach().to("cpu").contiguous().view(numbers.numel(), *self.row_shape)
         numbers, last = _last_of_each(numbers)
@@ -571,9 +578,7 @@ class Table:
         if failure is not None:
             raise failure
 
-    def _change(
-        self, numbers: torch.Tensor, fill: Callable[[int, int, torch.Tensor], object], all_columns: bool = False
-    ) -> None:
+    def _change(self, numbers: torch.Tensor, fill: Callable[[int, int, torch.Tensor], object], all_columns: bool = False) -> None:
         """Change rows, some at a time: ``fill(begin, end, records)`` puts the new values of some numbers into their records."""
         writer = self._writer_here()
         whole = all_columns or len(self._layout.columns) == 1
@@ -587,22 +592,32 @@ class Table:
                 fill(begin, begin + some.numel(), records)
                 writer.change(some, records)
 
-    def commit(self) -> int:
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What the last commit has noted besides the rows, such as a number of steps."""
+        with self._lock:
+            self._check_usable()
+            return dict(self._epochs.attributes if self._writer is None else self._writer.epochs.attributes)
+
+    def commit(self, attributes: Mapping[str, Any] | None = None) -> int:
         """Make the changes so far the table's last commit, as a whole: after a crash at any time it is that, or the one before.
 
         Blocks until it is on stable storage. Without changes since the last commit it does nothing.
+
+        Args:
+            attributes: What is committed with the rows, for :attr:`attributes`: what JSON can hold. None for what it is now.
 
         Returns:
             The number of the commit, which grows.
 
         Raises:
             PermissionError: If the table was not opened ``writable``.
-            OSError: From the drive, such as ENOSPC. The last commit is the one before then; the changes are still there, and commit()
-                may be called again.
+            OSError: From the drive, such as ENOSPC. The last commit is the one before then; the changes are still there, and
+                commit() may be called again.
         """
         writer = self._writer_here()
         with self._lock:
-            return writer.commit()
+            return writer.commit(attributes)
 
     def rollback(self) -> None:
         """Undo the changes since the last commit. Raises PermissionError and OSError; call it again after the latter."""
@@ -615,7 +630,9 @@ class Table:
         with self._lock:
             self._check_usable()
             if self._writer is None:
-                raise PermissionError(f"the table '{self._layout.files[0].parent}' was opened to be read: open it with writable=True")
+                raise PermissionError(
+                    f"the table '{self._layout.files[0].parent}' was opened to be read: open it with writable=True"
+                )
             return self._writer
 
     # -- the end, and other processes

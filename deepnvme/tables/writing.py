@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,11 +40,12 @@ class _Write:
 
 
 class RowWriter:
-    """Changes rows of one table, whose two versions make a commit whole or undone. Its methods are called with the table's lock held.
+    """Changes rows of one table, whose two versions make a commit whole or undone. Its methods are called with the table's
+    lock held.
 
     A changed row stays in memory until it is written, which is begun when a quarter of the cache is changed. It is written to the
-    version that the last commit does not have. A commit waits for all of that, flushes the files, and then says in the manifest which
-    epoch is the last that counts.
+    version that the last commit does not have. A commit waits for all of that, flushes the files, and then says in the
+    manifest which epoch is the last that counts.
 
     Args:
         engine: Writes the files.
@@ -204,8 +205,11 @@ class RowWriter:
             for future in [self._engine.fsync(file) for file in self._files]:
                 future.result()
 
-    def commit(self) -> int:
+    def commit(self, attributes: Mapping[str, Any] | None = None) -> int:
         """Make all changes so far the table's last commit. Blocks.
+
+        Args:
+            attributes: What is noted with it from now on; None for what is.
 
         Returns:
             Its number.
@@ -214,8 +218,9 @@ class RowWriter:
             OSError: From the drive. The last commit is the one before then, and all changes are still there.
         """
         self.flush()
-        if self._written_in_epoch:
-            committed = replace(self.epochs, committed=self.epochs.present)
+        attributes = self.epochs.attributes if attributes is None else dict(attributes)
+        if self._written_in_epoch or attributes != self.epochs.attributes:
+            committed = replace(self.epochs, committed=self.epochs.present, attributes=attributes)
             save_manifest(self._directories, self._layout, committed)
             with defer_interrupts():
                 self.epochs = committed
