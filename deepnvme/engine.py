@@ -92,8 +92,7 @@ class File(Protocol):
 
     @property
     def sector_size(self) -> int:
-        """Bytes. Direct transfers begin and end at multiples of this, in the file and in memory. 1 if the file has no direct I/O.
-        """
+        """Bytes. Direct transfers begin and end at multiples of this, in the file and in memory. 1 without direct I/O."""
 
     def size(self) -> int:
         """Return the file's present size in bytes."""

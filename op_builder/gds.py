@@ -10,6 +10,8 @@ from . import cuda
 from .async_io import AsyncIOBuilder
 
 _CUFILE = "libcufile.so.0"
+_BOUND_BY_ASYNC_IO = ("checkpoint", "engine", "memory", "quantization", "tables")
+"""What this op has not: each a file of bindings."""
 
 
 class GDSBuilder(AsyncIOBuilder):
@@ -24,7 +26,7 @@ class GDSBuilder(AsyncIOBuilder):
 
     def sources(self) -> list[str]:
         """Files to compile, relative to the directory that holds ``csrc``: the engine, cuFile and the bindings of both."""
-        async_io_only = {f"{part}_binding.cpp" for part in ("checkpoint", "engine", "memory", "quantization", "tables")} | {"async_io.cpp"}
+        async_io_only = {f"{part}_binding.cpp" for part in _BOUND_BY_ASYNC_IO} | {"async_io.cpp"}
         return self._sources("core", "engine", "gds", "bindings", without=async_io_only)
 
     def lacking(self) -> list[str]:

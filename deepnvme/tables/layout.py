@@ -111,7 +111,7 @@ class TableLayout:
         return self.version_bytes > 0
 
     def unit(self, sector: int) -> int:
-        """Return the bytes that are read as one, given the sectors of the files: a record if that is whole sectors, or a sector."""
+        """Return the bytes that are read as one: a record, if that is whole sectors of these bytes, or else a sector."""
         if self.stride % sector == 0 and self.base % self.stride == 0:
             return self.stride
         return sector

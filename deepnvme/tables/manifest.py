@@ -1,5 +1,6 @@
-"""The file that makes a directory a table: what its rows are, and which commit was the last one. It is always replaced as a
-whole.
+"""The file that makes a directory a table: what its rows are, and which commit was the last one.
+
+It is always replaced as a whole.
 """
 
 from __future__ import annotations

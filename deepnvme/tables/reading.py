@@ -1,5 +1,6 @@
-"""Reading rows: from the cache in memory, and what is missing there from the drive, in parts that are read while others are
-copied.
+"""Reading rows: from the cache in memory, and what is missing there from the drive.
+
+Rows are read in parts, so that one is copied while others are read.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class RowWriter:
             raise error
 
     def flush(self) -> None:
-        """Write all that is changed, to stable storage. Blocks. Raises OSError; what could not be written is still changed then."""
+        """Write all that is changed, to stable storage. Blocks. Raises OSError; what was not written is still changed."""
         self._raise_error()
         while self._cache.changed or self._under_way:
             self._write_some()

@@ -88,8 +88,7 @@ class RowBatch:
     def failed_positions(self) -> list[int]: ...
 
 class WriteBatch:
-    """Changed rows on their way to the drive: their versions are copied to the address ``staging``, which has room for ``most``.
-    """
+    """Changed rows on their way to the drive, copied to the address ``staging``, which has room for ``most`` versions."""
 
     def __init__(self, table: RowCache, most: int, staging: int) -> None: ...
     @property
