@@ -144,13 +144,14 @@ class FioOnFiles:
 
 @dataclass(frozen=True)
 class RandomReads:
-    """fio reading 4 KiB at random places of one file, for some time."""
+    """fio reading blocks at random places of one file, for some time."""
 
     program: str
     ioengine: str
     path: Path
     queue_depth: int
     jobs: int
+    block_bytes: int = 4096
 
     @property
     def name(self) -> str:
@@ -158,7 +159,8 @@ class RandomReads:
 
     def measure(self, seconds: float) -> dict[str, Any]:
         """Return reads, seconds and CPU seconds, all by fio's own clock. Raises ContenderFailed."""
-        command = [self.program, "--name=reads", f"--ioengine={self.ioengine}", "--rw=randread", "--bs=4k", "--direct=1"]
+        command = [self.program, "--name=reads", f"--ioengine={self.ioengine}", "--rw=randread", "--direct=1"]
+        command += [f"--bs={self.block_bytes}"]
         # It takes the same random numbers from one run to the next, unless told.
         command += [f"--filename={_escaped(self.path)}", "--randrepeat=0", "--time_based", "--group_reporting"]
         command += [f"--runtime={round(seconds * 1000)}ms", f"--iodepth={self.queue_depth}", f"--numjobs={self.jobs}"]
