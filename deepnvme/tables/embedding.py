@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from deepnvme.config import AioConfig
 
+from .creating import Values
 from .initial_rows import NormalRows
 from .layout import State
 from .manifest import MANIFEST_NAME
@@ -77,10 +78,10 @@ class RowsOnDisk(nn.Module):
     """A leaf of the shape of all rows, without memory for them: its ``grad`` is their sparse gradient. It is no parameter."""
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, path: AnyPath | Sequence[AnyPath] | None,
+        self, num_embeddings: int, embedding_dim: int, *, path: AnyPath | Sequence[AnyPath],
         padding_idx: int | None, max_norm: float | None, scale_grad_by_freq: bool, dtype: torch.dtype | None,
         optimizer: OptimizerFactory | None, memory_budget: int, config: AioConfig | None,
-        table: Table | None = None, freeze: bool = False, values: Callable[[int, int], torch.Tensor] | None = None,
+        values: Values | None = None, _table: Table | None = None, _freeze: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if max_norm is not None:
@@ -95,10 +96,10 @@ class RowsOnDisk(nn.Module):
         self.scale_grad_by_freq = scale_grad_by_freq
         self.optimizer = optimizer
         """What trains the rows: a torch optimizer class, or a partial of one; None if nothing does."""
+        table = _table
         if table is not None:
             _check_fits(table, (num_embeddings, embedding_dim), dtype, optimizer)
         else:
-            assert path is not None
             table = self._open(path, dtype, memory_budget, config, values)
             try:
                 _check_fits(table, (num_embeddings, embedding_dim), dtype, optimizer)
@@ -107,11 +108,11 @@ class RowsOnDisk(nn.Module):
                 raise
         self.table = table
         self.gradient_holder = _holder(table, torch.device("cpu"))
-        self.requires_grad_(optimizer is not None and not freeze)
+        self.requires_grad_(optimizer is not None and not _freeze)
 
     def _open(
         self, path: AnyPath | Sequence[AnyPath], dtype: torch.dtype | None, memory_budget: int, config: AioConfig | None,
-        values: Callable[[int, int], torch.Tensor] | None,
+        values: Values | None,
     ) -> Table:  # fmt: skip
         """Open the table at a path, or make it."""
         first = Path(os.fsdecode(path if isinstance(path, str | bytes | os.PathLike) else path[0]))
@@ -150,7 +151,7 @@ class RowsOnDisk(nn.Module):
             rows = embeddings.detach()
             return cls(
                 rows.shape[0], rows.shape[1], path=path, dtype=rows.dtype, optimizer=optimizer, memory_budget=memory_budget,
-                config=config, freeze=freeze, values=lambda begin, end: rows[begin:end].cpu(), **more,
+                config=config, _freeze=freeze, values=lambda begin, end: rows[begin:end].cpu(), **more,
             )  # fmt: skip
         opened = not isinstance(embeddings, Table)
         if isinstance(embeddings, Table):
@@ -160,9 +161,11 @@ class RowsOnDisk(nn.Module):
             source = Table.open(embeddings, name, writable=writable, memory_budget=memory_budget, config=config)
         if len(source.row_shape) != 1:
             raise ValueError(f"embeddings must have two dimensions, got the shape {source.shape}")
-        common: dict[str, Any] = {"memory_budget": memory_budget, "config": config, "optimizer": optimizer, "freeze": freeze}
+        common: dict[str, Any] = {"memory_budget": memory_budget, "config": config, "optimizer": optimizer, "_freeze": freeze}
         if path is None:
-            return cls(source.rows, source.row_shape[0], path=None, dtype=source.dtype, table=source, **common, **more)
+            return cls(
+                source.rows, source.row_shape[0], path=source.directory, dtype=source.dtype, _table=source, **common, **more
+            )
         try:
             return cls(
                 source.rows, source.row_shape[0], path=path, dtype=source.dtype,
@@ -287,6 +290,7 @@ class EmbeddingOnDisk(RowsOnDisk):
         dtype: Of the rows; None for torch's default, or that of the table that is there.
         optimizer: What will train the rows: a torch optimizer class, or a ``functools.partial`` of one. Its states are kept
             beside each row. None for rows that are not trained, which take half the space.
+        values: Returns rows ``begin`` to ``end`` of a new table, as for :meth:`Table.create`; None for those of torch.
         memory_budget: Bytes of memory for rows, as for :meth:`Table.open`.
         max_norm: Is refused, with the reason.
         config: Settings of the engine; None for the profile of the drive.
@@ -299,14 +303,14 @@ class EmbeddingOnDisk(RowsOnDisk):
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
-        scale_grad_by_freq: bool = False, *, path: AnyPath | Sequence[AnyPath] | None, dtype: torch.dtype | None = None,
-        optimizer: OptimizerFactory | None = None, memory_budget: int = DEFAULT_MEMORY_BUDGET, config: AioConfig | None = None,
-        **internal: Any,
+        scale_grad_by_freq: bool = False, *, path: AnyPath | Sequence[AnyPath], dtype: torch.dtype | None = None,
+        optimizer: OptimizerFactory | None = None, values: Values | None = None, memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        config: AioConfig | None = None, _table: Table | None = None, _freeze: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(
             num_embeddings, embedding_dim, path=path, padding_idx=padding_idx, max_norm=max_norm,
-            scale_grad_by_freq=scale_grad_by_freq, dtype=dtype, optimizer=optimizer, memory_budget=memory_budget, config=config,
-            **internal,
+            scale_grad_by_freq=scale_grad_by_freq, dtype=dtype, optimizer=optimizer, values=values,
+            memory_budget=memory_budget, config=config, _table=_table, _freeze=_freeze,
         )  # fmt: skip
 
     @classmethod
@@ -362,8 +366,9 @@ class EmbeddingBagOnDisk(RowsOnDisk):
     def __init__(
         self, num_embeddings: int, embedding_dim: int, max_norm: float | None = None, scale_grad_by_freq: bool = False,
         mode: Mode = "mean", *, include_last_offset: bool = False, padding_idx: int | None = None,
-        path: AnyPath | Sequence[AnyPath] | None, dtype: torch.dtype | None = None, optimizer: OptimizerFactory | None = None,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET, config: AioConfig | None = None, **internal: Any,
+        path: AnyPath | Sequence[AnyPath], dtype: torch.dtype | None = None, optimizer: OptimizerFactory | None = None,
+        values: Values | None = None, memory_budget: int = DEFAULT_MEMORY_BUDGET, config: AioConfig | None = None,
+        _table: Table | None = None, _freeze: bool = False,
     ) -> None:  # fmt: skip
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
@@ -371,8 +376,8 @@ class EmbeddingBagOnDisk(RowsOnDisk):
             raise ValueError('scale_grad_by_freq is not supported with mode="max"')
         super().__init__(
             num_embeddings, embedding_dim, path=path, padding_idx=padding_idx, max_norm=max_norm,
-            scale_grad_by_freq=scale_grad_by_freq, dtype=dtype, optimizer=optimizer, memory_budget=memory_budget, config=config,
-            **internal,
+            scale_grad_by_freq=scale_grad_by_freq, dtype=dtype, optimizer=optimizer, values=values,
+            memory_budget=memory_budget, config=config, _table=_table, _freeze=_freeze,
         )  # fmt: skip
         self.mode = mode
         self.include_last_offset = include_last_offset

@@ -121,8 +121,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Change the rows that have gradients. Blocks until they are read; they are written later.
 
         Raises:
-            RowsUnreadable: If rows cannot be read. Nothing of their table is changed.
-            OSError: From the drive. Some rows may be changed: call :meth:`rollback`.
+            OSError: From the drive, such as RowsUnreadable. Some rows may be changed: call :meth:`rollback`.
             RuntimeError: After such an error.
         """
         self._check_whole()
@@ -169,8 +168,8 @@ class RowOptimizer(torch.optim.Optimizer):
         finally:
             inner.state.clear()
             inner.param_groups[0]["params"] = []
-        changed = {name: states.pop(name) for name in trained.states.rows}
-        trained.table.write_records(rows, {"values": compact.detach(), **changed})
+        changed = {"values": compact.detach(), **{name: states.pop(name) for name in trained.states.rows}}
+        trained.table.write_records(rows, {name: column.cpu() for name, column in changed.items()})
         self.state[holder] = states
 
     def _check_whole(self) -> None:

@@ -62,6 +62,18 @@ def test_a_new_table_has_the_rows_that_torch_makes_of_the_same_seed(
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_new_table_has_the_rows_that_one_gives_it(drive: Path) -> None:
+    asked = []
+
+    def values(begin: int, end: int) -> torch.Tensor:
+        asked.append((begin, end))
+        return torch.arange(begin, end).float().view(-1, 1).expand(-1, 4)
+
+    ours = EmbeddingBagOnDisk(50_000, 4, mode="sum", path=drive / "table", optimizer=torch.optim.SparseAdam, values=values)
+    assert ours(torch.tensor([[3, 49_999]]))[0, 0] == 50_002
+    assert len(asked) > 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("more", [{}, {"padding_idx": 3}, {"padding_idx": -1}, {"scale_grad_by_freq": True}], ids=str)
 @pytest.mark.parametrize("shape", [(64,), (4, 5, 6), (1,), (0,), (3, 0)], ids=str)
