@@ -188,7 +188,9 @@ def test_a_table_that_is_there_is_opened(drive: Path) -> None:
     again = EmbeddingOnDisk(ROWS, DIM, path=drive / "table", optimizer=torch.optim.SGD)
     assert torch.equal(again(torch.arange(ROWS)), wanted)
     again.table.close()
-    assert torch.equal(EmbeddingOnDisk(ROWS, DIM, path=drive / "table")(torch.tensor([7])), wanted[7:8])
+    reader = EmbeddingOnDisk(ROWS, DIM, path=drive / "table")
+    assert torch.equal(reader(torch.tensor([7])), wanted[7:8])
+    reader.table.close()
     with pytest.raises(ValueError, match="is wanted"):
         EmbeddingOnDisk(ROWS + 1, DIM, path=drive / "table")
     with pytest.raises(ValueError, match="is wanted"):
@@ -301,6 +303,7 @@ def test_a_state_dict_of_a_whole_model_is_loaded_or_refused(drive: Path) -> None
     reader = EmbeddingOnDisk(ROWS, DIM, path=drive / "table")
     with pytest.raises(RuntimeError, match="cannot be changed"):
         reader.load_state_dict({"weight": in_memory[0].weight})
+    reader.table.close()
 
 
 def test_a_copy_reads_the_last_commit(drive: Path) -> None:
@@ -309,6 +312,7 @@ def test_a_copy_reads_the_last_commit(drive: Path) -> None:
     again = copy.deepcopy(ours)
     with torch.no_grad():
         assert torch.equal(again(torch.tensor([5])), ours(torch.tensor([5])))
+    again.table.close()
 
 
 def test_non_reentrant_checkpointing_and_autocast(drive: Path) -> None:
@@ -338,3 +342,4 @@ def test_striped_over_two_directories(drive: Path) -> None:
     ours.table.close()
     again = EmbeddingOnDisk(ROWS, DIM, path=[drive / "a", drive / "b"])
     assert torch.equal(again.state_dict()["weight"], theirs.weight)
+    again.table.close()

@@ -333,6 +333,7 @@ def test_optimizers_that_cannot_train_rows_are_refused(drive: Path) -> None:
     reader = EmbeddingOnDisk(10, 4, path=drive / "table")
     with pytest.raises(ValueError, match="cannot be trained"):
         RowOptimizer([reader], torch.optim.SGD)
+    reader.table.close()
 
 
 def test_an_embedding_is_added_later(drive: Path) -> None:
