@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-_STEP = 1 << 14
-"""Rows that are made at a time: a multiple of 16."""
+_PART_BYTES = 4 << 20
+"""Bytes of rows that are made at a time."""
 
 
 class NormalRows:
@@ -23,6 +23,7 @@ class NormalRows:
 
     def __init__(self, rows: int, embedding_dim: int, dtype: torch.dtype, zero_row: int | None) -> None:
         self._rows, self._zero_row = rows, zero_row
+        self._step = max(_PART_BYTES // max(embedding_dim * dtype.itemsize, 1) // 16 * 16, 16)
         self._made = torch.empty(0, embedding_dim, dtype=dtype)  # and not returned yet
         self._begin = 0  # the first row in it
 
@@ -32,7 +33,7 @@ class NormalRows:
         made = self._begin + len(self._made)
         while made < end:
             rest = self._rows - made
-            count = rest if rest < 2 * _STEP else _STEP
+            count = rest if rest < 2 * self._step else self._step
             part = self._made.new_empty(count, self._made.shape[1]).normal_()
             if self._zero_row is not None and made <= self._zero_row < made + count:
                 part[self._zero_row - made] = 0

@@ -53,7 +53,7 @@ def mapped_tensors(
         engine = stack.enter_context(engine_for(paths))
         files = [stack.enter_context(engine.open(path, "r+", whole_sectors=True)) for path in paths]
         under_way: deque[Future] = deque()
-        for begin, end in parts_of(rows, max(row_bytes)):
+        for begin, end in parts_of(rows, sum(row_bytes)):
             while len(under_way) > len(files):
                 under_way.popleft().result()
             for part, file, size in zip(values(begin, end), files, row_bytes, strict=True):

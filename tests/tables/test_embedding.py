@@ -49,7 +49,9 @@ def some_ids(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-@pytest.mark.parametrize(("rows", "dim", "padding"), [(1000, 7, None), (3, 5, 1), (2, 5, None), (97, 1, 96), (33_000, 3, 20_000)])
+@pytest.mark.parametrize(
+    ("rows", "dim", "padding"), [(1000, 7, None), (3, 5, 1), (2, 5, None), (97, 1, 96), (33_000, 37, 20_000)]
+)
 def test_a_new_table_has_the_rows_that_torch_makes_of_the_same_seed(
     rows: int, dim: int, padding: int | None, dtype: torch.dtype, drive: Path
 ) -> None:
