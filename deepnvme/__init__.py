@@ -43,7 +43,9 @@ _LATER = {
 }
 """Names imported on first use, each with its submodule: they need torch, or pydantic, which takes a tenth of a second."""
 
-_PACKAGES = frozenset(("checkpoint", "io", "memory", "offload", "ops", "profiles", "safetensors", "store", "streaming", "swap"))
+_PACKAGES = frozenset(
+    ("checkpoint", "io", "memory", "nn", "offload", "ops", "profiles", "safetensors", "store", "streaming", "swap", "tables")
+)
 """Submodules that are imported on first use, so that ``deepnvme.checkpoint.verify`` works after ``import deepnvme``."""
 
 __getattr__, __dir__ = from_modules(__name__, _LATER, _PACKAGES)

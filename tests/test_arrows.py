@@ -32,7 +32,8 @@ TRANSFER = ENGINE | {"memory", "transfer"}
 STORE = TRANSFER | {"store"}
 CHECKPOINT = TRANSFER | {"checkpoint", "checkpoint.formats"}
 STREAMING = STORE | CHECKPOINT | {"quantization"}
-INTEGRATIONS = STREAMING | {"streaming", "streaming.weights", "streaming.kv", "offload"}
+TABLES = STORE | CHECKPOINT  # of weights that are in a checkpoint
+INTEGRATIONS = STREAMING | {"tables", "streaming", "streaming.weights", "streaming.kv", "offload"}
 DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
 MEASURE = ENGINE | DEEPSPEED | {"memory", "report", "tune.sizes"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -50,6 +51,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": CHECKPOINT,
     "checkpoint.dcp": CHECKPOINT,
     "safetensors": CHECKPOINT,
+    "tables": TABLES,
+    "nn": {"_lazy", "tables"},
     "streaming.weights": STREAMING,
     "streaming.kv": STREAMING,
     "streaming": STREAMING | {"streaming.weights", "streaming.kv"},

@@ -1,8 +1,50 @@
 """Tables of rows on the drive: thousands of small random reads in flight, and rows that are trained."""
 
+from typing import TYPE_CHECKING
+
+from deepnvme._lazy import from_modules
+
 from .layout import State
 from .manifest import CorruptTable
 from .reading import FailedRow, RowsFuture, RowsUnreadable
 from .table import PartialRows, Table, TableStats
 
-__all__ = ["CorruptTable", "FailedRow", "PartialRows", "RowsFuture", "RowsUnreadable", "State", "Table", "TableStats"]
+if TYPE_CHECKING:
+    from .embedding import EmbeddingBagOnDisk, EmbeddingOnDisk
+    from .lookahead import Lookahead
+    from .ngram_tables import RowShards, open_ngram_tables
+    from .offloading import offload_embeddings
+    from .row_optimizer import RowOptimizer
+    from .row_wise_adagrad import RowWiseAdagrad
+
+__all__ = [
+    "CorruptTable",
+    "EmbeddingBagOnDisk",
+    "EmbeddingOnDisk",
+    "FailedRow",
+    "Lookahead",
+    "PartialRows",
+    "RowOptimizer",
+    "RowShards",
+    "RowWiseAdagrad",
+    "RowsFuture",
+    "RowsUnreadable",
+    "State",
+    "Table",
+    "TableStats",
+    "offload_embeddings",
+    "open_ngram_tables",
+]
+
+_LATER = {
+    "EmbeddingBagOnDisk": "embedding",
+    "EmbeddingOnDisk": "embedding",
+    "Lookahead": "lookahead",
+    "RowOptimizer": "row_optimizer",
+    "RowShards": "ngram_tables",
+    "RowWiseAdagrad": "row_wise_adagrad",
+    "offload_embeddings": "offloading",
+    "open_ngram_tables": "ngram_tables",
+}
+
+__getattr__, __dir__ = from_modules(__name__, _LATER)

@@ -141,7 +141,10 @@ def _images(layout: TableLayout, values: torch.Tensor, initial: Mapping[str, flo
         images[:, :header].copy_(torch.tensor([_FIRST_EPOCH]).view(torch.uint8).expand(len(values), header))
     records = images[:, header : header + layout.record_bytes]
     for column in layout.columns:
-        column.of(records).copy_(values.detach() if column is layout.values else torch.tensor(initial[column.name]))
+        if column is layout.values:
+            column.of(records).copy_(values.detach())
+        else:
+            column.of(records).fill_(initial[column.name])
     return images
 
 

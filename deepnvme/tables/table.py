@@ -335,6 +335,11 @@ class Table:
         return {each.name: (each.dtype, each.shape) for each in self._layout.columns[1:]}
 
     @property
+    def directory(self) -> Path:
+        """Where its file is: of several, the first."""
+        return self._layout.files[0].parent
+
+    @property
     def writable(self) -> bool:
         """Whether rows can be changed by this object."""
         return self._writer is not None

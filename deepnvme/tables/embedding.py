@@ -1,0 +1,447 @@
+"""Embeddings whose rows are on a drive."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from deepnvme.config import AioConfig
+
+from .creating import Values
+from .initial_rows import NormalRows
+from .layout import State
+from .manifest import MANIFEST_NAME
+from .mapped_tensors import mapped_tensors, parts_of
+from .row_states import OptimizerFactory, OptimizerStates, optimizer_name, states_of
+from .table import DEFAULT_MEMORY_BUDGET, AnyPath, Table
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Mode = Literal["sum", "mean", "max"]
+
+
+class _RowGradients(torch.autograd.Function):
+    """Has the gradient of some rows become the sparse gradient of all: the same that ``sparse=True`` gives in torch.
+
+    autograd then adds up those of several forwards as it does torch's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, holder: torch.Tensor, rows: torch.Tensor, padding_idx: int | None, weight: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.rows, ctx.padding_idx, ctx.size = rows, padding_idx, holder.shape
+        return weight
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows = ctx.rows
+        if gradient.is_sparse:
+            numbers, values, ordered = rows[gradient._indices()[0]], gradient._values(), gradient.is_coalesced()
+        else:  # max, scale_grad_by_freq
+            numbers, values, ordered = rows, gradient[: len(rows)], True
+            if ctx.padding_idx is not None:
+                kept = rows != ctx.padding_idx
+                numbers, values = rows[kept], values[kept]
+        indices = numbers.unsqueeze(0)
+        found = torch.sparse_coo_tensor(indices, values, ctx.size, check_invariants=False, is_coalesced=ordered)
+        return found, None, None, None
+
+
+class _Gathered:
+    """The rows of one forward, each once.
+
+    Attributes:
+        weight: The rows, and perhaps one more that stands for the padding.
+        positions: Which of them each id is.
+        padding: Which of them is the padding; None if there is none.
+    """
+
+    def __init__(self, weight: torch.Tensor, positions: torch.Tensor, padding: int | None) -> None:
+        self.weight, self.positions, self.padding = weight, positions, padding
+
+
+class RowsOnDisk(nn.Module):
+    """What :class:`EmbeddingOnDisk` and :class:`EmbeddingBagOnDisk` have in common."""
+
+    table: Table
+    """The rows, with their optimizer states."""
+    gradient_holder: torch.Tensor
+    """A leaf of the shape of all rows, without memory for them: its ``grad`` is their sparse gradient. It is no parameter."""
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *, path: AnyPath | Sequence[AnyPath],
+        padding_idx: int | None, max_norm: float | None, scale_grad_by_freq: bool, dtype: torch.dtype | None,
+        optimizer: OptimizerFactory | None, memory_budget: int, config: AioConfig | None,
+        values: Values | None = None, _table: Table | None = None, _freeze: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if max_norm is not None:
+            raise ValueError(
+                f"max_norm={max_norm} is not supported: rows that are too long would be changed, and written, by every forward,"
+                " without their optimizer; shorten them before, or use torch's module"
+            )
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx must be in [{-num_embeddings}, {num_embeddings}), got {padding_idx}")
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = padding_idx % num_embeddings if padding_idx is not None else None
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.optimizer = optimizer
+        """What trains the rows: a torch optimizer class, or a partial of one; None if nothing does."""
+        table = _table
+        if table is not None:
+            _check_fits(table, (num_embeddings, embedding_dim), dtype, optimizer)
+        else:
+            table = self._open(path, dtype, memory_budget, config, values)
+            try:
+                _check_fits(table, (num_embeddings, embedding_dim), dtype, optimizer)
+            except BaseException:
+                table.close()
+                raise
+        self.table = table
+        self.gradient_holder = _holder(table, torch.device("cpu"))
+        self.requires_grad_(optimizer is not None and not _freeze)
+
+    def _open(
+        self, path: AnyPath | Sequence[AnyPath], dtype: torch.dtype | None, memory_budget: int, config: AioConfig | None,
+        values: Values | None,
+    ) -> Table:  # fmt: skip
+        """Open the table at a path, or make it."""
+        first = Path(os.fsdecode(path if isinstance(path, str | bytes | os.PathLike) else path[0]))
+        if (first / MANIFEST_NAME).exists():
+            return Table.open(path, writable=self.optimizer is not None, memory_budget=memory_budget, config=config)
+        kind = torch.get_default_dtype() if dtype is None else dtype
+        states: Mapping[str, State] = {}
+        if self.optimizer is not None:
+            states = states_of(self.optimizer, kind, self.embedding_dim).rows
+        if values is None:
+            values = NormalRows(self.num_embeddings, self.embedding_dim, kind, self.padding_idx)
+        return Table.create(
+            path,
+            self.num_embeddings,
+            self.embedding_dim,
+            kind,
+            values=values,
+            states=states,
+            updatable=self.optimizer is not None,
+            memory_budget=memory_budget,
+            config=config,
+        )
+
+    @classmethod
+    def _from_pretrained(
+        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool, path: AnyPath | Sequence[AnyPath] | None, name: str | None,
+        optimizer: OptimizerFactory | None, memory_budget: int, config: AioConfig | None, **more: Any,
+    ) -> Self:  # fmt: skip
+        if not freeze and optimizer is None:
+            raise ValueError("rows that are trained (freeze=False) need optimizer=, whose states are kept beside them")
+        if isinstance(embeddings, torch.Tensor):
+            if embeddings.dim() != 2:
+                raise ValueError(f"embeddings must have two dimensions, got the shape {tuple(embeddings.shape)}")
+            if path is None:
+                raise ValueError("path= is needed: a directory for the rows of the tensor")
+            rows = embeddings.detach()
+            return cls(
+                rows.shape[0], rows.shape[1], path=path, dtype=rows.dtype, optimizer=optimizer, memory_budget=memory_budget,
+                config=config, _freeze=freeze, values=lambda begin, end: rows[begin:end].cpu(), **more,
+            )  # fmt: skip
+        opened = not isinstance(embeddings, Table)
+        if isinstance(embeddings, Table):
+            source = embeddings
+        else:
+            writable = path is None and optimizer is not None
+            source = Table.open(embeddings, name, writable=writable, memory_budget=memory_budget, config=config)
+        if len(source.row_shape) != 1:
+            raise ValueError(f"embeddings must have two dimensions, got the shape {source.shape}")
+        common: dict[str, Any] = {"memory_budget": memory_budget, "config": config, "optimizer": optimizer, "_freeze": freeze}
+        if path is None:
+            return cls(
+                source.rows, source.row_shape[0], path=source.directory, dtype=source.dtype, _table=source, **common, **more
+            )
+        try:
+            return cls(
+                source.rows, source.row_shape[0], path=path, dtype=source.dtype,
+                values=lambda begin, end: _rows_of(source, begin, end), **common, **more,
+            )  # fmt: skip
+        finally:
+            if opened:
+                source.close()
+
+    # -- what is trained
+
+    @property
+    def trained(self) -> bool:
+        """Whether a backward gives the rows gradients."""
+        return self.gradient_holder.requires_grad
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Have the rows be trained, or not: as for a parameter.
+
+        Raises:
+            ValueError: If they cannot be changed.
+        """
+        if requires_grad and not (self.table.writable and self.optimizer is not None):
+            raise ValueError("the rows cannot be trained: give optimizer=, and a table that can be changed")
+        self.gradient_holder.requires_grad_(requires_grad)
+        return self
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Start reading the rows of ids that will be asked for soon, of any shape. See :meth:`Table.prefetch`."""
+        self.table.prefetch(torch.unique(ids.detach()))
+
+    def _gather(self, ids: torch.Tensor) -> _Gathered:
+        """Read the rows of ids. Blocks. Raises what :meth:`Table.read` does."""
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise TypeError(f"ids must be integers, got {ids.dtype}")
+        rows, positions = torch.unique(ids.detach(), return_inverse=True)
+        padding, count = None, len(rows)
+        if self.padding_idx is not None:
+            found = int(torch.searchsorted(rows, self.padding_idx))
+            padding = found if found < count and int(rows[found]) == self.padding_idx else count
+        training = torch.is_grad_enabled() and self.trained
+        # One row more stands for padding that is not among the ids; and no kernel has to work without any row.
+        extra = int(padding == count or not count)
+        weight = torch.empty(count + extra, self.embedding_dim, dtype=self.table.dtype, device=ids.device)
+        weight[count:] = 0
+        if training:  # with their states, which the step will need: they stay in memory meanwhile
+            weight[:count] = self.table.read_records(rows)["values"]
+            self._move_holder(ids.device)
+            weight = _RowGradients.apply(self.gradient_holder, rows.long(), self.padding_idx, weight)  # type: ignore[no-untyped-call]
+        else:
+            self.table.read(rows, out=weight[:count])
+        return _Gathered(weight, positions.to(ids.dtype), padding)
+
+    def _move_holder(self, device: torch.device) -> None:
+        """Have gradients be where the ids are."""
+        holder = self.gradient_holder
+        if holder.device != device:
+            if holder.grad is not None:
+                raise ValueError(
+                    f"ids are on {device}, and the gradient of the forwards before on {holder.device}: call step() or zero_grad()"
+                )
+            holder.data = _holder(self.table, device)
+
+    # -- state dicts, in torch's form
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Add the rows, as a tensor that is mapped from a file without a name beside the table's."""
+        table = self.table
+        destination[prefix + "weight"] = mapped_tensors(
+            table.directory, table.rows, [(table.dtype, table.row_shape)], lambda begin, end: [_rows_of(table, begin, end)]
+        )[0]
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        name = prefix + "weight"
+        unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key != name] if strict else []
+        weight = state_dict.get(name)
+        table = self.table
+        if weight is None:
+            missing_keys += [name] if strict else []
+        elif tuple(weight.shape) != table.shape:
+            error_msgs.append(f"size mismatch for {name}: the state dict has {tuple(weight.shape)}, the table {table.shape}")
+        elif not table.writable:
+            error_msgs.append(
+                f"{name} cannot be loaded: the rows of {table} cannot be changed, as it was opened without optimizer="
+            )
+        else:
+            for begin, end in parts_of(table.rows, table.nbytes // max(table.rows, 1)):
+                rows = weight.detach()[begin:end].to("cpu", table.dtype)
+                table.write(torch.arange(begin, end), rows)
+
+    def extra_repr(self) -> str:
+        """Return what is shown of the module: as torch's does, and the table."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        trained = "" if self.optimizer is None else f", optimizer={optimizer_name(self.optimizer)}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{trained}, table={self.table}"
+
+
+class EmbeddingOnDisk(RowsOnDisk):
+    """``torch.nn.Embedding`` whose rows are on a drive: only those of a batch are in memory, and those used most often.
+
+    >>> embedding = EmbeddingOnDisk(100_000_000, 64, path="/mnt/nvme/users", optimizer=torch.optim.SparseAdam)
+    >>> optimizer = RowOptimizer(embedding, torch.optim.SparseAdam, lr=1e-3)
+    >>> embedding(ids).sum().backward()
+    >>> optimizer.step()
+
+    Results and gradients have the same bits as those of ``torch.nn.Embedding(sparse=True)``, and are on the device of the ids.
+
+    The rows are no ``nn.Parameter``: a parameter has its values in memory, and whoever goes through ``parameters()`` expects to
+    read and change them there, such as optimizers, DistributedDataParallel and ``model.to()``. Their gradients are given to
+    :class:`~deepnvme.tables.RowOptimizer`. ``state_dict`` has them as torch's module does, mapped from a file.
+
+    Args:
+        num_embeddings: Number of rows.
+        embedding_dim: Elements of each.
+        padding_idx: A row that is not trained; zeros in a new table.
+        scale_grad_by_freq: Whether gradients are divided by how often an id is in the forward.
+        path: A directory, or several on different drives. The table there is opened; else it is made, and its rows are those that
+            ``torch.nn.Embedding`` has with the same seed.
+        dtype: Of the rows; None for torch's default, or that of the table that is there.
+        optimizer: What will train the rows: a torch optimizer class, or a ``functools.partial`` of one. Its states are kept
+            beside each row. None for rows that are not trained, which take half the space.
+        values: Returns rows ``begin`` to ``end`` of a new table, as for :meth:`Table.create`; None for those of torch.
+        memory_budget: Bytes of memory for rows, as for :meth:`Table.open`.
+        max_norm: Is refused, with the reason.
+        config: Settings of the engine; None for the profile of the drive.
+
+    Raises:
+        ValueError: If the table that is there has another shape, dtype or other states, or the optimizer cannot train
+            single rows.
+        OSError: From the drive.
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
+        scale_grad_by_freq: bool = False, *, path: AnyPath | Sequence[AnyPath], dtype: torch.dtype | None = None,
+        optimizer: OptimizerFactory | None = None, values: Values | None = None, memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        config: AioConfig | None = None, _table: Table | None = None, _freeze: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            num_embeddings, embedding_dim, path=path, padding_idx=padding_idx, max_norm=max_norm,
+            scale_grad_by_freq=scale_grad_by_freq, dtype=dtype, optimizer=optimizer, values=values,
+            memory_budget=memory_budget, config=config, _table=_table, _freeze=_freeze,
+        )  # fmt: skip
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, padding_idx: int | None = None, *,
+        scale_grad_by_freq: bool = False, path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None,
+        optimizer: OptimizerFactory | None = None, memory_budget: int = DEFAULT_MEMORY_BUDGET, config: AioConfig | None = None,
+    ) -> Self:  # fmt: skip
+        """Return an embedding with rows that are there already.
+
+        Args:
+            embeddings: A tensor of two dimensions; a :class:`Table`; or what :meth:`Table.open` opens: a table's directory, a
+                ``.npy``, ``.safetensors`` or ``.pt`` file. The latter two are used where they are if ``path`` is not given.
+            freeze: Whether the rows are not trained. If they are, ``optimizer`` is needed.
+            padding_idx: A row that is not trained. It keeps its values.
+            scale_grad_by_freq: As for the class.
+            path: A directory, or several, for a copy of the rows. Needed for tensors. A table that is there already is opened.
+            name: Of the tensor in a file that has several.
+            optimizer: As for the class.
+            memory_budget: As for the class.
+            config: As for the class.
+        """
+        return cls._from_pretrained(
+            embeddings, freeze, path, name, optimizer, memory_budget, config,
+            padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq,
+        )  # fmt: skip
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the rows of ids: ``input.shape + (embedding_dim,)``, on their device. Blocks until they are read."""
+        if not (torch.is_grad_enabled() and self.trained):
+            if input.device.type == "cpu":
+                rows = self.table.read(input)
+                assert isinstance(rows, torch.Tensor)
+                return rows
+            out = torch.empty(*input.shape, self.embedding_dim, dtype=self.table.dtype, device=input.device)
+            self.table.read(input, out=out)
+            return out
+        rows_once = self._gather(input)
+        return functional.embedding(
+            rows_once.positions, rows_once.weight, rows_once.padding, scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=not self.scale_grad_by_freq,
+        )  # fmt: skip
+
+
+class EmbeddingBagOnDisk(RowsOnDisk):
+    """``torch.nn.EmbeddingBag`` whose rows are on a drive. See :class:`EmbeddingOnDisk`, also for the arguments.
+
+    Args:
+        mode: "sum", "mean" or "max".
+        include_last_offset: Whether ``offsets`` has the end of the last bag too.
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, max_norm: float | None = None, scale_grad_by_freq: bool = False,
+        mode: Mode = "mean", *, include_last_offset: bool = False, padding_idx: int | None = None,
+        path: AnyPath | Sequence[AnyPath], dtype: torch.dtype | None = None, optimizer: OptimizerFactory | None = None,
+        values: Values | None = None, memory_budget: int = DEFAULT_MEMORY_BUDGET, config: AioConfig | None = None,
+        _table: Table | None = None, _freeze: bool = False,
+    ) -> None:  # fmt: skip
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
+        if mode == "max" and scale_grad_by_freq:
+            raise ValueError('scale_grad_by_freq is not supported with mode="max"')
+        super().__init__(
+            num_embeddings, embedding_dim, path=path, padding_idx=padding_idx, max_norm=max_norm,
+            scale_grad_by_freq=scale_grad_by_freq, dtype=dtype, optimizer=optimizer, values=values,
+            memory_budget=memory_budget, config=config, _table=_table, _freeze=_freeze,
+        )  # fmt: skip
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, *, scale_grad_by_freq: bool = False,
+        mode: Mode = "mean", include_last_offset: bool = False, padding_idx: int | None = None,
+        path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None, optimizer: OptimizerFactory | None = None,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET, config: AioConfig | None = None,
+    ) -> Self:  # fmt: skip
+        """Return a module with rows that are there already: see :meth:`EmbeddingOnDisk.from_pretrained`."""
+        return cls._from_pretrained(
+            embeddings, freeze, path, name, optimizer, memory_budget, config, padding_idx=padding_idx, mode=mode,
+            include_last_offset=include_last_offset, scale_grad_by_freq=scale_grad_by_freq,
+        )  # fmt: skip
+
+    def forward(
+        self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return one row for each bag, as ``torch.nn.EmbeddingBag`` does. Blocks until the rows are read.
+
+        Args:
+            input: Ids: of shape (bags, ids of each), or of one dimension with ``offsets``.
+            offsets: Where each bag begins, with ids of one dimension.
+            per_sample_weights: A factor for each id, with ``mode="sum"``.
+        """
+        rows = self._gather(input)
+        sparse = self.mode != "max" and not self.scale_grad_by_freq
+        return functional.embedding_bag(
+            rows.positions, rows.weight, offsets, scale_grad_by_freq=self.scale_grad_by_freq, mode=self.mode, sparse=sparse,
+            per_sample_weights=per_sample_weights, include_last_offset=self.include_last_offset, padding_idx=rows.padding,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Return what is shown of the module."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+def _holder(table: Table, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=table.dtype, device=device).expand(table.shape)
+
+
+def _rows_of(table: Table, begin: int, end: int) -> torch.Tensor:
+    rows = table.read(torch.arange(begin, end))
+    assert isinstance(rows, torch.Tensor)
+    return rows
+
+
+def _check_fits(table: Table, shape: tuple[int, int], dtype: torch.dtype | None, optimizer: OptimizerFactory | None) -> None:
+    """Raise ValueError if a table has other rows than are wanted, or other states than the optimizer's."""
+    if table.shape != shape or table.dtype != (dtype or table.dtype):
+        raise ValueError(f"{table} has the shape {table.shape} in {table.dtype}, and {shape} in {dtype or table.dtype} is wanted")
+    if optimizer is not None:
+        check_states(table, optimizer)
+
+
+def check_states(table: Table, optimizer: OptimizerFactory) -> OptimizerStates:
+    """Return what an optimizer keeps for a table. Raises ValueError if the table has not what it keeps for each row."""
+    states = states_of(optimizer, table.dtype, table.row_shape[0])
+    wanted = {name: (state.dtype, tuple(state.shape)) for name, state in states.rows.items()}
+    if table.states != wanted:
+        raise ValueError(
+            f"{table} was made for an optimizer with the states {table.states or 'none'}, and {optimizer_name(optimizer)} has"
+            f" {wanted or 'none'}: make the table with optimizer={optimizer_name(optimizer)}"
+        )
+    return states

@@ -1,0 +1,85 @@
+"""Tensors larger than memory: mapped from files that have no name any more, written some rows at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from deepnvme._files import naming_file
+from deepnvme._preallocation import preallocate
+from deepnvme.engine import Future
+from deepnvme.memory.alignment import padded
+from deepnvme.profiles import engine_for
+
+_PART_BYTES = 8 << 20
+"""Bytes of rows that are in memory at a time."""
+_SECTOR = 4096
+
+
+def parts_of(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Return ranges of rows of some MiB each: together all, in their order."""
+    step = max(_PART_BYTES // max(row_bytes, 1), 1)
+    for begin in range(0, rows, step):
+        yield begin, min(begin + step, rows)
+
+
+def mapped_tensors(
+    directory: Path, rows: int, columns: Sequence[tuple[torch.dtype, tuple[int, ...]]],
+    values: Callable[[int, int], Sequence[torch.Tensor]],
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return tensors of many rows, each mapped from a file in a directory. Blocks until these are written.
+
+    The files have no names: their space is free again when the tensors are gone. Changes of a tensor are not written.
+
+    Args:
+        directory: Where the files are.
+        rows: How many each tensor has.
+        columns: Dtype, and shape of one row, of each tensor.
+        values: Returns rows ``begin`` to ``end`` of each tensor, on the CPU.
+
+    Raises:
+        OSError: From the drive; ENOSPC before anything is written.
+    """
+    row_bytes = [math.prod(shape) * dtype.itemsize for dtype, shape in columns]
+    with contextlib.ExitStack() as stack:
+        paths = [stack.enter_context(_empty_file(directory, rows * each)) for each in row_bytes]
+        engine = stack.enter_context(engine_for(paths))
+        files = [stack.enter_context(engine.open(path, "r+", whole_sectors=True)) for path in paths]
+        under_way: deque[Future] = deque()
+        for begin, end in parts_of(rows, sum(row_bytes)):
+            while len(under_way) > len(files):
+                under_way.popleft().result()
+            for part, file, size in zip(values(begin, end), files, row_bytes, strict=True):
+                if size:
+                    under_way.append(engine.write(part.contiguous(), file, begin * size))
+        for future in under_way:
+            future.result()
+        found = []
+        for path, (dtype, shape) in zip(paths, columns, strict=True):
+            numel = rows * math.prod(shape)
+            mapped = torch.from_file(str(path), shared=False, size=numel, dtype=dtype) if numel else torch.empty(0, dtype=dtype)
+            found.append(mapped.view(rows, *shape))
+        return found
+
+
+@contextlib.contextmanager
+def _empty_file(directory: Path, size: int) -> Iterator[Path]:
+    """A file with space for so many bytes, which has its name only here."""
+    descriptor, name = tempfile.mkstemp(prefix="tensor-", suffix=".tmp", dir=directory)
+    path = Path(name)
+    try:
+        try:
+            with naming_file(path):
+                preallocate(descriptor, 0, padded(size, _SECTOR), name, "a state dict takes as many bytes as the rows: make room")
+        finally:
+            os.close(descriptor)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)

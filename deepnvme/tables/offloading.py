@@ -1,0 +1,123 @@
+"""Moves the embeddings of a model to a drive."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepnvme.config import AioConfig
+from deepnvme.memory.byte_count import byte_count
+
+from .embedding import EmbeddingBagOnDisk, EmbeddingOnDisk, RowsOnDisk
+from .manifest import MANIFEST_NAME
+from .row_states import OptimizerFactory
+from .table import DEFAULT_MEMORY_BUDGET, AnyPath
+
+_MIN_BYTES = 1 << 30
+
+
+def offload_embeddings(
+    model: nn.Module,
+    path: AnyPath | Sequence[AnyPath],
+    *,
+    min_bytes: int = _MIN_BYTES,
+    optimizer: OptimizerFactory | None = None,
+    memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    config: AioConfig | None = None,
+) -> list[str]:
+    """Replace the large embeddings of a model by ones whose rows are on a drive. Blocks until the rows are there.
+
+    Each ``nn.Embedding`` and ``nn.EmbeddingBag`` has a table in a directory that is named after it. A table that is there already
+    is opened, and its rows are used instead of the module's, so that a training goes on. On the meta device the tables have to be
+    there.
+
+    Those that cannot be replaced are left as they are, with a warning that has the reason: their weight is used by another module
+    too, or they have ``max_norm``.
+
+    Args:
+        model: The model. Modules that are no subclasses of torch's two are replaced in it.
+        path: A directory, or several on different drives, for the directories of the tables.
+        min_bytes: Embeddings of fewer bytes stay in memory.
+        optimizer: What will train the rows, as for :class:`EmbeddingOnDisk`; None for rows that are not trained any more.
+        memory_budget: Bytes of memory for all tables together, shared in proportion to their sizes.
+        config: Settings of the engine; None for the profile of the drive.
+
+    Returns:
+        The names of the modules that were replaced, in the model's order; of one with several names, the first.
+
+    Raises:
+        ValueError: If the model is an embedding itself; or as :class:`EmbeddingOnDisk` raises.
+        OSError: From the drive. No module is replaced then; tables that were made stay.
+    """
+    byte_count(min_bytes, "min_bytes")
+    byte_count(memory_budget, "memory_budget")
+    if type(model) in (nn.Embedding, nn.EmbeddingBag):
+        raise ValueError("the model is an embedding itself, and cannot be replaced in itself: use from_pretrained()")
+    users = _users_of_weights(model)
+    chosen: dict[str, nn.Embedding | nn.EmbeddingBag] = {}
+    for name, module in model.named_modules():
+        if type(module) not in (nn.Embedding, nn.EmbeddingBag) or module.weight.nbytes < min_bytes:
+            continue
+        assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if module.max_norm is not None:
+            reason = f"has max_norm={module.max_norm}, for which each forward would change rows"
+        elif len(users[module.weight]) > 1:
+            reason = f"has the same weight as {', '.join(each for each in users[module.weight] if each != f'{name}.weight')}"
+        else:
+            chosen[name] = module
+            continue
+        warnings.warn(f"the embedding {name!r} stays in memory: it {reason}", stacklevel=2)
+    paths = [path] if isinstance(path, str | bytes | os.PathLike) else list(path)
+    whole = sum(module.weight.nbytes for module in chosen.values())
+    replaced: dict[nn.Module, RowsOnDisk] = {}
+    try:
+        for name, module in chosen.items():
+            directories = [Path(os.fsdecode(each)) / name for each in paths]
+            budget = memory_budget * module.weight.nbytes // max(whole, 1)
+            replaced[module] = _on_disk(module, directories, optimizer, budget, config)
+    except BaseException:
+        for each in replaced.values():
+            each.table.close()
+        raise
+    for parent in list(model.modules()):
+        for child_name, child in list(parent._modules.items()):  # named_children() has only the first of several names
+            if child in replaced:
+                setattr(parent, child_name, replaced[child])
+    return list(chosen)
+
+
+def _users_of_weights(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """Return the names of each parameter: several, if several modules have it."""
+    users: dict[torch.Tensor, list[str]] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            users.setdefault(parameter, []).append(f"{module_name}.{name}" if module_name else name)
+    return users
+
+
+def _on_disk(
+    module: nn.Embedding | nn.EmbeddingBag, directories: list[Path], optimizer: OptimizerFactory | None, memory_budget: int,
+    config: AioConfig | None,
+) -> RowsOnDisk:  # fmt: skip
+    weight = module.weight
+    if weight.is_meta and not (directories[0] / MANIFEST_NAME).exists():
+        raise ValueError(f"there is no table in '{directories[0]}', and the module on the meta device has no rows to make it of")
+    settings: dict[str, Any] = {
+        "path": directories, "optimizer": optimizer, "memory_budget": memory_budget, "config": config,
+        "padding_idx": module.padding_idx, "scale_grad_by_freq": module.scale_grad_by_freq,
+        "freeze": optimizer is None or not weight.requires_grad,
+    }  # fmt: skip
+    rows = weight.detach()
+    found: RowsOnDisk
+    if isinstance(module, nn.Embedding):
+        found = EmbeddingOnDisk.from_pretrained(rows, **settings)
+    else:
+        mode: Any = module.mode
+        found = EmbeddingBagOnDisk.from_pretrained(rows, mode=mode, include_last_offset=module.include_last_offset, **settings)
+    return found.train(module.training)

@@ -1,0 +1,331 @@
+"""Trains rows on a drive, by torch's optimizers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .embedding import RowsOnDisk, check_states
+from .mapped_tensors import mapped_tensors, parts_of
+from .row_states import OptimizerFactory, OptimizerStates, as_number, optimizer_name
+from .table import Table
+
+_ATTRIBUTE = "optimizer"
+"""Of a table's attributes: the states of the table as a whole."""
+
+
+@dataclass(eq=False)
+class _Trained:
+    """An embedding, and the optimizer of its rows."""
+
+    embedding: RowsOnDisk
+    states: OptimizerStates
+    inner: torch.optim.Optimizer
+    """Has no parameter but during a step."""
+
+    @property
+    def table(self) -> Table:
+        return self.embedding.table
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """Trains the rows of embeddings on a drive: reads those that have gradients, has torch's optimizer change them, and writes
+    them with their states.
+
+    >>> optimizer = RowOptimizer(model, torch.optim.SparseAdam, lr=1e-3)
+    >>> for step, (ids, labels) in enumerate(loader):
+    ...     loss_function(model(ids), labels).backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     if step % 1000 == 0:
+    ...         optimizer.commit({"step": step})
+
+    The rows have the same bits afterwards as those of ``torch.nn.Embedding(sparse=True)`` with the same optimizer.
+
+    Changes are kept as :meth:`Table.write` does, and are there after a crash from :meth:`commit` on. An optimizer of embeddings
+    that were opened again goes on from their last commit, with the right number of steps.
+
+    ``param_groups`` is for learning rate schedulers, as in torch. Its ``params`` are tensors without memory.
+
+    Args:
+        embeddings: A model, of which all embeddings on a drive are trained that are not frozen; or some of them; or groups of
+            them, as ``{"params": [embedding, ...], "lr": ...}``.
+        optimizer: A class of torch.optim, or :class:`RowWiseAdagrad`; None for the one that the embeddings were made for.
+        **settings: Arguments of that class.
+
+    Raises:
+        ValueError: If there is no embedding to train, or the optimizer has other states than are kept beside the rows.
+    """
+
+    def __init__(
+        self, embeddings: nn.Module | Iterable[nn.Module | dict[str, Any]], optimizer: OptimizerFactory | None = None,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        groups = list(_groups_of(embeddings))
+        if optimizer is None:
+            optimizer = groups[0]["params"][0].optimizer
+            if optimizer is None:
+                raise ValueError("the embedding was made without optimizer=: its rows cannot be trained")
+        self._factory = functools.partial(optimizer, **settings)
+        self._trained: dict[torch.Tensor, _Trained] = {}
+        self._failed = False
+        tried = self._factory([nn.Parameter(torch.zeros(1, 1))])
+        super().__init__([self._with_holders(group) for group in groups], tried.defaults)
+        for holder in self._trained:
+            self._continue(holder)
+
+    def _with_holders(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group whose parameters are the embeddings' gradient holders."""
+        holders = []
+        for embedding in group["params"]:
+            if not isinstance(embedding, RowsOnDisk):
+                raise TypeError(f"RowOptimizer trains embeddings on a drive, got {type(embedding).__name__}")
+            if not (embedding.table.writable and embedding.optimizer is not None):
+                raise ValueError(f"the rows of {embedding.table} cannot be trained: make the embedding with optimizer=")
+            states = check_states(embedding.table, self._factory)
+            inner = self._factory([nn.Parameter(torch.zeros(1, embedding.embedding_dim, dtype=embedding.table.dtype))])
+            inner.state.clear()
+            self._trained[embedding.gradient_holder] = _Trained(embedding, states, inner)
+            holders.append(embedding.gradient_holder)
+        return {**group, "params": holders}
+
+    def _continue(self, holder: torch.Tensor) -> None:
+        """Go on from the last commit of an embedding's table."""
+        trained = self._trained[holder]
+        committed = trained.table.attributes.get(_ATTRIBUTE, {})
+        self.state[holder] = _copies(trained.states.table)
+        for name in trained.states.names:
+            if name in committed:
+                self.state[holder][name] = _like(committed[name], trained.states.table.get(name))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimizers do: its ``params`` may be embeddings on a drive."""
+        params = param_group["params"]
+        given = [params] if isinstance(params, nn.Module | torch.Tensor) else list(params)
+        later = any(isinstance(each, nn.Module) for each in given)
+        if not later:  # those of the constructor
+            super().add_param_group(param_group)
+            return
+        group = self._with_holders({**param_group, "params": given})
+        super().add_param_group(group)
+        for holder in group["params"]:
+            self._continue(holder)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Change the rows that have gradients. Blocks until they are read; they are written later.
+
+        Raises:
+            OSError: From the drive, such as RowsUnreadable. Some rows may be changed: call :meth:`rollback`.
+            RuntimeError: After such an error.
+        """
+        self._check_whole()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for holder in group["params"]:
+                if holder.grad is not None:
+                    try:
+                        self._step(holder, group)
+                    except BaseException:
+                        self._failed = True
+                        raise
+        return loss
+
+    def _step(self, holder: torch.Tensor, group: Mapping[str, Any]) -> None:
+        trained, gradient = self._trained[holder], holder.grad
+        assert gradient is not None
+        if not gradient.is_sparse:
+            raise RuntimeError("gradients of rows on the drive must be sparse, as their forward makes them")
+        rows, positions = torch.unique(gradient._indices()[0], return_inverse=True)
+        if not len(rows):  # the step is counted nevertheless
+            rows = rows.new_zeros(1)
+        records = trained.table.read_records(rows)
+        values = {name: column.to(gradient.device).contiguous() for name, column in records.items()}
+        compact = nn.Parameter(values.pop("values"))
+        compact.grad = torch.sparse_coo_tensor(
+            positions.unsqueeze(0),
+            gradient._values(),
+            compact.shape,
+            check_invariants=False,
+            is_coalesced=gradient.is_coalesced(),
+        )
+        inner = trained.inner
+        inner.param_groups[0].update({name: value for name, value in group.items() if name != "params"}, params=[compact])
+        try:
+            if self.state[holder] or trained.states.all_by_row:  # else the optimizer makes them: it is the first step
+                whole = {**_copies(self.state[holder]), **values}
+                inner.state[compact] = {name: whole[name] for name in trained.states.names}
+            inner.step()
+            states = dict(inner.state[compact])
+        finally:
+            inner.state.clear()
+            inner.param_groups[0]["params"] = []
+        changed = {"values": compact.detach(), **{name: states.pop(name) for name in trained.states.rows}}
+        trained.table.write_records(rows, {name: column.cpu() for name, column in changed.items()})
+        self.state[holder] = states
+
+    def _check_whole(self) -> None:
+        if self._failed:
+            raise RuntimeError("a step has failed, and has perhaps changed some of its rows only: call rollback() first")
+
+    # -- commits
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What the last commit has noted, by :meth:`commit`: of several tables, the first one's."""
+        first = next(iter(self._trained.values()))
+        return {name: value for name, value in first.table.attributes.items() if name != _ATTRIBUTE}
+
+    def commit(self, attributes: Mapping[str, Any] | None = None) -> None:
+        """Make the changes so far the last commits of all tables, with the number of steps. Blocks until they are on
+        stable storage.
+
+        After a crash each table is as it was at its last commit. Several tables are committed one after another: a crash between
+        leaves some at this commit and others at the one before.
+
+        Args:
+            attributes: What is noted with them, for :attr:`attributes`, such as a position in the data: what JSON can hold. None
+                for what it is now.
+
+        Raises:
+            ValueError: For attributes named "optimizer".
+            OSError: From the drive, such as ENOSPC. commit() may be called again.
+            RuntimeError: After a step that has failed.
+        """
+        self._check_whole()
+        if attributes is not None and _ATTRIBUTE in attributes:
+            raise ValueError(f"attributes must not have the name {_ATTRIBUTE!r}: the number of steps is noted there")
+        for holder, trained in self._trained.items():
+            noted = trained.table.attributes if attributes is None else attributes
+            states = {name: as_number(value) for name, value in self.state[holder].items()}
+            trained.table.commit({**noted, _ATTRIBUTE: states})
+
+    def rollback(self) -> None:
+        """Go back to the last commits of all tables, and drop the gradients. Blocks. Raises OSError; call it again then."""
+        self._failed = True
+        for holder, trained in self._trained.items():
+            trained.table.rollback()
+            self._continue(holder)
+            holder.grad = None
+        self._failed = False
+
+    # -- state dicts, in torch's form
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as torch's optimizer of ``nn.Embedding(sparse=True)`` has them. Blocks until they are written.
+
+        Those of rows are tensors mapped from files without a name beside the table: they take no memory, and space on the drive
+        until they are gone.
+
+        Raises:
+            OSError: From the drive, such as ENOSPC.
+        """
+        packed = super().state_dict()
+        for number, trained in self._numbered():
+            states = packed["state"].pop(number, {})
+            if not trained.states.names or not (states or trained.states.all_by_row):
+                continue  # no step yet: torch has none either
+            table, rows = trained.table, trained.states.rows
+
+            def values(begin: int, end: int, table: Table = table, names: tuple[str, ...] = tuple(rows)) -> list[torch.Tensor]:
+                records = table.read_records(torch.arange(begin, end))
+                return [records[name] for name in names]
+
+            columns = [(state.dtype, tuple(state.shape)) for state in rows.values()]
+            whole = _copies(states)  # an optimizer that loads them may change them in place
+            if columns:
+                whole |= zip(rows, mapped_tensors(table.directory, table.rows, columns, values), strict=True)
+            packed["state"][number] = {name: whole[name] for name in trained.states.names}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the states of :meth:`state_dict`, or of torch's optimizer. Blocks until they are written to the tables.
+
+        They are there after a crash from the next :meth:`commit` on.
+
+        Raises:
+            ValueError: If they have other shapes or names; nothing is changed then.
+            OSError: From the drive: call :meth:`rollback`.
+        """
+        states = state_dict["state"]
+        by_row: list[tuple[_Trained, dict[str, torch.Tensor] | None]] = []
+        of_tables: dict[int, dict[str, Any]] = {}
+        for number, trained in self._numbered():
+            given = dict(states.get(number, {}))
+            if given and given.keys() != set(trained.states.names):
+                raise ValueError(
+                    f"the state dict has the states {sorted(given)} for {trained.table}, and {optimizer_name(self._factory)} has"
+                    f" {sorted(trained.states.names)}"
+                )
+            own = {name: given.pop(name) for name in trained.states.rows} if given else None
+            for name, state in trained.states.rows.items():
+                shape = (trained.table.rows, *state.shape)
+                if own is not None and tuple(own[name].shape) != shape:
+                    raise ValueError(f"the state {name!r} must have the shape {shape}, got {tuple(own[name].shape)}")
+            by_row.append((trained, own))
+            if given:
+                of_tables[number] = _copies(given)
+        super().load_state_dict({**state_dict, "state": of_tables})
+        try:
+            for trained, own in by_row:
+                _load_rows(trained, own)
+        except BaseException:
+            self._failed = True
+            raise
+        for holder, trained in self._trained.items():
+            self.state[holder] = {**_copies(trained.states.table), **self.state.get(holder, {})}
+
+    def _numbered(self) -> Iterator[tuple[int, _Trained]]:
+        """Return the embeddings with the numbers that they have in state dicts."""
+        holders = [holder for group in self.param_groups for holder in group["params"]]
+        return ((number, self._trained[holder]) for number, holder in enumerate(holders))
+
+
+def _load_rows(trained: _Trained, given: Mapping[str, torch.Tensor] | None) -> None:
+    """Write the states of all rows, some at a time; without any given, those that they begin with."""
+    table, rows = trained.table, trained.states.rows
+    if not rows:
+        return
+    row_bytes = table.nbytes // max(table.rows, 1) * (1 + len(rows))
+    for begin, end in parts_of(table.rows, row_bytes):
+        columns = {}
+        for name, state in rows.items():
+            if given is None:
+                columns[name] = torch.full((end - begin, *state.shape), state.initial, dtype=state.dtype)
+            else:
+                columns[name] = given[name].detach()[begin:end].to("cpu", state.dtype)
+        table.write_records(torch.arange(begin, end), columns)
+
+
+def _groups_of(embeddings: nn.Module | Iterable[nn.Module | dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Return groups of embeddings. Raises ValueError if there are none."""
+    if isinstance(embeddings, nn.Module):
+        embeddings = [each for each in embeddings.modules() if isinstance(each, RowsOnDisk) and each.trained]
+    given = list(embeddings)
+    if not given:
+        raise ValueError("there are no embeddings on a drive to train: make them with optimizer=")
+    if not any(isinstance(each, dict) for each in given):
+        yield {"params": given}
+        return
+    for each in given:
+        if not isinstance(each, dict):
+            raise TypeError(f"embeddings must all be in groups, or none, got {type(each).__name__} beside a group")
+        params = each["params"]
+        yield {**each, "params": [params] if isinstance(params, nn.Module) else list(params)}
+
+
+def _copies(states: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in states.items()}
+
+
+def _like(number: float, example: Any) -> Any:
+    """Return a number as the optimizer has it."""
+    return torch.full_like(example, number) if isinstance(example, torch.Tensor) else number

@@ -1,0 +1,105 @@
+"""What an optimizer keeps for each row of a table, found by trying it on a parameter of three rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .layout import State
+
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+"""A class of optimizers, or a ``functools.partial`` of one: called with a list of parameters."""
+
+_ROWS = 3
+_REMEDY = (
+    "rows on the drive are trained by optimizers that take sparse gradients and change only the rows in them:"
+    " torch.optim.SGD without momentum and weight decay, torch.optim.Adagrad without weight decay, torch.optim.SparseAdam,"
+    " or deepnvme.tables.RowWiseAdagrad"
+)
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """What an optimizer keeps for a table."""
+
+    rows: Mapping[str, State]
+    """States of each row."""
+    table: Mapping[str, Any]
+    """States of the table as a whole, such as the number of steps, before the first step; empty if the optimizer makes them in
+    its first step."""
+    names: tuple[str, ...]
+    """Names of all states, in the optimizer's order."""
+
+    @property
+    def all_by_row(self) -> bool:
+        """Whether there are none of the table as a whole."""
+        return set(self.names) == set(self.rows)
+
+
+def optimizer_name(optimizer: OptimizerFactory) -> str:
+    """Return the name of an optimizer's class."""
+    inner = getattr(optimizer, "func", optimizer)
+    return str(getattr(inner, "__name__", inner))
+
+
+def states_of(optimizer: OptimizerFactory, dtype: torch.dtype, embedding_dim: int) -> OptimizerStates:
+    """Return what an optimizer keeps for a table of rows of ``embedding_dim`` elements.
+
+    Raises:
+        ValueError: If it does not take sparse gradients, or changes rows that are not in them.
+    """
+    name = optimizer_name(optimizer)
+    parameter = torch.nn.Parameter(torch.ones(_ROWS, embedding_dim, dtype=dtype))
+    tried = optimizer([parameter])
+    before = {key: _copy(value) for key, value in tried.state[parameter].items() if not _is_per_row(value)}
+    state = tried.state[parameter]
+    try:
+        _step(tried, parameter, 0, 0.0)
+        initial = {key: value[-1].clone() for key, value in state.items() if _is_per_row(value)}
+        for row in (0, 1):
+            untouched = {key: value[2:].clone() for key, value in state.items() if _is_per_row(value)}
+            _step(tried, parameter, row, 1.0)
+            if not all(torch.equal(state[key][2:], value) for key, value in untouched.items()):
+                raise ValueError(f"{name} changes the states of rows that have no gradient: {_REMEDY}")
+        if not torch.equal(parameter[2:], torch.ones_like(parameter[2:])):
+            raise ValueError(f"{name} changes rows that have no gradient: {_REMEDY}")
+        first = parameter[0].clone()
+        _step(tried, parameter, 1, 1.0)
+        if not torch.equal(parameter[0], first):
+            raise ValueError(f"{name} changes rows that have no gradient: {_REMEDY}")
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name} cannot train rows on the drive ({error}): {_REMEDY}") from error
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    if any(value.is_sparse or (value.dim() and not _is_per_row(value)) for value in tensors):
+        raise ValueError(f"{name} has states that do not belong to single rows: {_REMEDY}")
+    rows = {}
+    for key, value in initial.items():
+        if value.numel() and not bool((value == value.flatten()[0]).all()):
+            raise ValueError(f"the state {key!r} of {name} does not begin with one value: {_REMEDY}")
+        rows[key] = State(value.dtype, tuple(value.shape), float(value.flatten()[0]) if value.numel() else 0.0)
+    return OptimizerStates(rows, before, tuple(state))
+
+
+def _step(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, row: int, gradient: float) -> None:
+    values = torch.full((1, parameter.shape[1]), gradient, dtype=parameter.dtype)
+    parameter.grad = torch.sparse_coo_tensor(torch.tensor([[row]]), values, parameter.shape, check_invariants=False)
+    optimizer.step()
+
+
+def _is_per_row(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_sparse and value.dim() > 0 and value.shape[0] == _ROWS
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def as_number(value: Any) -> int | float:
+    """Return a state of a table as JSON can hold it."""
+    number = value.item() if isinstance(value, torch.Tensor) else value
+    if not isinstance(number, int | float):
+        raise ValueError(f"a state of a table must be a number, got {value!r}")
+    return number

@@ -1,0 +1,347 @@
+"""Embeddings on a drive: forward and gradients have the bits of torch's, for whatever torch's can do."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepnvme.nn import EmbeddingBagOnDisk, EmbeddingOnDisk
+from deepnvme.tables import RowOptimizer, Table
+
+ROWS, DIM = 1000, 24
+SMALL = 60_000
+"""Bytes of memory for rows, of 96 000 bytes and more that all have."""
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def pair(drive: Path, **more: Any) -> tuple[nn.Embedding, EmbeddingOnDisk]:
+    """Torch's embedding and ours, with the same rows."""
+    scaled = more.get("scale_grad_by_freq", False)
+    torch.manual_seed(5)
+    ours = EmbeddingOnDisk(ROWS, DIM, path=drive / "table", optimizer=torch.optim.SGD, memory_budget=SMALL, **more)
+    torch.manual_seed(5)
+    return nn.Embedding(ROWS, DIM, sparse=not scaled, **more), ours
+
+
+def bags(drive: Path, **more: Any) -> tuple[nn.EmbeddingBag, EmbeddingBagOnDisk]:
+    dense = more.get("scale_grad_by_freq", False) or more.get("mode") == "max"
+    torch.manual_seed(5)
+    ours = EmbeddingBagOnDisk(ROWS, DIM, path=drive / "table", optimizer=torch.optim.SGD, memory_budget=SMALL, **more)
+    torch.manual_seed(5)
+    return nn.EmbeddingBag(ROWS, DIM, sparse=not dense, **more), ours
+
+
+def dense(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    return gradient.coalesce().to_dense() if gradient.is_sparse else gradient
+
+
+def some_ids(*shape: int) -> torch.Tensor:
+    """Ids many of which occur several times."""
+    ids = torch.randint(0, ROWS, shape)
+    ids.view(-1)[::3] %= 7
+    return ids
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "dim", "padding"), [(1000, 7, None), (3, 5, 1), (2, 5, None), (97, 1, 96), (33_000, 37, 20_000)]
+)
+def test_a_new_table_has_the_rows_that_torch_makes_of_the_same_seed(
+    rows: int, dim: int, padding: int | None, dtype: torch.dtype, drive: Path
+) -> None:
+    torch.manual_seed(3)
+    wanted = nn.Embedding(rows, dim, padding_idx=padding, dtype=dtype).weight
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    embedding = EmbeddingOnDisk(rows, dim, padding, path=drive / "table", dtype=dtype)
+    assert torch.equal(embedding(torch.arange(rows)), wanted)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_new_table_has_the_rows_that_one_gives_it(drive: Path) -> None:
+    asked = []
+
+    def values(begin: int, end: int) -> torch.Tensor:
+        asked.append((begin, end))
+        return torch.arange(begin, end).float().view(-1, 1).expand(-1, 4)
+
+    ours = EmbeddingBagOnDisk(50_000, 4, mode="sum", path=drive / "table", optimizer=torch.optim.SparseAdam, values=values)
+    assert ours(torch.tensor([[3, 49_999]]))[0, 0] == 50_002
+    assert len(asked) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("more", [{}, {"padding_idx": 3}, {"padding_idx": -1}, {"scale_grad_by_freq": True}], ids=str)
+@pytest.mark.parametrize("shape", [(64,), (4, 5, 6), (1,), (0,), (3, 0)], ids=str)
+def test_forward_and_gradient_have_the_bits_of_torch(
+    shape: tuple[int, ...], more: dict[str, Any], dtype: torch.dtype, drive: Path
+) -> None:
+    theirs, ours = pair(drive, dtype=dtype, **more)
+    ids = some_ids(*shape)
+    wanted, found = theirs(ids), ours(ids)
+    assert torch.equal(found, wanted)
+    factor = torch.randn_like(wanted)
+    (wanted * factor).sum().backward()
+    (found * factor).sum().backward()
+    assert torch.equal(dense(ours.gradient_holder.grad), dense(theirs.weight.grad))
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64, torch.int16, torch.uint8], ids=str)
+def test_ids_have_any_integer_dtype(ids_dtype: torch.dtype, drive: Path) -> None:
+    _, ours = pair(drive)
+    ids = torch.tensor([3, 200, 3], dtype=ids_dtype)
+    if ids_dtype in (torch.int32, torch.int64):  # those that torch takes
+        ours(ids).sum().backward()
+    with torch.no_grad():
+        assert torch.equal(ours(ids), ours(ids.long()))
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("padding", [None, 3, 900])
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [
+        *[(mode, how) for mode in ("sum", "mean", "max") for how in ("2d", "offsets", "last offset", "empty")],
+        ("sum", "weights"),
+    ],
+)
+def test_bags_have_the_bits_of_torch(
+    mode: Any, how: str, padding: int | None, dtype: torch.dtype, ids_dtype: torch.dtype, drive: Path
+) -> None:
+    theirs, ours = bags(drive, mode=mode, padding_idx=padding, dtype=dtype, include_last_offset=how == "last offset")
+    arguments: dict[str, Any] = {"input": some_ids(0 if how == "empty" else 60).to(ids_dtype)}
+    if how == "2d":
+        arguments["input"] = arguments["input"].view(12, 5)
+    elif how == "empty":
+        arguments["offsets"] = torch.zeros(3, dtype=ids_dtype)
+    else:
+        arguments["offsets"] = torch.tensor([0, 4, 4, 11, 40, 60][: 6 if how == "last offset" else 5], dtype=ids_dtype)
+    if how == "weights":
+        arguments["per_sample_weights"] = torch.randn(60, dtype=dtype)
+    results = []
+    for module, holder in ((theirs, theirs.weight), (ours, ours.gradient_holder)):
+        own = {name: value.clone().requires_grad_(value.is_floating_point()) for name, value in arguments.items()}
+        out = module(**own)
+        torch.manual_seed(1)
+        (out * torch.randn_like(out)).sum().backward()
+        results.append((out, dense(holder.grad), own["per_sample_weights"].grad if how == "weights" else torch.empty(0)))
+        with torch.no_grad():
+            results[-1] += (module(**own),)
+    for found, wanted in zip(results[1], results[0], strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_scale_gradients_by_frequency(mode: Any, drive: Path) -> None:
+    theirs, ours = bags(drive, mode=mode, scale_grad_by_freq=True)
+    ids = some_ids(10, 6)
+    for module in (theirs, ours):
+        torch.manual_seed(1)
+        out = module(ids)
+        (out * torch.randn_like(out)).sum().backward()
+    assert torch.equal(dense(ours.gradient_holder.grad), dense(theirs.weight.grad))
+
+
+@pytest.mark.parametrize("more", [{}, {"padding_idx": 3}, {"scale_grad_by_freq": True}], ids=str)
+def test_gradients_of_several_forwards_and_backwards_add_up_in_the_order_of_torch(more: dict[str, Any], drive: Path) -> None:
+    theirs, ours = pair(drive, **more)
+    for module, holder in ((theirs, theirs.weight), (ours, ours.gradient_holder)):
+        torch.manual_seed(2)
+        for backward in range(4):
+            losses = []
+            for count in (30, 1, 1, 20):
+                out = module(some_ids(count) % (10 if backward else ROWS))
+                losses.append((out * torch.randn_like(out) * 10 ** (count % 4)).sum())
+            torch.stack(losses).sum().backward()
+        holder.grad = dense(holder.grad)
+    assert torch.equal(ours.gradient_holder.grad, theirs.weight.grad)
+
+
+def test_without_a_gradient_rows_are_only_read(drive: Path) -> None:
+    _, ours = pair(drive)
+    with torch.no_grad():
+        assert not ours(torch.tensor([1, 1])).requires_grad
+    ours.requires_grad_(False)
+    assert not ours(torch.tensor([1])).requires_grad
+    stats = ours.table.stats()
+    assert (stats.hits + stats.misses, stats.rows_read) == (3, 1)
+
+
+def test_rows_are_no_parameters(drive: Path) -> None:
+    _, ours = pair(drive)
+    model = nn.Sequential(ours, nn.Linear(DIM, 1))
+    assert len(list(model.parameters())) == 2
+    assert ours.gradient_holder.untyped_storage().nbytes() == 4
+    with pytest.raises(AttributeError):
+        _ = ours.weight
+
+
+def test_a_table_that_is_there_is_opened(drive: Path) -> None:
+    _, ours = pair(drive)
+    wanted = ours(torch.arange(ROWS)).detach()
+    ours.table.close()
+    again = EmbeddingOnDisk(ROWS, DIM, path=drive / "table", optimizer=torch.optim.SGD)
+    assert torch.equal(again(torch.arange(ROWS)), wanted)
+    again.table.close()
+    reader = EmbeddingOnDisk(ROWS, DIM, path=drive / "table")
+    assert torch.equal(reader(torch.tensor([7])), wanted[7:8])
+    reader.table.close()
+    with pytest.raises(ValueError, match="is wanted"):
+        EmbeddingOnDisk(ROWS + 1, DIM, path=drive / "table")
+    with pytest.raises(ValueError, match="is wanted"):
+        EmbeddingOnDisk(ROWS, DIM, path=drive / "table", dtype=torch.float64)
+    with pytest.raises(ValueError, match="make the table with optimizer=SparseAdam"):
+        EmbeddingOnDisk(ROWS, DIM, path=drive / "table", optimizer=torch.optim.SparseAdam)
+
+
+def test_a_refused_table_is_closed(drive: Path) -> None:
+    """Else nobody could open it to change it any more."""
+    _, ours = pair(drive)
+    ours.table.close()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="is wanted"):
+            EmbeddingOnDisk(ROWS + 1, DIM, path=drive / "table", optimizer=torch.optim.SGD)
+
+
+@pytest.mark.parametrize("kind", [EmbeddingOnDisk, EmbeddingBagOnDisk])
+def test_from_pretrained(kind: Any, drive: Path) -> None:
+    weight = torch.randn(50, 6)
+    ids = torch.tensor([[3, 4], [49, 0]])
+    wanted = getattr(nn, kind.__name__.removesuffix("OnDisk")).from_pretrained(weight)(ids)
+    of_tensor = kind.from_pretrained(weight, path=drive / "a")
+    assert torch.equal(of_tensor(ids), wanted)
+    assert not of_tensor.trained
+    assert torch.equal(kind.from_pretrained(of_tensor.table)(ids), wanted)
+    assert torch.equal(kind.from_pretrained(drive / "a")(ids), wanted)
+    torch.save({"weight": weight, "bias": torch.zeros(2)}, drive / "b.pt")
+    assert torch.equal(kind.from_pretrained(drive / "b.pt", name="weight")(ids), wanted)
+    trained = kind.from_pretrained(
+        drive / "b.pt", False, name="weight", path=drive / "c", optimizer=torch.optim.SparseAdam, padding_idx=3
+    )
+    assert trained.trained
+    assert torch.equal(trained.state_dict()["weight"], weight)  # the padding too
+    trained(ids).sum().backward()
+    trained.table.close()
+    again = kind.from_pretrained(drive / "c", False, optimizer=torch.optim.SparseAdam)
+    assert torch.equal(again.state_dict()["weight"], weight)
+
+
+def test_from_pretrained_says_what_is_missing(drive: Path) -> None:
+    with pytest.raises(ValueError, match="path= is needed"):
+        EmbeddingOnDisk.from_pretrained(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match="optimizer="):
+        EmbeddingOnDisk.from_pretrained(torch.zeros(3, 2), freeze=False, path=drive / "a")
+    with pytest.raises(ValueError, match="two dimensions"):
+        EmbeddingOnDisk.from_pretrained(torch.zeros(3), path=drive / "a")
+    with pytest.raises(ValueError, match="two dimensions"):
+        EmbeddingOnDisk.from_pretrained(Table.from_tensor(drive / "b", torch.zeros(3, 2, 2)))
+    frozen = EmbeddingOnDisk.from_pretrained(torch.zeros(3, 2), path=drive / "c")
+    with pytest.raises(ValueError, match="cannot be trained"):
+        frozen.requires_grad_()
+
+
+def test_bad_arguments(drive: Path) -> None:
+    for kind in (EmbeddingOnDisk, EmbeddingBagOnDisk):
+        with pytest.raises(ValueError, match="max_norm"):
+            kind(3, 2, max_norm=1.0, path=drive / "t")
+        with pytest.raises(ValueError, match=r"padding_idx must be in \[-3, 3\), got 3"):
+            kind(3, 2, padding_idx=3, path=drive / "t")
+    with pytest.raises(ValueError, match="mode"):
+        EmbeddingBagOnDisk(3, 2, mode="median", path=drive / "t")  # type: ignore[arg-type]
+    for optimizer in (torch.optim.Adam, torch.optim.RMSprop, torch.optim.LBFGS):
+        with pytest.raises(ValueError, match=r"torch\.optim\.SparseAdam"):
+            EmbeddingOnDisk(3, 2, path=drive / "t", optimizer=optimizer)
+    assert not (drive / "t").exists()
+
+
+def test_bad_ids(drive: Path) -> None:
+    _, ours = pair(drive)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            with pytest.raises(IndexError):
+                ours(torch.tensor([0, ROWS]))
+            with pytest.raises(IndexError):
+                ours(torch.tensor([-1]))
+            with pytest.raises(TypeError):
+                ours(torch.tensor([0.5]))
+
+
+def test_a_state_dict_is_torchs_and_takes_no_name_on_the_drive(drive: Path) -> None:
+    theirs, ours = pair(drive)
+    before = sorted((drive / "table").iterdir())
+    weight = ours.state_dict()["weight"]
+    assert torch.equal(weight, theirs.weight)
+    assert sorted((drive / "table").iterdir()) == before
+    weight.zero_()  # of the copy only
+    assert torch.equal(ours.state_dict()["weight"], theirs.weight)
+    other = nn.Embedding(ROWS, DIM)
+    ours.load_state_dict(other.state_dict())
+    assert torch.equal(ours.state_dict()["weight"], other.weight)
+    theirs.load_state_dict(ours.state_dict())
+    assert torch.equal(theirs.weight, other.weight)
+
+
+def test_a_state_dict_of_a_whole_model_is_loaded_or_refused(drive: Path) -> None:
+    _, ours = pair(drive)
+    model, in_memory = nn.Sequential(ours, nn.Linear(DIM, 1)), nn.Sequential(nn.Embedding(ROWS, DIM), nn.Linear(DIM, 1))
+    model.load_state_dict(in_memory.state_dict())
+    assert model.state_dict().keys() == in_memory.state_dict().keys()
+    assert torch.equal(model(torch.tensor([4])), in_memory(torch.tensor([4])))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        ours.load_state_dict({"weight": torch.zeros(3, DIM)})
+    with pytest.raises(RuntimeError, match="Missing"):
+        ours.load_state_dict({})
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        ours.load_state_dict({"weight": in_memory[0].weight, "bias": torch.zeros(1)})
+    ours.load_state_dict({}, strict=False)
+    ours.table.commit()
+    reader = EmbeddingOnDisk(ROWS, DIM, path=drive / "table")
+    with pytest.raises(RuntimeError, match="cannot be changed"):
+        reader.load_state_dict({"weight": in_memory[0].weight})
+    reader.table.close()
+
+
+def test_a_copy_reads_the_last_commit(drive: Path) -> None:
+    _, ours = pair(drive)
+    ours.table.commit()
+    again = copy.deepcopy(ours)
+    with torch.no_grad():
+        assert torch.equal(again(torch.tensor([5])), ours(torch.tensor([5])))
+    again.table.close()
+
+
+def test_non_reentrant_checkpointing_and_autocast(drive: Path) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    theirs, ours = pair(drive)
+    ids = some_ids(20)
+    for module in (theirs, ours):
+        with torch.autocast("cpu", torch.bfloat16):
+            checkpoint(lambda ids, module=module: (module(ids) ** 2).sum(), ids, use_reentrant=False).backward()
+    assert torch.equal(dense(ours.gradient_holder.grad), dense(theirs.weight.grad))
+
+
+def test_striped_over_two_directories(drive: Path) -> None:
+    torch.manual_seed(0)
+    ours = EmbeddingOnDisk(ROWS, DIM, path=[drive / "a", drive / "b"], optimizer=torch.optim.SparseAdam)
+    torch.manual_seed(0)
+    theirs = nn.Embedding(ROWS, DIM, sparse=True)
+    mine, torchs = RowOptimizer(ours), torch.optim.SparseAdam(theirs.parameters())
+    for _ in range(3):
+        ids = some_ids(50)
+        for module, optimizer in ((ours, mine), (theirs, torchs)):
+            module(ids).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    mine.commit()
+    ours.table.close()
+    again = EmbeddingOnDisk(ROWS, DIM, path=[drive / "a", drive / "b"])
+    assert torch.equal(again.state_dict()["weight"], theirs.weight)
+    again.table.close()
