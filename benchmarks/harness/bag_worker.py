@@ -39,19 +39,18 @@ class Worker:
             state.update(step=0, exp_avg=self._mapped("exp_avg", rows, width), exp_avg_sq=self._mapped("exp_avg_sq", rows, width))
             return {}
         from deepnvme.nn import EmbeddingBagOnDisk
-        from deepnvme.tables import RowOptimizer, Table
-        from deepnvme.tables.row_optimizer import states_of
+        from deepnvme.tables import RowOptimizer
 
-        Table.create(
-            path,
+        self._bag = EmbeddingBagOnDisk(
             rows,
             width,
-            torch.float32,
+            mode="sum",
+            path=path,
+            optimizer=torch.optim.SparseAdam,
             values=lambda begin, end: _values(begin, end, width),
-            states=states_of(torch.optim.SparseAdam, (width,), torch.float32),
-        ).close()
-        self._bag = EmbeddingBagOnDisk(rows, width, mode="sum", path=path, memory_budget=memory_budget)
-        self._optimizer = RowOptimizer(self._bag, torch.optim.SparseAdam, lr=1e-3)
+            memory_budget=memory_budget,
+        )
+        self._optimizer = RowOptimizer(self._bag, lr=1e-3)
         return {}
 
     def _mapped(self, name: str, rows: int, width: int) -> torch.Tensor:
