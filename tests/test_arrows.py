@@ -31,6 +31,7 @@ ENGINE = BASE | {"engine", "config", "drives", "profiles"}
 TRANSFER = ENGINE | {"memory", "transfer"}
 STORE = TRANSFER | {"store"}
 CHECKPOINT = TRANSFER | {"checkpoint", "checkpoint.formats"}
+TABLES = STORE | CHECKPOINT
 STREAMING = STORE | CHECKPOINT | {"quantization"}
 INTEGRATIONS = STREAMING | {"streaming", "streaming.weights", "streaming.kv", "offload"}
 DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
@@ -46,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": STORE,
     "quantization": ENGINE | {"memory"},
     "offload": STORE | CHECKPOINT | {"quantization"},  # a training may begin with the weights of a checkpoint
+    "tables": TABLES,
     "checkpoint.formats": TRANSFER,
     "checkpoint": CHECKPOINT,
     "checkpoint.dcp": CHECKPOINT,

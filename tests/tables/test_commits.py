@@ -179,7 +179,7 @@ def kill_writers(interpreters: Interpreters, directories: list[Path], times: int
     committed = 1
     for turn in range(times):
         child = interpreters.start(_WRITER.format(directory=str(directories[0]), seed=seed + turn, rows=ROWS, width=WIDTH))
-        interpreters.wait_for("ready")
+        interpreters.wait_for("committed" if turn % 3 == 0 else "ready")
         time.sleep(generator.random() * 0.2)
         os.kill(child, signal.SIGKILL)
         said = interpreters.wait(child)

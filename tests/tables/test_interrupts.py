@@ -144,10 +144,10 @@ CASES = {"reads": _reads, "changes": _changes, "readers": _readers, "openings": 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_table_works_after_ctrl_c(drive: Path, case: str) -> None:
-    CASES[case](drive, 12)
+    CASES[case](drive, 6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_table_works_after_ctrl_c_at_many_points(drive: Path, case: str) -> None:
-    CASES[case](drive, 300)
+    CASES[case](drive, 100)
