@@ -79,6 +79,8 @@ class Batch:
     keep: object
     """What has to live until all rows were delivered: the memory that they are copied to."""
     parts: list[_Part] = field(default_factory=list)
+    """Those that are not delivered. The others are left out, since they refer to this batch: it would stay, with all its memory,
+    until the garbage collector looks for cycles."""
     errors: list[OSError] = field(default_factory=list)
     abandoned: bool = False
     """Whether nobody waits for the rows any more: their memory may be somebody else's by now."""
@@ -86,7 +88,7 @@ class Batch:
     @property
     def delivered(self) -> bool:
         """Whether all parts were."""
-        return all(part.delivered for part in self.parts)
+        return not self.parts
 
 
 class RowReader:
@@ -219,6 +221,7 @@ class RowReader:
             if not part.batch.abandoned:
                 part.batch.native.deliver(part.number, part.staging.data_ptr(), failed)
             part.delivered = True
+            part.batch.parts.remove(part)
             self._under_way.remove(part)
             assert self._staging is not None
             self._staging.append(part.staging)
@@ -298,7 +301,7 @@ class RowsFuture:
         A commit of another process in between has them read once more, by :meth:`result`.
         """
         batch = self._batch
-        return batch is None or all(part.delivered or part.future.done() for part in batch.parts)
+        return batch is None or all(part.future.done() for part in list(batch.parts))
 
     def result(self) -> torch.Tensor:
         """Wait for the rows, and return them: ``ids.shape + table.shape``. The same tensor each time.

@@ -184,7 +184,9 @@ def kill_writers(interpreters: Interpreters, directories: list[Path], times: int
         os.kill(child, signal.SIGKILL)
         said = interpreters.wait(child)
         assert said.returncode == -signal.SIGKILL, said.stderr
-        committed = max([committed, *(int(line.split()[1]) for line in said.stdout.splitlines() if line.startswith("committed "))])
+        committed = max(
+            [committed, *(int(line.split()[1]) for line in said.stdout.splitlines() if line.startswith("committed "))]
+        )
         with Table.open(directories[0]) as table:
             found = commits_in(table.read(torch.arange(ROWS)))
             assert found in ([committed], [committed + 1]), "the last commit, or the one that it did not come to say"

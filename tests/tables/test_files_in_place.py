@@ -36,7 +36,7 @@ def test_an_array_of_one_dimension_has_rows_of_one_value(drive: Path) -> None:
 def test_an_array_in_fortran_order_is_refused_with_the_reason(drive: Path) -> None:
     path = drive / "rows.npy"
     numpy.save(path, numpy.asfortranarray(VALUES[:, 0].numpy()))
-    with pytest.raises(ValueError, match="Fortran order.*ascontiguousarray"):
+    with pytest.raises(ValueError, match=r"Fortran order.*ascontiguousarray"):
         Table.open(path)
 
 
@@ -53,7 +53,7 @@ def test_big_endian_values_are_refused(drive: Path) -> None:
 def test_arrays_without_rows_of_numbers_are_refused(drive: Path, array: numpy.ndarray) -> None:
     path = drive / "rows.npy"
     numpy.save(path, array)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"no tensor can have|no rows|at least one byte"):
         Table.open(path)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import random
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,18 @@ def test_a_future_may_be_asked_after_its_table_is_closed(drive: Path, values: to
     future = table.read_async(torch.arange(500))
     table.close()
     assert same(future.result(), values[:500])
+
+
+def test_what_was_read_is_let_go_of_with_its_last_reference(table: Table) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        rows = [table.read(torch.arange(1000)), table.read_async(torch.arange(500, 1500)).result()]
+        kept = [weakref.ref(each) for each in rows]
+        del rows
+        assert [each() for each in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_reads_larger_than_what_may_be_under_way_are_whole(drive: Path) -> None:

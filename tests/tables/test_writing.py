@@ -119,7 +119,7 @@ def test_attributes_are_committed_with_the_rows(drive: Path) -> None:
         assert table.commit(noted) > first, "what the caller has changed since is not noticed"
         table.write(torch.tensor([0]), VALUES[1:2])
         table.commit()
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="serialize"):
             table.commit({"object": object()})
         table.commit()
     with Table.open(drive / "table") as table:
@@ -189,9 +189,11 @@ class ChangedTable(RuleBasedStateMachine):
         self.table: Table | None = None
 
     @initialize(
-        volumes=st.integers(1, 3), width=st.sampled_from([1, 60, 63, 64, 200, 1500]), budget=st.sampled_from([0, 20 << 10, 1 << 20]),
+        volumes=st.integers(1, 3),
+        width=st.sampled_from([1, 60, 63, 64, 200, 1500]),
+        budget=st.sampled_from([0, 20 << 10, 1 << 20]),
         zeros=st.booleans(),
-    )  # fmt: skip
+    )
     def create(self, volumes: int, width: int, budget: int, zeros: bool) -> None:
         self.width, self.budget, self.turn, self.futures = width, budget, 0, []
         self.now = torch.zeros(self.rows, width, dtype=torch.int64)
