@@ -210,9 +210,11 @@ class RowWriter:
 
     def flush(self) -> None:
         """Write all that is changed, to stable storage. Blocks. Raises OSError; what was not written is still changed."""
-        self._raise_error()
         if self._flush_error is not None:
             raise self._flush_error
+        while self._under_way:
+            self._finish_oldest()
+        self._error = None  # what could not be written is still changed, and is written once more now
         while self._cache.changed or self._under_way:
             self._write_some()
             if self._under_way:
