@@ -81,7 +81,7 @@ print(pages("VmHWM") - before - (pages("RssFile") - code) - budget)
 def test_memory_stays_within_the_budget(interpreters: Interpreters, drive: Path, writable: bool) -> None:
     path = drive / "table"
     Table.create(
-        path, 1 << 15, (2048,), torch.uint8, updatable=writable, values=lambda b, e: torch.ones(e - b, 1024).byte()
+        path, 1 << 15, (2048,), torch.uint8, updatable=writable, values=lambda b, e: torch.ones(e - b, 2048).byte()
     ).close()
     more = int(interpreters.run(_READ_ALL.format(path=str(path), writable=writable)).check())
     assert more < 64 << 20, f"{more >> 20} MiB more than the budget"
