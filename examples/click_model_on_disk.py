@@ -115,11 +115,10 @@ def train_on_disk(given: argparse.Namespace, directory: Path, progress: Progress
             optimizer.zero_grad()
         if step % EVERY == 0 or step == given.steps - 1:
             after = [bag.table.stats() for bag in bags]
-            hits = sum(each.hits for each in after) - sum(each.hits for each in before)
-            misses = sum(each.misses for each in after) - sum(each.misses for each in before)
+            read = sum(each.rows_read for each in after) - sum(each.rows_read for each in before)
             result.losses.append(loss.item())
-            result.hit_rates.append(hits / max(hits + misses, 1))
-        progress.update(task, advance=1, loss=f"loss {loss.item():.4f}, {100 * result.hit_rates[-1]:.0f} % of rows in memory")
+            result.hit_rates.append(1 - read / sum(each.unique().numel() for each in ids))
+        progress.update(task, advance=1, loss=f"loss {loss.item():.4f}, {100 * result.hit_rates[-1]:.0f} % of rows were in memory")
     rows.commit({"steps": given.steps})
     result.seconds = time.perf_counter() - begun
     for bag in bags:

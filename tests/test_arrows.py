@@ -31,6 +31,7 @@ ENGINE = BASE | {"engine", "config", "drives", "profiles"}
 TRANSFER = ENGINE | {"memory", "transfer"}
 STORE = TRANSFER | {"store"}
 CHECKPOINT = TRANSFER | {"checkpoint", "checkpoint.formats"}
+TABLES = STORE | CHECKPOINT
 STREAMING = STORE | CHECKPOINT | {"quantization"}
 TABLES = STORE | CHECKPOINT  # of weights that are in a checkpoint
 INTEGRATIONS = STREAMING | {"tables", "streaming", "streaming.weights", "streaming.kv", "offload"}
@@ -47,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": STORE,
     "quantization": ENGINE | {"memory"},
     "offload": STORE | CHECKPOINT | {"quantization"},  # a training may begin with the weights of a checkpoint
+    "tables": TABLES,
     "checkpoint.formats": TRANSFER,
     "checkpoint": CHECKPOINT,
     "checkpoint.dcp": CHECKPOINT,

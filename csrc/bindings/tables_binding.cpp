@@ -70,16 +70,14 @@ std::vector<std::size_t> change(CachedTable& table, std::span<const std::int64_t
     return absent;
 }
 
-// Returns how many of the rows are in memory.
-std::uint64_t pin(CachedTable& table, std::span<const std::int64_t> rows) {
-    std::uint64_t pinned = 0;
-    for (const std::int64_t row : rows) {
-        const auto slot = table.cache.find(static_cast<std::uint64_t>(row));
-        if (slot == RowCache::kNone) continue;
-        table.cache.pin(slot);
-        ++pinned;
+// Pin rows, in this order, until `most` are. Returns the positions of those that are not in memory yet.
+std::vector<std::size_t> pin(CachedTable& table, std::span<const std::int64_t> rows, std::uint64_t most) {
+    std::vector<std::size_t> absent;
+    for (std::size_t i = 0; i < rows.size() && table.cache.pinned() < most; ++i) {
+        const auto row = static_cast<std::uint64_t>(rows[i]);
+        if (table.cache.pin(row) && table.cache.find(row) == RowCache::kNone) absent.push_back(i);
     }
-    return pinned;
+    return absent;
 }
 
 void bind_batches(py::module_& tables) {
@@ -116,6 +114,7 @@ void bind_batches(py::module_& tables) {
                 self.rows.deliver(part, at<const std::byte>(staging), self.table->visible, failed);
             },
             "part"_a, "staging"_a, "failed"_a)
+        .def_property_readonly("stale", [](const Batch& self) { return self.rows.stale(); })
         // (row, volume, offset, position), for each
         .def_property_readonly("failed_rows",
                                [](const Batch& self) {
@@ -185,8 +184,11 @@ void bind_tables(py::module_& module) {
             },
             "rows"_a, "count"_a, "records"_a, "epoch"_a)
         .def(
-            "pin", [](CachedTable& self, Address rows, std::uint64_t count) { return pin(self, rows_at(rows, count)); }, "rows"_a,
-            "count"_a)
+            "pin",
+            [](CachedTable& self, Address rows, std::uint64_t count, std::uint64_t most) {
+                return pin(self, rows_at(rows, count), most);
+            },
+            "rows"_a, "count"_a, "most"_a)
         .def("unpin_all", [](CachedTable& self) { self.cache.unpin_all(); })
         .def("clear", [](CachedTable& self) { self.cache.clear(); })
         .def("drop_changed", [](CachedTable& self, std::uint64_t epoch) { self.cache.drop_changed(epoch); }, "epoch"_a)

@@ -63,7 +63,7 @@ void RowBatch::look_up() {
             }
             const auto row = static_cast<std::uint64_t>(rows_[i]);
             const auto position = static_cast<std::uint32_t>(i);
-            cache_.count_use(row);
+            if (destination_.memory) cache_.count_use(row);
             if (!find(row, position)) wanted_.push_back({row, position});
         }
         hits_ = rows_.size() - wanted_.size();
@@ -141,6 +141,10 @@ void RowBatch::deliver(std::size_t number, const std::byte* staging, const Visib
         }
         Stored stored;
         if (geometry_.versioned()) {
+            if (cache_.changed_since(missing.row, changes_before_)) {  // and dropped again: the drive has newer
+                stale_ = true;
+                continue;
+            }
             for (std::uint8_t version = 0; version < 2; ++version) {
                 VersionHeader header;
                 std::memcpy(&header, record + version * geometry_.version_bytes, sizeof(header));
@@ -150,7 +154,6 @@ void RowBatch::deliver(std::size_t number, const std::byte* staging, const Visib
             record += stored.version * geometry_.version_bytes + sizeof(VersionHeader);
         }
         for (std::size_t j = missing.first; j < missing.end; ++j) copy_to(wanted_[j].position, record);
-        if (cache_.changed_since(missing.row, changes_before_)) continue;  // and dropped again: the drive has newer
         const auto admitted = cache_.insert(missing.row, stored, admission_);
         if (admitted != RowCache::kNone) std::memcpy(cache_.record(admitted), record, geometry_.record_bytes);
     }

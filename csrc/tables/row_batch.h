@@ -51,7 +51,7 @@ public:
     RowBatch(const RowBatch&) = delete;
     RowBatch& operator=(const RowBatch&) = delete;
 
-    // Copy what the cache has. The first call counts uses; a later one, before plan(), finds what has come meanwhile.
+    // Copy what the cache has. The first call counts uses, if rows are copied at all; a later one, before plan(), finds what has come meanwhile.
     void look_up();
     // Whether this batch misses rows that the other one reads.
     bool waits_for(const RowBatch& other) const noexcept;
@@ -75,6 +75,8 @@ public:
         std::size_t position;  // the first of it among the numbers
     };
     const std::vector<FailedRow>& failed_rows() const noexcept { return failed_; }
+    // Whether a row was changed, written and dropped while it was read: what was read of it may be torn, and was not delivered.
+    bool stale() const noexcept { return stale_; }
     // The positions of the numbers that are a failed row's.
     std::vector<std::size_t> failed_positions() const;
 
@@ -98,6 +100,7 @@ private:
     const Admission admission_;
     const std::uint64_t changes_before_;
     bool looked_up_ = false;
+    bool stale_ = false;
     std::uint64_t hits_ = 0;
     std::vector<Wanted> wanted_;     // what is missing: sorted by volume and place, then by position
     std::vector<Missing> missing_;

@@ -23,10 +23,13 @@ std::uint64_t RowCache::overhead_bytes(std::uint64_t rows, std::uint64_t slots) 
 }
 
 RowCache::Slot RowCache::insert(std::uint64_t row, Stored stored, Admission admission) {
+    const bool pinned = !pinned_.empty() && pinned_.contains(row);
+    if (pinned) admission = Admission::always;
     const Slot slot = slot_for(row, admission);
     if (slot == kNone) return kNone;
     Entry& entry = slots_[slot];
     entry = {row, stored.epoch, stored.version, true};
+    entry.pinned = pinned;
     if (admission == Admission::always) entry.protection = kProtection;
     index_.insert(row, slot);
     return slot;
@@ -70,32 +73,37 @@ void RowCache::drop(Slot slot) {
     free_.push_back(slot);
 }
 
-void RowCache::pin(Slot slot) noexcept { pinned_ += !std::exchange(slots_[slot].pinned, true); }
+bool RowCache::pin(std::uint64_t row) {
+    if (!pinned_.insert(row).second) return false;
+    const Slot slot = find(row);
+    if (slot != kNone) slots_[slot].pinned = true;
+    return true;
+}
 
 void RowCache::unpin_all() noexcept {
     for (Entry& entry : slots_) entry.pinned = false;
-    pinned_ = 0;
+    pinned_.clear();
 }
 
 void RowCache::clear() {
     for (std::uint64_t slot = 0; slot < used_; ++slot) {
         Entry& entry = slots_[slot];
         if (!entry.present || entry.changed || entry.writing) continue;
-        pinned_ -= entry.pinned;
         drop(static_cast<Slot>(slot));
     }
 }
 
 void RowCache::change(Slot slot, const std::byte* record, std::uint64_t epoch) {
     Entry& entry = slots_[slot];
+    ++changes_;
+    if (reading_ > 0) changed_while_reading_[entry.row] = changes_;
+    else changed_while_reading_.clear();
     std::memcpy(this->record(slot), record, record_bytes_);
     if (entry.epoch != epoch) {
         entry.version ^= 1;
         entry.epoch = epoch;
     }
     changed_ += !std::exchange(entry.changed, true);
-    ++changes_;
-    if (reading_ > 0) changed_while_reading_[entry.row] = changes_;
 }
 
 std::vector<RowCache::Slot> RowCache::take_changed(std::size_t most) {
@@ -129,14 +137,16 @@ void RowCache::drop_changed(std::uint64_t epoch) {
         Entry& entry = slots_[slot];
         if (!entry.present || entry.epoch != epoch) continue;
         changed_ -= entry.changed;
-        pinned_ -= entry.pinned;
         drop(static_cast<Slot>(slot));
     }
 }
 
-void RowCache::end_reading() noexcept {
-    if (--reading_ == 0) changed_while_reading_.clear();
+std::uint64_t RowCache::begin_reading() {
+    if (reading_++ == 0) changed_while_reading_.clear();
+    return changes_;
 }
+
+void RowCache::end_reading() noexcept { --reading_; }
 
 bool RowCache::changed_since(std::uint64_t row, std::uint64_t changes) const {
     if (changed_while_reading_.empty()) return false;

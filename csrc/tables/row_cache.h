@@ -1,12 +1,14 @@
 // The rows of a table that are in memory: those used most often, and those changed and not yet written.
 //
-// No method reads or writes a file, or takes a lock: the caller has one call at a time.
+// No method reads or writes a file. The caller has one call at a time, but for end_reading().
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "tables/geometry.h"
@@ -49,8 +51,9 @@ public:
 
     // Have a row that is not there. Returns its slot, or kNone if it is not admitted. The caller fills in the record.
     Slot insert(std::uint64_t row, Stored stored, Admission admission);
-    // Never drop the row to make room for others.
-    void pin(Slot slot) noexcept;
+    // Never drop the row to make room for others, once it is in memory: it is admitted whenever it is read. Returns whether it was not
+    // pinned before.
+    bool pin(std::uint64_t row);
     void unpin_all() noexcept;
     // Drop what is neither changed nor being written.
     void clear();
@@ -68,7 +71,7 @@ public:
 
     // From now on, until as many calls of end_reading(), changes are remembered, so that what was read before is known to be old. Returns
     // the number of changes so far.
-    std::uint64_t begin_reading() noexcept { return ++reading_, changes_; }
+    std::uint64_t begin_reading();
     void end_reading() noexcept;
     bool changed_since(std::uint64_t row, std::uint64_t changes) const;
 
@@ -78,7 +81,7 @@ public:
     std::uint64_t used() const noexcept { return used_ - free_.size(); }
     std::uint64_t changed() const noexcept { return changed_; }
     std::uint64_t writing() const noexcept { return writing_; }
-    std::uint64_t pinned() const noexcept { return pinned_; }
+    std::uint64_t pinned() const noexcept { return pinned_.size(); }  // also those that are not in memory
 
 private:
     struct Entry {
@@ -108,8 +111,10 @@ private:
     std::uint64_t used_ = 0;  // slots that were ever used, free ones among them
     std::uint64_t hand_ = 0;
     std::uint64_t write_hand_ = 0;
-    std::uint64_t changed_ = 0, writing_ = 0, pinned_ = 0;
-    std::uint64_t reading_ = 0, changes_ = 0;
+    std::uint64_t changed_ = 0, writing_ = 0;
+    std::unordered_set<std::uint64_t> pinned_;
+    std::atomic<std::uint64_t> reading_ = 0;  // not locked: reads are let go of by any thread at any time, in forked children too
+    std::uint64_t changes_ = 0;
     std::unordered_map<std::uint64_t, std::uint64_t> changed_while_reading_;  // row -> the number of the change
 };
 

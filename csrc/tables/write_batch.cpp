@@ -6,7 +6,10 @@
 namespace deepnvme::tables {
 
 WriteBatch::WriteBatch(RowCache& cache, const Geometry& geometry, std::size_t most, std::byte* staging)
-    : cache_(cache), slots_(cache.take_changed(most)) {
+    : cache_(cache) {
+    parts_.reserve(geometry.volumes);
+    records_.reserve(static_cast<std::size_t>(std::min<std::uint64_t>(most, cache.changed())));
+    slots_ = cache.take_changed(most);  // from here on nothing throws
     // In the order of the files: neighbours are written together.
     std::sort(slots_.begin(), slots_.end(), [&](auto left, auto right) {
         const auto left_row = cache.row_of(left), right_row = cache.row_of(right);

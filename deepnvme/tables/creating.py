@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from deepnvme._files import naming_file
+from deepnvme._files import naming_file, sync_directory
 from deepnvme._preallocation import preallocate
 from deepnvme.config import AioConfig
 from deepnvme.engine import Engine, File, Future
@@ -28,6 +28,8 @@ _FILL_BYTES = 8 << 20
 _CHUNK_BYTES = 64 << 10
 """Bytes of rows that are next to one another on a drive before the next drive has its turn."""
 _SECTOR = 512
+_UNFINISHED_NAME = "rows.new"
+"""Of a file of rows until all are written. One that is left by a process that died is removed by the next."""
 _FIRST_EPOCH = 1
 
 Values = Callable[[int, int], torch.Tensor]
@@ -59,21 +61,22 @@ def create_files(
         ValueError: If values have another shape or dtype.
         OSError: From the drive. Nothing is left then.
     """
-    manifest = directories[0] / MANIFEST_NAME
-    if manifest.exists():
-        raise FileExistsError(errno.EEXIST, "there is a table already: open it, or remove the directory", str(manifest))
+    _check_empty(directories)
     with contextlib.ExitStack() as stack:
         for directory in directories:
             stack.callback(DirectoryLock(directory).release)
+        _check_empty(directories)  # somebody else may have made one just now
         stack.callback(_remove_unless_made, directories)
         engine = stack.enter_context(engine_for(directories, config))
         paths = [directory / ROWS_NAME for directory in directories]
-        for path in paths:
-            path.unlink(missing_ok=True)  # of a table that was never finished
-        files = [stack.enter_context(engine.open(path, "x+", whole_sectors=True)) for path in paths]
+        unfinished = [directory / _UNFINISHED_NAME for directory in directories]
+        for path in unfinished:
+            path.unlink(missing_ok=True)
+        # Other rows are in whole sectors only where they have two versions.
+        files = [stack.enter_context(engine.open(path, "x+", whole_sectors=updatable)) for path in unfinished]
         sector = max(_SECTOR, *(file.sector_size for file in files))
         layout = _layout_of(paths, rows, columns, updatable, sector)
-        for volume, path in enumerate(paths):
+        for volume, path in enumerate(unfinished):
             with naming_file(path):
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
@@ -86,15 +89,28 @@ def create_files(
             _fill(engine, files, layout, values, initial)
         for future in [engine.fsync(file) for file in files]:
             future.result()
+        for directory in directories:
+            with naming_file(directory / _UNFINISHED_NAME):
+                os.rename(directory / _UNFINISHED_NAME, directory / ROWS_NAME)
+            sync_directory(directory)
+            sync_directory(directory.parent)
         committed = _FIRST_EPOCH if updatable and filled else 0
         save_manifest(directories, layout, Epochs(committed, committed))
 
 
+def _check_empty(directories: Sequence[Path]) -> None:
+    """Raise FileExistsError if there are rows in one of the directories, which another table may have there."""
+    for path in [directory / name for directory in directories for name in (MANIFEST_NAME, ROWS_NAME)]:
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "there is a table already: open it, or remove the directory", str(path))
+
+
 def _remove_unless_made(directories: Sequence[Path]) -> None:
+    """Remove files of rows where no manifest has made them a table. What another table has was refused before."""
     if not (directories[0] / MANIFEST_NAME).exists():
-        for directory in directories:
+        for path in [directory / name for directory in directories for name in (_UNFINISHED_NAME, ROWS_NAME)]:
             with contextlib.suppress(OSError):
-                (directory / ROWS_NAME).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
 
 def _layout_of(paths: list[Path], rows: int, columns: tuple[Column, ...], updatable: bool, sector: int) -> TableLayout:
@@ -139,12 +155,14 @@ def _images(layout: TableLayout, values: torch.Tensor, initial: Mapping[str, flo
     header = load_async_io().tables.VERSION_HEADER_BYTES if layout.updatable else 0
     if header:
         images[:, :header].copy_(torch.tensor([_FIRST_EPOCH]).view(torch.uint8).expand(len(values), header))
-    records = images[:, header : header + layout.record_bytes]
+    records = torch.zeros(len(values), layout.record_bytes, dtype=torch.uint8) if header else images
     for column in layout.columns:
         if column is layout.values:
             column.of(records).copy_(values.detach())
         else:
             column.of(records).fill_(initial[column.name])
+    if header:
+        images[:, header : header + layout.record_bytes] = records
     return images
 
 

@@ -12,8 +12,6 @@ import torch
 
 from deepnvme.memory.alignment import padded
 
-_COLUMN_ALIGNMENT = 8
-"""Bytes. Columns of a record begin at multiples of this: no dtype needs more."""
 VALUES = "values"
 """Name of the column that has the rows' values; the others are optimizer states."""
 
@@ -34,7 +32,7 @@ class Column(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, records: torch.Tensor) -> torch.Tensor:
-        """Return a view of this column of records, which are a uint8 tensor of shape (rows, bytes)."""
+        """Return a view of this column of records, which are a contiguous uint8 tensor of shape (rows, bytes)."""
         part = records[:, self.offset : self.offset + self.nbytes]
         return part.view(self.dtype).view(len(records), *self.shape) if part.is_contiguous() else _strided(part, self)
 
@@ -66,7 +64,7 @@ def columns_of(dtype: torch.dtype, shape: Sequence[int], states: Mapping[str, St
     columns: list[Column] = []
     end = 0
     for name, state in {VALUES: State(dtype, shape), **(states or {})}.items():
-        column = Column(name, state.dtype, tuple(state.shape), padded(end, _COLUMN_ALIGNMENT))
+        column = Column(name, state.dtype, tuple(state.shape), padded(end, state.dtype.itemsize))
         end = column.offset + column.nbytes
         columns.append(column)
     if not columns[0].nbytes:
@@ -96,9 +94,9 @@ class TableLayout:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a row and its states."""
+        """Bytes of a row and its states: a multiple of each column's itemsize, so that all records in memory are aligned."""
         last = self.columns[-1]
-        return last.offset + last.nbytes
+        return padded(last.offset + last.nbytes, max(column.dtype.itemsize for column in self.columns))
 
     @property
     def stride(self) -> int:

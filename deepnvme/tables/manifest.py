@@ -6,16 +6,18 @@ It is always replaced as a whole.
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepnvme._files import UnfitFile, naming_file, read_regular, replacing, sync_directory
 from deepnvme.memory.tensor_bytes import dtype_named
+from deepnvme.store.directory_lock import refers_to
 
 from .layout import Column, TableLayout
 
@@ -24,7 +26,9 @@ MANIFEST_NAME = "deepnvme-table.json"
 ROWS_NAME = "rows"
 """Name of the file with rows in each of the table's directories."""
 _KIND = "deepnvme table 1"
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 64 << 20
+"""Of a manifest. Each crash between two commits, and each rollback, adds some 30 bytes."""
+_Count = Annotated[int, Field(ge=0)]
 
 
 class CorruptTable(OSError):
@@ -37,17 +41,17 @@ class CorruptTable(OSError):
 class _Fields(BaseModel):
     """What the file says."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
 
     kind: str
-    rows: int
-    columns: list[tuple[str, str, list[int], int]]
-    version_bytes: int
-    chunk: int
-    directories: list[str]
-    committed: int
-    reserved: int
-    abandoned: list[tuple[int, int]]
+    rows: _Count
+    columns: Annotated[list[tuple[str, str, list[_Count], _Count]], Field(min_length=1)]
+    version_bytes: _Count
+    chunk: Annotated[int, Field(ge=1)]
+    directories: Annotated[list[str], Field(min_length=1)]
+    committed: _Count
+    reserved: _Count
+    abandoned: list[tuple[_Count, _Count]]
     attributes: dict[str, Any]
 
 
@@ -82,7 +86,12 @@ class Epochs:
 
 
 def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) -> None:
-    """Write the manifest into the first directory, to stable storage. Blocks. Raises OSError; an earlier one is as it was."""
+    """Write the manifest into the first directory, to stable storage. Blocks.
+
+    Raises:
+        OSError: From the drive. Either the earlier manifest or this one is in force then.
+        ValueError: If the attributes are nothing that JSON can hold, or too large.
+    """
     fields = _Fields(
         kind=_KIND,
         rows=layout.rows,
@@ -95,13 +104,38 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) 
         abandoned=list(epochs.abandoned),
         attributes=dict(epochs.attributes),
     )
+    text = fields.model_dump_json(indent=1) + "\n"
+    if len(text.encode()) > _MOST_BYTES:
+        raise ValueError(f"the table's manifest may have {_MOST_BYTES} bytes, and would have {len(text.encode())}")
     path = directories[0] / MANIFEST_NAME
     new = path.with_suffix(".new")
     with replacing(path, new), naming_file(new), open(new, "w", encoding="utf-8") as file:
-        file.write(fields.model_dump_json(indent=1) + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     sync_directory(directories[0])
+
+
+class ManifestWatch:
+    """Tells a reader whether the manifest was replaced since this was made. Keeps the file open: else the inode and the time of a
+    later manifest could be the same.
+
+    Raises:
+        FileNotFoundError: If there is no manifest.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / MANIFEST_NAME
+        with naming_file(self._path):
+            self._file = io.FileIO(str(self._path))
+
+    def replaced(self) -> bool:
+        """Return whether another file has its name now, or none. Raises OSError if the system cannot tell."""
+        return not refers_to(self._path, self._file.fileno())
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._file.close()
 
 
 def load_manifest(directory: Path) -> tuple[list[Path], TableLayout, Epochs]:

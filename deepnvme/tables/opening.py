@@ -63,6 +63,8 @@ def find_layout(
 
 def _raw(path: Path, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> TableLayout:
     columns = columns_of(dtype, shape)
+    if offset < 0:
+        raise ValueError(f"offset must not be negative, got {offset}")
     size = path.stat().st_size - offset
     rows, rest = divmod(size, columns[0].nbytes)
     if size < 0 or rest:
@@ -87,7 +89,10 @@ def _numpy(path: Path) -> TableLayout:
         )
     if array.dtype.byteorder == ">":
         raise ValueError(f"'{path}' has big-endian values ({array.dtype}): save it again in the machine's order")
-    dtype = torch.from_numpy(numpy.empty(0, array.dtype)).dtype
+    try:
+        dtype = torch.from_numpy(numpy.empty(0, array.dtype)).dtype
+    except TypeError as error:
+        raise ValueError(f"'{path}' has values of {array.dtype}, which no tensor can have") from error
     return TableLayout((path,), array.shape[0], columns_of(dtype, array.shape[1:]), int(array.offset))
 
 

@@ -65,6 +65,8 @@ class _Part:
     number: int
     volume: int
     future: Future
+    units: torch.Tensor
+    """Numbers of those that are read, in native memory of the batch."""
     staging: torch.Tensor
     delivered: bool = False
 
@@ -77,12 +79,16 @@ class Batch:
     keep: object
     """What has to live until all rows were delivered: the memory that they are copied to."""
     parts: list[_Part] = field(default_factory=list)
+    """Those that are not delivered. The others are left out, since they refer to this batch: it would stay, with all its memory,
+    until the garbage collector looks for cycles."""
     errors: list[OSError] = field(default_factory=list)
+    abandoned: bool = False
+    """Whether nobody waits for the rows any more: their memory may be somebody else's by now."""
 
     @property
     def delivered(self) -> bool:
         """Whether all parts were."""
-        return all(part.delivered for part in self.parts)
+        return not self.parts
 
 
 class RowReader:
@@ -146,21 +152,26 @@ class RowReader:
             self._cache, rows.data_ptr(), rows.numel(), 0 if out is None else out.data_ptr(), begin, width, admit
         )
         batch = Batch(native, (keep, out))
+        self.collect()
         native.look_up()
         awaited = [each for each in self._prefetches if native.waits_for(each.native)]
         if awaited:
             for each in awaited:
                 self.finish(each)
             native.look_up()
-        self.collect_prefetches()
         native.plan(self._part_bytes, _GAP_BYTES)
-        self.hits += native.hits
-        self.misses += rows.numel() - native.hits
+        if out is not None:
+            self.hits += native.hits
+            self.misses += rows.numel() - native.hits
         self.rows_read += native.missing
-        for number, (volume, address, count) in enumerate(native.parts):
-            self._start_part(batch, number, volume, int64_at(address, count))
-        if out is None and batch.parts:
-            self._prefetches.append(batch)
+        try:
+            for number, (volume, address, count) in enumerate(native.parts):
+                self._start_part(batch, number, volume, int64_at(address, count))
+            if out is None and batch.parts:
+                self._prefetches.append(batch)
+        except BaseException:
+            batch.abandoned = True
+            raise
         return batch
 
     def _start_part(self, batch: Batch, number: int, volume: int, units: torch.Tensor) -> None:
@@ -181,7 +192,7 @@ class RowReader:
                 if hasattr(error, "file_size"):
                     raise self._changed_size(volume, error.file_size) from error
                 raise
-            part = _Part(batch, number, volume, future, self._staging.popleft())
+            part = _Part(batch, number, volume, future, units, self._staging.popleft())
             batch.parts.append(part)
             self._under_way.append(part)
         self.bytes_read += wanted.nbytes
@@ -201,23 +212,42 @@ class RowReader:
         if part.delivered:
             return
         error = part.future.exception()
+        failed: list[int] = []
+        if error is not None:
+            failed, error = self._read_singly(part, getattr(error, "indices", None) or list(range(len(part.units))), error)
         with defer_interrupts():
-            failed: list[int] = []
-            if error is not None:
-                failed = getattr(error, "indices", None) or list(range(part.staging.nbytes // self.unit))
+            if failed and error is not None:
                 part.batch.errors.append(error)
-            part.batch.native.deliver(part.number, part.staging.data_ptr(), failed)
+            if not part.batch.abandoned:
+                part.batch.native.deliver(part.number, part.staging.data_ptr(), failed)
             part.delivered = True
+            part.batch.parts.remove(part)
             self._under_way.remove(part)
             assert self._staging is not None
             self._staging.append(part.staging)
 
-    def collect_prefetches(self) -> None:
-        """Put rows into the cache that have been read ahead by now."""
-        for batch in self._prefetches:
-            for part in batch.parts:
-                if not part.delivered and part.future.done():
-                    self._deliver(part)
+    def _read_singly(self, part: _Part, failed: Sequence[int], error: OSError) -> tuple[list[int], OSError]:
+        """Read units once more that could not be read with their neighbours: of a page that is broken only its rows are lost.
+
+        Returns those that still cannot be read, and the error of the first.
+        """
+        futures: list[tuple[int, Future]] = []
+        broken: list[tuple[int, OSError]] = []
+        for index in failed:
+            unit = part.staging[index * self.unit : (index + 1) * self.unit]
+            try:
+                futures.append((index, self._engine.read(unit, self._files[part.volume], int(part.units[index]) * self.unit)))
+            except (OSError, ValueError) as refused:  # ValueError: the file has become shorter
+                broken.append((index, refused if isinstance(refused, OSError) else error))
+        broken += [(index, reason) for index, future in futures if (reason := future.exception()) is not None]
+        broken.sort(key=lambda each: each[0])
+        return [index for index, _ in broken], broken[0][1] if broken else error
+
+    def collect(self) -> None:
+        """Deliver what has been read by now: rows that were read ahead, and those of futures that nobody has asked."""
+        for part in list(self._under_way):
+            if part.future.done():
+                self._deliver(part)
         self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
 
     def finish(self, batch: Batch) -> None:
@@ -260,13 +290,18 @@ def unit_of(layout: TableLayout, files: Sequence[File]) -> int:
 class RowsFuture:
     """Rows that are being read, by :meth:`Table.read_async`."""
 
-    def __init__(self, batch: Batch, finish: Callable[[Batch], torch.Tensor]) -> None:
-        self._batch, self._finish = batch, finish
+    def __init__(self, batch: Batch, finish: Callable[[], torch.Tensor]) -> None:
+        self._batch: Batch | None = batch
+        self._finish: Callable[[], torch.Tensor] | None = finish
         self._rows: torch.Tensor | None = None
 
     def done(self) -> bool:
-        """Return whether all rows are in memory, so that :meth:`result` does not wait for the drive. Never blocks."""
-        return all(part.delivered or part.future.done() for part in self._batch.parts)
+        """Return whether all rows are in memory, so that :meth:`result` does not wait for the drive. Never blocks.
+
+        A commit of another process in between has them read once more, by :meth:`result`.
+        """
+        batch = self._batch
+        return batch is None or all(part.future.done() for part in list(batch.parts))
 
     def result(self) -> torch.Tensor:
         """Wait for the rows, and return them: ``ids.shape + table.shape``. The same tensor each time.
@@ -274,6 +309,9 @@ class RowsFuture:
         Raises:
             RowsUnreadable: If some could not be read.
         """
-        if self._rows is None:
-            self._rows = self._finish(self._batch)
+        finish = self._finish
+        if finish is not None:
+            self._rows = finish()
+            self._batch = self._finish = None
+        assert self._rows is not None
         return self._rows

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +25,9 @@ from deepnvme.store.directory_lock import DirectoryLock
 
 from .creating import create_files
 from .layout import State, TableLayout, columns_of
-from .manifest import MANIFEST_NAME, Epochs, load_manifest
+from .manifest import CorruptTable, Epochs, ManifestWatch, load_manifest
 from .opening import CheckpointFormat, find_layout
-from .reading import Batch, FailedRow, RowReader, RowsFuture, unit_of
+from .reading import Batch, FailedRow, RowReader, RowsFuture, RowsUnreadable, unit_of
 from .writing import RowWriter
 
 if TYPE_CHECKING:
@@ -107,7 +110,10 @@ class Table:
         self._lock = threading.RLock()
         self._writer: RowWriter | None = None
         self._locks: list[DirectoryLock] = []
+        self._manifest: ManifestWatch | None = None
+        self._generation = 0  # of a reader: how many commits it has gone on to
         self._open(epochs, writable)
+        _opened.add(self)
 
     # -- making one
 
@@ -215,20 +221,24 @@ class Table:
                 ``writable`` for what is not an updatable table.
             OSError: From opening it.
         """
-        given = [paths] if isinstance(paths, str | bytes | os.PathLike) else list(paths)
-        first = Path(os.path.abspath(os.fsdecode(given[0])))
+        given = _absolute(paths)
+        first = given[0]
         source: dict[str, Any] = {"paths": given, "name": name, "dtype": dtype, "shape": shape, "offset": offset}
         if first.is_dir():
             _, layout, epochs = load_manifest(first)
             directories = [each.parent for each in layout.files]
-            if len(given) > 1 and len(given) == len(directories):  # it was moved
-                directories = _absolute(paths)
+            if len(given) > 1 and len(given) != len(directories):
+                raise ValueError(f"the table in '{first}' has {len(directories)} directories, got {len(given)}")
+            if len(given) > 1 and set(given) != set(directories):  # it was moved
+                directories = given
                 layout = replace(layout, files=tuple(each / layout.files[0].name for each in directories))
             if writable and not layout.updatable:
                 raise ValueError(f"the rows of '{first}' cannot be changed: make a copy by Table.create(..., updatable=True)")
             return cls(layout, directories, epochs, writable, memory_budget, config, source)
         if writable:
             raise ValueError(f"'{first}' is no table whose rows can be changed: make one by Table.create")
+        if len(given) > 1:
+            raise ValueError(f"'{first}' is no table's directory: give one file, got {len(given)}")
         layout = find_layout(CheckpointFormat.of(first), first, name, dtype, shape, offset)
         return cls(layout, None, Epochs(), False, memory_budget, config, source)
 
@@ -246,10 +256,12 @@ class Table:
                     self._locks.append(DirectoryLock(directory))
                 _, _, epochs = load_manifest(self._directories[0])  # the writer before may have committed meanwhile
                 epochs = epochs.begin()
-            self._manifest_version = self._version_of_manifest()
+            elif self._directories is not None and layout.updatable:
+                self._manifest = ManifestWatch(self._directories[0])
+                epochs = self._newest_epochs()  # the writer may have committed meanwhile
             for path in layout.files:
                 self._files.append(self._engine.open(path, "r+" if writable else "r", whole_sectors=True))
-            self._check_sizes()
+            self._check_files(writable)
             self._memory, self._cache = self._new_cache(writable)
             self._show(epochs)
             self._reader = RowReader(self._engine, self._files, layout, self._cache, self._lock)
@@ -260,13 +272,17 @@ class Table:
             self._release()
             raise
 
-    def _check_sizes(self) -> None:
-        from .manifest import CorruptTable
-
+    def _check_files(self, writable: bool) -> None:
+        """Raise CorruptTable if a file is too short, and ValueError if its rows cannot be changed here."""
         for volume, (path, file) in enumerate(zip(self._layout.files, self._files, strict=True)):
             wanted = self._layout.bytes_in(volume)
             if file.size() < wanted:
                 raise CorruptTable(path, f"it has {file.size()} bytes, and {self._layout.rows} rows need {wanted}")
+            if writable and self._layout.version_bytes % file.sector_size:
+                raise ValueError(
+                    f"'{path}' is on a drive with sectors of {file.sector_size} bytes, and versions of rows have"
+                    f" {self._layout.version_bytes}: make a copy by Table.create"
+                )
 
     def _new_cache(self, writable: bool) -> tuple[torch.Tensor, RowCache]:
         """Return the cache of the memory budget, and its memory."""
@@ -370,21 +386,19 @@ class Table:
         """
         if errors not in ("raise", "partial"):
             raise ValueError(f'errors must be "raise" or "partial", got {errors!r}')
-        while True:
-            batch, rows, result = self._start(ids, out)
-            self._reader.finish(batch)
-            with self._lock:
-                if self._refresh():
-                    continue  # a commit came between: what was read may be torn
-                failure = self._reader.failure_of(batch)
-            break
-        if failure is not None and errors == "raise":
-            raise failure
-        result = _delivered(rows, result)
+        numbers = self._checked(ids)
+        started = self._start(numbers, out)
+        try:
+            started, failure = self._finish(started, numbers, out)
+        except BaseException:
+            started.batch.abandoned = True  # the caller may use ``out`` again
+            raise
         if errors == "raise":
-            return result
-        positions = torch.tensor(batch.native.failed_positions(), dtype=torch.int64)
-        return PartialRows(result, () if failure is None else failure.failed, positions)
+            if failure is not None:
+                raise failure
+            return _delivered(started)
+        positions = torch.tensor(started.batch.native.failed_positions(), dtype=torch.int64)
+        return PartialRows(_delivered(started), () if failure is None else failure.failed, positions)
 
     def read_async(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> RowsFuture:
         """Start reading rows; return as soon as all reads are under way, which takes as long as 32 MiB are already.
@@ -394,22 +408,18 @@ class Table:
         Returns:
             A future, whose ``result()`` is the rows. ``out`` must not be touched before.
         """
-        batch, rows, result = self._start(ids, out)
+        numbers = self._checked(ids)
+        if self._layout.updatable:
+            numbers = numbers.clone()  # for a second read, when the caller may have changed them
+        started = self._start(numbers, out)
 
-        def finish(batch: Batch) -> torch.Tensor:
-            self._reader.finish(batch)
-            with self._lock:
-                outdated = self._refresh()
-                failure = self._reader.failure_of(batch)
-            if outdated:
-                again = self.read(ids, out)
-                assert isinstance(again, torch.Tensor)
-                return again
+        def finish() -> torch.Tensor:
+            finished, failure = self._finish(started, numbers, out)
             if failure is not None:
                 raise failure
-            return _delivered(rows, result)
+            return _delivered(finished)
 
-        return RowsFuture(batch, finish)
+        return RowsFuture(started.batch, finish)
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Start reading rows into memory that will be asked for soon; return at once. A read of the same rows waits for them.
@@ -423,12 +433,14 @@ class Table:
         with self._lock:
             self._check_usable()
             self._refresh()
-            self._reader.start(numbers, None, 0, 0, True)
+            if self._cache.slots:
+                self._reader.start(numbers, None, 0, 0, True)
 
     def pin(self, ids: torch.Tensor) -> int:
         """Have rows stay in memory, such as those known to be used most. Blocks until they are read.
 
-        At most nine tenths of the memory's rows are pinned: further ones are not.
+        At most nine tenths of the memory's rows are pinned, in the order of ``ids``: further ones are not. Pinned rows that have
+        to be read once more, because another process has committed or after :meth:`rollback`, stay from when they are read.
 
         Returns:
             How many rows are pinned now.
@@ -436,17 +448,17 @@ class Table:
         Raises:
             IndexError, TypeError, ValueError, OSError: As :meth:`read` does.
         """
-        numbers = torch.unique(self._checked(ids))
+        numbers = self._checked(ids).flatten()
         with self._lock:
             self._check_usable()
-            room = self._cache.slots * 9 // 10 - self._cache.pinned
-            numbers = numbers[: max(room, 0)]
+            self._refresh()
+            absent = self._cache.pin(numbers.data_ptr(), numbers.numel(), self._cache.slots * 9 // 10)
+            numbers = numbers[torch.tensor(absent, dtype=torch.int64)]
             batch = self._reader.start(numbers, None, 0, 0, True)
             self._reader.finish(batch)
             failure = self._reader.failure_of(batch)
             if failure is not None:
                 raise failure
-            self._cache.pin(numbers.data_ptr(), numbers.numel())
             return self._cache.pinned
 
     def unpin(self) -> None:
@@ -464,21 +476,21 @@ class Table:
         numbers = ids.detach().to("cpu", torch.int64).contiguous()
         outside = load_async_io().tables.first_outside(numbers.data_ptr(), numbers.numel(), self.rows)
         if outside is not None:
-            where = ", ".join(str(int(each)) for each in torch.unravel_index(torch.tensor(outside), numbers.shape))
-            value = int(numbers.flatten()[outside])
-            raise IndexError(f"ids[{where}] is {value}, and the table has the rows 0 to {self.rows - 1}")
+            where = torch.unravel_index(torch.tensor(outside), numbers.shape) if numbers.dim() else ()
+            which = f"ids[{', '.join(str(int(each)) for each in where)}]" if numbers.dim() else "ids"
+            rows = f"the rows 0 to {self.rows - 1}" if self.rows else "no rows"
+            raise IndexError(f"{which} is {ids.flatten()[outside].item()}, and the table has {rows}")
         return numbers
 
-    def _start(self, ids: torch.Tensor, out: torch.Tensor | None) -> tuple[Batch, torch.Tensor, torch.Tensor]:
-        """Start a read. Returns it, the rows in host memory, and the tensor for the caller."""
-        numbers = self._checked(ids)
+    def _start(self, numbers: torch.Tensor, out: torch.Tensor | None) -> _StartedRead:
+        """Start a read."""
         shape = (*numbers.shape, *self.row_shape)
         if out is not None:
             if out.dtype != self.dtype:
                 raise TypeError(f"out must be of the table's dtype {self.dtype}, got {out.dtype}")
             if tuple(out.shape) != shape:
                 raise ValueError(f"out must have the shape {shape}, got {tuple(out.shape)}")
-        if out is not None and out.device.type == "cpu" and out.is_contiguous():
+        if out is not None and _is_plain(out):
             rows = out.detach()
         else:
             pinned = out is not None and out.device.type == "cuda"
@@ -487,31 +499,56 @@ class Table:
             self._check_usable()
             self._refresh()
             batch = self._reader.start(numbers, rows, 0, self._layout.values.nbytes, False)
-        return batch, rows, rows if out is None else out
+            return _StartedRead(batch, rows, rows if out is None else out, self._pid, self._generation)
 
-    def _refresh(self) -> bool:
-        """Go on to the writer's last commit, if this is a reader and there is a newer one. Returns whether there was."""
-        if self._writer is not None or self._directories is None or not self._layout.updatable:
-            return False
-        version = self._version_of_manifest()
-        if version == self._manifest_version:
-            return False
-        _, _, epochs = load_manifest(self._directories[0])
-        self._manifest_version = version
-        self._reader.finish_all()
-        self._cache.clear()
-        self._show(epochs)
-        return True
+    def _finish(
+        self, started: _StartedRead, numbers: torch.Tensor, out: torch.Tensor | None
+    ) -> tuple[_StartedRead, RowsUnreadable | None]:
+        """Wait for a read. It is made once more if what it has read may be torn, since rows were written meanwhile.
+
+        Every read of a reader ends with a look at the manifest: whatever the cache has was read before it, and so while that was
+        in force, whose versions no writer touches.
+        """
+        while True:
+            if started.pid == os.getpid():  # or else this is a forked child, which has not what its parent has read
+                self._reader.finish(started.batch)
+                with self._lock:
+                    if not self._closed:
+                        self._refresh()
+                    if started.generation == self._generation and not started.batch.native.stale:
+                        return started, self._reader.failure_of(started.batch)
+            started = self._start(numbers, out)
+
+    def _refresh(self) -> None:
+        """Go on to the writer's last commit, if this is a reader and there is a newer one."""
+        if self._manifest is None or not self._manifest.replaced():
+            return
+        assert self._directories is not None
+        newer = ManifestWatch(self._directories[0])
+        try:
+            epochs = self._newest_epochs()
+            self._reader.finish_all()
+        except BaseException:
+            newer.close()
+            raise
+        with defer_interrupts():
+            self._cache.clear()
+            self._show(epochs)
+            self._generation += 1
+            self._manifest.close()
+            self._manifest = newer
+
+    def _newest_epochs(self) -> Epochs:
+        """Return those of the manifest, which is still this table's. Raises OSError."""
+        assert self._directories is not None
+        _, layout, epochs = load_manifest(self._directories[0])
+        if replace(layout, files=self._layout.files) != self._layout:
+            raise OSError(errno.ESTALE, "the table was replaced by another one", str(self._directories[0]))
+        return epochs
 
     def _show(self, epochs: Epochs) -> None:
         self._epochs = epochs
         self._cache.set_visible(epochs.committed, list(epochs.abandoned))
-
-    def _version_of_manifest(self) -> tuple[int, int, int]:
-        if self._directories is None:
-            return 0, 0, 0
-        status = os.stat(self._directories[0] / MANIFEST_NAME)
-        return status.st_ino, status.st_mtime_ns, status.st_size
 
     # -- changing
 
@@ -528,12 +565,9 @@ class Table:
             PermissionError: If the table was not opened ``writable``.
             OSError: From the drive: also if an earlier row could not be written. Some rows may be changed.
         """
-        numbers = self._checked(ids).flatten()
-        if rows.dtype != self.dtype or tuple(rows.shape) != (*ids.shape, *self.row_shape):
-            raise ValueError(
-                f"rows must have the shape {(*ids.shape, *self.row_shape)} in {self.dtype},"
-                f" got {tuple(rows.shape)} in {rows.dtype}"
-            )
+        numbers = self._checked(ids)
+        _require(rows, (*numbers.shape, *self.row_shape), self.dtype, "rows")
+        numbers = numbers.flatten()
         rows = rows.detach().to("cpu").contiguous().view(numbers.numel(), *self.row_shape)
         numbers, last = _last_of_each(numbers)
         self._change(numbers, lambda begin, end, records: self._layout.values.of(records).copy_(rows[last[begin:end]]))
@@ -548,6 +582,8 @@ class Table:
             IndexError, TypeError, ValueError, OSError: As :meth:`read` does.
         """
         numbers = self._checked(ids)
+        if numbers.dim() != 1:
+            raise ValueError(f"ids must have one dimension, got {numbers.dim()}")
         records = torch.empty(numbers.numel(), self._layout.record_bytes, dtype=torch.uint8)
         self._read_records(numbers, records)
         return {each.name: each.of(records) for each in self._layout.columns}
@@ -557,7 +593,8 @@ class Table:
 
         Args:
             ids: Numbers of rows.
-            columns: Values and states by name. Those that are missing stay as they are.
+            columns: Values and states by name, of shape ``(len(ids), ...)`` and the dtypes of the table. Those that are missing
+                stay as they are.
 
         Raises:
             IndexError, TypeError, ValueError, PermissionError, OSError: As :meth:`write` does; ValueError also for unknown names.
@@ -566,6 +603,10 @@ class Table:
         known = {each.name: each for each in self._layout.columns}
         if columns.keys() - known.keys():
             raise ValueError(f"the table has no {sorted(columns.keys() - known.keys())}, but {sorted(known)}")
+        if numbers.dim() != 1:
+            raise ValueError(f"ids must have one dimension, got {numbers.dim()}")
+        for name, values in columns.items():
+            _require(values, (numbers.numel(), *known[name].shape), known[name].dtype, name)
 
         def fill(begin: int, end: int, records: torch.Tensor) -> None:
             for name, values in columns.items():
@@ -574,21 +615,27 @@ class Table:
         self._change(numbers, fill, all_columns=columns.keys() == known.keys())
 
     def _read_records(self, numbers: torch.Tensor, records: torch.Tensor) -> None:
-        with self._lock:
-            self._check_usable()
-            batch = self._reader.start(numbers, records, 0, self._layout.record_bytes, True)
-        self._reader.finish(batch)
-        with self._lock:
-            failure = self._reader.failure_of(batch)
+        started = None
+        while started is None or started.generation != self._generation or started.batch.native.stale:
+            with self._lock:
+                self._check_usable()
+                self._refresh()
+                batch = self._reader.start(numbers, records, 0, self._layout.record_bytes, True)
+                started = _StartedRead(batch, records, records, self._pid, self._generation)
+            self._reader.finish(batch)
+            with self._lock:
+                if not self._closed:
+                    self._refresh()
+                failure = self._reader.failure_of(batch)
         if failure is not None:
             raise failure
 
     def _change(self, numbers: torch.Tensor, fill: Callable[[int, int, torch.Tensor], object], all_columns: bool = False) -> None:
         """Change rows, some at a time: ``fill(begin, end, records)`` puts the new values of some numbers into their records."""
-        writer = self._writer_here()
         whole = all_columns or len(self._layout.columns) == 1
-        step = writer.rows_at_a_time
         with self._lock:
+            writer = self._writer_here()
+            step = writer.rows_at_a_time
             for begin in range(0, numbers.numel(), step):
                 some = numbers[begin : begin + step].contiguous()
                 records = torch.zeros(some.numel(), self._layout.record_bytes, dtype=torch.uint8)
@@ -620,25 +667,23 @@ class Table:
             OSError: From the drive, such as ENOSPC. The last commit is the one before then; the changes are still there, and
                 commit() may be called again.
         """
-        writer = self._writer_here()
         with self._lock:
-            return writer.commit(attributes)
+            return self._writer_here().commit(attributes)
 
     def rollback(self) -> None:
         """Undo the changes since the last commit. Raises PermissionError and OSError; call it again after the latter."""
-        writer = self._writer_here()
         with self._lock:
+            writer = self._writer_here()
             self._reader.finish_all()
             writer.rollback()
 
     def _writer_here(self) -> RowWriter:
-        with self._lock:
-            self._check_usable()
-            if self._writer is None:
-                raise PermissionError(
-                    f"the table '{self._layout.files[0].parent}' was opened to be read: open it with writable=True"
-                )
-            return self._writer
+        """Return the writer. Called with the lock held. Raises ValueError and PermissionError."""
+        self._check_usable()
+        if self._writer is None:
+            text = f"the table '{self._layout.files[0].parent}' was opened to be read: open it with writable=True"
+            raise PermissionError(text)
+        return self._writer
 
     # -- the end, and other processes
 
@@ -665,8 +710,8 @@ class Table:
         if self._closed:
             raise ValueError("the table is closed")
         if os.getpid() != self._pid:
-            self._writer, self._locks = None, []
-            _, _, epochs = (None, None, Epochs()) if self._directories is None else load_manifest(self._directories[0])
+            self._writer, self._locks, self._manifest = None, [], None
+            epochs = Epochs() if self._directories is None else self._newest_epochs()
             self._open(epochs, writable=False)
 
     def close(self) -> None:
@@ -691,11 +736,14 @@ class Table:
             self._closed = True
             if os.getpid() != self._pid:
                 return
-            for file in self._files:
-                file.close()
-            self._engine.close()
-            for lock in self._locks:
-                lock.release()
+            with contextlib.ExitStack() as stack:  # all of it, whatever fails
+                for lock in self._locks:
+                    stack.callback(lock.release)
+                if self._manifest is not None:
+                    stack.callback(self._manifest.close)
+                stack.callback(self._engine.close)
+                for file in self._files:
+                    stack.callback(file.close)
 
     def __enter__(self) -> Table:
         return self
@@ -722,12 +770,48 @@ def _absolute(paths: AnyPath | Iterable[AnyPath]) -> list[Path]:
     return found
 
 
-def _delivered(rows: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+_opened: weakref.WeakSet[Table] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """Have tables usable in a child that was forked while another thread had their locks: it is not there to release them."""
+    for table in _opened:
+        table._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
+class _StartedRead(NamedTuple):
+    """Rows that are being read for a caller."""
+
+    batch: Batch
+    rows: torch.Tensor
+    """In host memory."""
+    result: torch.Tensor
+    """What the caller gets."""
+    pid: int
+    generation: int
+    """The table's when it was started."""
+
+
+def _is_plain(out: torch.Tensor) -> bool:
+    """Return whether a tensor's memory is what its values say, so that rows can be copied to it as bytes."""
+    return out.device.type == "cpu" and out.is_contiguous() and not out.is_conj() and not out.is_neg()
+
+
+def _require(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    """Raise ValueError for another shape or dtype."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have the shape {shape} in {dtype}, got {tuple(tensor.shape)} in {tensor.dtype}")
+
+
+def _delivered(read: _StartedRead) -> torch.Tensor:
     """Return the tensor for the caller, which has the rows."""
-    if result is not rows and result.data_ptr() != rows.data_ptr():
+    if read.result is not read.rows and not (_is_plain(read.result) and read.result.data_ptr() == read.rows.data_ptr()):
         with torch.no_grad():
-            result.copy_(rows)
-    return result
+            read.result.copy_(read.rows)
+    return read.result
 
 
 def _last_of_each(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ class _Write:
     native: WriteBatch
     staging: torch.Tensor
     futures: list[Future]
+    incomplete: bool = False
+    """Whether some of it was refused."""
 
 
 class RowWriter:
@@ -71,6 +74,8 @@ class RowWriter:
         self._directories = directories
         self.epochs = epochs
         self._written_in_epoch = False
+        self._manifest_uncertain = False  # a commit failed or was interrupted, and may be in force nevertheless
+        self._flush_error: OSError | None = None
         self._rows_per_part = max(_PART_BYTES // layout.version_bytes, 1)
         self._staging: deque[torch.Tensor] | None = None
         self._under_way: deque[_Write] = deque()
@@ -84,7 +89,7 @@ class RowWriter:
     @property
     def rows_at_a_time(self) -> int:
         """Most rows that :meth:`change` takes: they are all in memory before they are written."""
-        return max(self._cache.slots // 4, 1)
+        return max((self._cache.slots - self._cache.pinned) // 4, 1)
 
     def change(self, rows: torch.Tensor, records: torch.Tensor) -> None:
         """Replace the records of rows.
@@ -113,26 +118,29 @@ class RowWriter:
         """Have so many rows in memory that need not stay."""
         most = self._cache.slots - self._cache.pinned - rows
         while self._cache.changed + self._cache.writing > most:
-            self._collect()
-            if self._cache.changed and (self._staging is None or self._staging):
-                self._write_some(1)
-            elif self._under_way:
-                self._finish(self._under_way.popleft())
-            else:
-                break
+            if not self._write_some(1):
+                if not self._under_way:
+                    break
+                self._finish_oldest()
             self._raise_error()
 
-    def _write_some(self, parts: int | None = None) -> None:
-        """Begin to write changed rows, as far as there is memory for it. Does not block, but for the first write of an epoch."""
+    def _write_some(self, parts: int | None = None) -> int:
+        """Begin to write changed rows, as far as there is memory for it. Returns how many parts were begun.
+
+        Does not block, but for the first write of an epoch.
+        """
         self._collect()
-        while self._cache.changed and (parts is None or parts > 0):
+        begun = 0
+        while self._cache.changed and (parts is None or begun < parts):
             if self._staging is None:
                 self._staging = deque(self._new_staging())
             if not self._staging:
-                return
+                break
             self._begin_epoch()
-            self._write_part()
-            parts = None if parts is None else parts - 1
+            if not self._write_part():
+                break
+            begun += 1
+        return begun
 
     def _new_staging(self) -> list[torch.Tensor]:
         part_bytes = self._rows_per_part * self._layout.version_bytes
@@ -142,51 +150,58 @@ class RowWriter:
 
     def _begin_epoch(self) -> None:
         """Have the manifest say that versions of this epoch may be on the drive, before they are."""
-        if self.epochs.present > self.epochs.reserved:
-            reserving = replace(self.epochs, reserved=self.epochs.present + _RESERVED_EPOCHS)
+        reserving = self.epochs
+        if reserving.present > reserving.reserved:
+            reserving = replace(reserving, reserved=reserving.present + _RESERVED_EPOCHS)
+        if reserving is not self.epochs or self._manifest_uncertain:
             save_manifest(self._directories, self._layout, reserving)
-            self.epochs = reserving
+            with defer_interrupts():
+                self.epochs = reserving
+                self._manifest_uncertain = False
         self._written_in_epoch = True
 
-    def _write_part(self) -> None:
+    def _write_part(self) -> bool:
+        """Begin to write some rows. Returns whether there were any that are not being written already."""
         assert self._staging is not None
         size = self._layout.version_bytes
         with defer_interrupts():
-            staging = self._staging.popleft()
-            native = load_async_io().tables.WriteBatch(self._cache, self._rows_per_part, staging.data_ptr())
-            write = _Write(native, staging, [])
+            native = load_async_io().tables.WriteBatch(self._cache, self._rows_per_part, self._staging[0].data_ptr())
+            if not native.rows:
+                return False
+            write = _Write(native, self._staging.popleft(), [])
             self._under_way.append(write)
             begin = 0
             try:
                 for volume, address, count in native.parts:
-                    versions = staging[begin * size : (begin + count) * size].view(count, size)
+                    versions = write.staging[begin * size : (begin + count) * size].view(count, size)
                     write.futures.append(self._engine.scatter(self._files[volume], int64_at(address, count), versions))
                     begin += count
-            except OSError as error:
+            except BaseException as error:
+                write.incomplete = True
+                if not isinstance(error, OSError):
+                    raise
                 self._error = error
-                self._under_way.pop()
-                self._end(write, succeeded=False)
-                return
+                return True
         self.bytes_written += native.rows * size
         self.rows_written += native.rows
+        return True
 
     def _collect(self) -> None:
         """Note which writes have ended."""
         while self._under_way and all(future.done() for future in self._under_way[0].futures):
-            self._finish(self._under_way.popleft())
+            self._finish_oldest()
 
-    def _finish(self, write: _Write) -> None:
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest write. If this is interrupted, it is under way still."""
+        write = self._under_way[0]
         errors = [error for future in write.futures if (error := future.exception()) is not None]
-        if errors:
-            self._error = errors[0]
-        self._end(write, succeeded=not errors)
-
-    def _end(self, write: _Write, succeeded: bool) -> None:
-        for future in write.futures:
-            future.exception()
-        write.native.written(succeeded)
-        assert self._staging is not None
-        self._staging.append(write.staging)
+        with defer_interrupts():
+            if errors:
+                self._error = errors[0]
+            write.native.written(not errors and not write.incomplete)
+            self._under_way.popleft()
+            assert self._staging is not None
+            self._staging.append(write.staging)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -195,15 +210,25 @@ class RowWriter:
 
     def flush(self) -> None:
         """Write all that is changed, to stable storage. Blocks. Raises OSError; what was not written is still changed."""
-        self._raise_error()
+        if self._flush_error is not None:
+            raise self._flush_error
+        while self._under_way:
+            self._finish_oldest()
+        self._error = None  # what could not be written is still changed, and is written once more now
         while self._cache.changed or self._under_way:
             self._write_some()
             if self._under_way:
-                self._finish(self._under_way.popleft())
+                self._finish_oldest()
             self._raise_error()
         if self._written_in_epoch:
+            errors = []
             for future in [self._engine.fsync(file) for file in self._files]:
-                future.result()
+                if (error := future.exception()) is not None:
+                    errors.append(error)
+            if errors:
+                # The system may have dropped what it could not write, and a second flush would not tell.
+                self._flush_error = errors[0]
+                raise errors[0]
 
     def commit(self, attributes: Mapping[str, Any] | None = None) -> int:
         """Make all changes so far the table's last commit. Blocks.
@@ -215,14 +240,17 @@ class RowWriter:
             Its number.
 
         Raises:
-            OSError: From the drive. The last commit is the one before then, and all changes are still there.
+            OSError: From the drive. The last commit is the one before then, and all changes are still there: commit again. Only
+                if the flush has failed, they may be lost, and every commit raises this until :meth:`rollback`.
         """
         self.flush()
-        attributes = self.epochs.attributes if attributes is None else dict(attributes)
+        attributes = self.epochs.attributes if attributes is None else copy.deepcopy(dict(attributes))
         if self._written_in_epoch or attributes != self.epochs.attributes:
             committed = replace(self.epochs, committed=self.epochs.present, attributes=attributes)
+            self._manifest_uncertain = True
             save_manifest(self._directories, self._layout, committed)
             with defer_interrupts():
+                self._manifest_uncertain = False
                 self.epochs = committed
                 self._written_in_epoch = False
                 self.commits += 1
@@ -232,16 +260,17 @@ class RowWriter:
     def rollback(self) -> None:
         """Go back to the last commit. Blocks for writes under way. Raises OSError; call it again then."""
         while self._under_way:
-            self._finish(self._under_way.popleft())
+            self._finish_oldest()
         self._error = None
-        if self._written_in_epoch:
+        if self._written_in_epoch or self._manifest_uncertain:
             epochs = replace(self.epochs, reserved=self.epochs.present).begin()
             save_manifest(self._directories, self._layout, epochs)
             present = self.epochs.present
             with defer_interrupts():
                 self._cache.drop_changed(present)
                 self.epochs = epochs
-                self._written_in_epoch = False
+                self._written_in_epoch = self._manifest_uncertain = False
+                self._flush_error = None
                 self._show()
         else:
             self._cache.drop_changed(self.epochs.present)
@@ -249,6 +278,7 @@ class RowWriter:
     def close(self) -> None:
         """Wait for writes under way. What was not committed is lost."""
         while self._under_way:
-            self._finish(self._under_way.popleft())
-        if not self._written_in_epoch and self.epochs.reserved > self.epochs.committed >= self.epochs.present - 1:
+            self._finish_oldest()
+        unchanged = not self._written_in_epoch and not self._manifest_uncertain
+        if unchanged and self.epochs.reserved > self.epochs.committed >= self.epochs.present - 1:
             save_manifest(self._directories, self._layout, replace(self.epochs, reserved=self.epochs.committed))

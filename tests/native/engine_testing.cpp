@@ -133,7 +133,7 @@ std::shared_ptr<Pending> start(Session& session, const std::string& call, py::ha
     if (call == "write") return session.transfer(Direction::write, first, second, 0);
     if (call == "read_many") return session.transfer_many(Direction::read, first, second, third);
     if (call == "write_many") return session.transfer_many(Direction::write, first, second, third);
-    if (call == "gather") return session.gather(first, second, third, py::none(), 0);
+    if (call == "gather") return session.transfer_records(Direction::read, first, second, third, py::none(), 0);
     if (call == "fsync") return session.sync(first);
     throw py::value_error(call);
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compile the engine's stress program under AddressSanitizer (with UndefinedBehaviorSanitizer) and under ThreadSanitizer, and run both.
+# Compile the stress programs of the engine and of tables under AddressSanitizer (with UndefinedBehaviorSanitizer) and under ThreadSanitizer, and run both.
 # usage: run_sanitizers.sh [DIRECTORY for its files; default: a temporary one beside the sources]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -28,5 +28,8 @@ for sanitizer in address,undefined thread; do
     "${CXX:-c++}" "${flags[@]}" "-fsanitize=$sanitizer" -shared -fPIC -Wl,-soname,libcuda.so.1 "$root/tests/device/stand_in_cuda.cpp" -o "$driver"
     "${CXX:-c++}" "-fsanitize=$sanitizer" -pthread "$work/$sanitizer"/*.o "$driver" -Xlinker -rpath -Xlinker "$work/$sanitizer" "${libraries[@]}" \
         -ldl -o "$work/$sanitizer/stress"
+    "${CXX:-c++}" "${flags[@]}" "-fsanitize=$sanitizer" -fno-sanitize-recover=all "$root"/csrc/tables/*.cpp "$root/tests/native/table_stress.cpp" \
+        -o "$work/$sanitizer/table_stress"
+    TSAN_OPTIONS="halt_on_error=1" ASAN_OPTIONS="detect_leaks=1" "$work/$sanitizer/table_stress"
     TSAN_OPTIONS="halt_on_error=1" ASAN_OPTIONS="detect_leaks=1" "$work/$sanitizer/stress" "$work"
 done

@@ -40,8 +40,8 @@ class RowCache:
         """Have the versions of epochs up to ``last`` count, without the ranges that were abandoned."""
     def change(self, rows: int, count: int, records: int, epoch: int) -> list[int]:
         """Replace whole records. Returns the positions of rows that are not in memory, and not changed."""
-    def pin(self, rows: int, count: int) -> int:
-        """Have rows stay that are in memory. Returns how many are."""
+    def pin(self, rows: int, count: int, most: int) -> list[int]:
+        """Have rows stay once they are in memory, in this order, until ``most`` do. Returns the positions of those to be read."""
     def unpin_all(self) -> None: ...
     def clear(self) -> None:
         """Drop rows that are neither changed nor being written."""
@@ -82,6 +82,9 @@ class RowBatch:
         """Return what is to be read: the volume, the address of the units' numbers (int64), and how many they are."""
     def deliver(self, part: int, staging: int, failed: list[int]) -> None:
         """Copy the rows of a part whose units are at the address ``staging``, but for those that could not be read."""
+    @property
+    def stale(self) -> bool:
+        """Return whether rows were not delivered because newer ones were written while they were read: read all once more."""
     @property
     def failed_rows(self) -> list[tuple[int, int, int, int]]:
         """Return rows that could not be read: number, volume, offset, and first position among the numbers."""

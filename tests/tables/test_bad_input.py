@@ -1,0 +1,227 @@
+"""What no table can do is refused before anything is read or written, and said with its reason."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepnvme.store.directory_lock import StoreLocked
+from deepnvme.tables import CorruptTable, State, Table
+
+from ..support.disks import Disk
+
+VALUES = torch.arange(600.0).view(200, 3)
+
+
+@pytest.fixture
+def table(drive: Path) -> Iterator[Table]:
+    with Table.from_tensor(drive / "table", VALUES, updatable=True) as table:
+        yield table
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.tensor([3, 200, -1]), r"ids\[1\] is 200, and the table has the rows 0 to 199"),
+        (torch.tensor([[3, 4], [5, -1]]), r"ids\[1, 1\] is -1"),
+        (torch.tensor(1 << 40), r"ids is 1099511627776"),
+        (torch.tensor([1 << 63], dtype=torch.uint64), r"ids\[0\] is 9223372036854775808"),
+        (torch.tensor([0, 255], dtype=torch.uint8), r"ids\[1\] is 255"),
+    ],
+)
+def test_the_first_id_out_of_range_is_named(table: Table, ids: torch.Tensor, message: str) -> None:
+    rows = torch.zeros(*ids.shape, 3)
+    for use in (table.read, table.read_async, table.prefetch, table.pin, lambda ids: table.write(ids, rows)):
+        with pytest.raises(IndexError, match=message):
+            use(ids)
+    assert table.stats().bytes_read == 0
+    assert table.stats().changed_rows == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.bfloat16])
+def test_ids_are_integers(table: Table, dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match="ids must be integers"):
+        table.read(torch.zeros(3, dtype=dtype))
+
+
+def test_rows_have_bytes(drive: Path) -> None:
+    with pytest.raises(ValueError, match="at least one byte"):
+        Table.create(drive / "table", 10, (3, 0), torch.float32)
+    with pytest.raises(ValueError, match="without dimensions"):
+        Table.from_tensor(drive / "table", torch.tensor(1.0))
+    assert not (drive / "table").exists()
+
+
+def test_rows_of_another_shape_or_dtype_are_not_written(table: Table) -> None:
+    ids = torch.tensor([1, 2])
+    for rows in (torch.zeros(3), torch.zeros(1, 3), torch.zeros(2, 3, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="rows must have the shape"):
+            table.write(ids, rows)
+        with pytest.raises(ValueError, match="values must have the shape"):
+            table.write_records(ids, {"values": rows})
+    with pytest.raises(ValueError, match="momentum"):
+        table.write_records(ids, {"momentum": torch.zeros(2, 3)})
+    with pytest.raises(ValueError, match="one dimension"):
+        table.write_records(ids.view(1, 2), {"values": torch.zeros(1, 2, 3)})
+    with pytest.raises(ValueError, match="errors must be"):
+        table.read(ids, errors="ignore")  # type: ignore[arg-type]
+    assert torch.equal(table.read(ids), VALUES[ids])
+
+
+def test_values_of_another_shape_leave_nothing(drive: Path) -> None:
+    with pytest.raises(ValueError, match="must have the shape"):
+        Table.create(drive / "table", 10, (3,), torch.float32, values=lambda begin, end: torch.zeros(end - begin, 4))
+    assert not (drive / "table").exists()
+    with pytest.raises(ZeroDivisionError):
+        Table.create([drive / "a", drive / "b"], 10, (3,), torch.float32, values=lambda begin, end: torch.zeros(1 // 0))
+    assert os.listdir(drive) == []
+
+
+def test_a_table_is_not_made_over_another(drive: Path) -> None:
+    Table.from_tensor([drive / "a", drive / "b"], VALUES).close()
+    for directories in ([drive / "a"], [drive / "b"], [drive / "c", drive / "b"], [drive / "c", drive / "a"]):
+        with pytest.raises(FileExistsError):
+            Table.create(directories, 5, (3,), torch.float32)
+    with Table.open(drive / "a") as table:
+        assert torch.equal(table.read(torch.arange(200)), VALUES)
+
+
+def test_what_an_unfinished_table_has_left_is_replaced(drive: Path) -> None:
+    (drive / "table").mkdir()
+    (drive / "table" / "rows.new").write_bytes(b"killed")
+    with Table.from_tensor(drive / "table", VALUES) as table:
+        assert torch.equal(table.read(torch.arange(200)), VALUES)
+    assert sorted(os.listdir(drive / "table")) == ["deepnvme-table.json", "rows"]
+
+
+def test_directories_are_those_of_the_table(drive: Path) -> None:
+    directories = [drive / name for name in "abc"]
+    values = torch.arange(100_000).view(-1, 10)
+    Table.from_tensor(directories, values).close()
+    with Table.open([directories[0], directories[2], directories[1]]) as table:  # the manifest knows better
+        assert torch.equal(table.read(torch.arange(10_000)), values)
+    with pytest.raises(ValueError, match="3 directories, got 2"):
+        Table.open(directories[:2])
+    with pytest.raises(ValueError, match="twice"):
+        Table.create([drive / "d", drive / "d"], 5, (3,), torch.float32)
+    moved = [drive / f"moved {name}" for name in "abc"]
+    for before, after in zip(directories, moved, strict=True):
+        before.rename(after)
+    with Table.open(moved) as table:
+        assert torch.equal(table.read(torch.arange(10_000)), values)
+
+
+def test_there_is_one_writer(drive: Path, table: Table) -> None:
+    with pytest.raises(StoreLocked, match=str(os.getpid())):
+        Table.open(drive / "table", writable=True)
+    table.close()
+    Table.open(drive / "table", writable=True).close()
+
+
+def test_tables_that_are_not_updatable_have_no_writer(drive: Path) -> None:
+    Table.from_tensor(drive / "table", VALUES).close()
+    with pytest.raises(ValueError, match="updatable=True"):
+        Table.open(drive / "table", writable=True)
+
+
+def test_a_reader_changes_nothing(drive: Path, table: Table) -> None:
+    with Table.open(drive / "table") as reader:
+        for change in (lambda: reader.write(torch.tensor([0]), VALUES[:1]), reader.commit, reader.rollback):
+            with pytest.raises(PermissionError, match="writable=True"):
+                change()
+
+
+def test_after_close_everything_is_refused(table: Table) -> None:
+    table.close()
+    table.close()
+    ids = torch.tensor([0])
+    for use in (
+        lambda: table.read(ids), lambda: table.read_async(ids), lambda: table.prefetch(ids), lambda: table.pin(ids), table.unpin,
+        lambda: table.write(ids, VALUES[:1]), table.commit, table.rollback, lambda: table.attributes,
+        lambda: table.read_records(ids), lambda: table.write_records(ids, {"values": VALUES[:1]}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="closed"):
+            use()
+
+
+@pytest.mark.parametrize("updatable", [False, True])
+def test_a_truncated_table_is_refused(drive: Path, updatable: bool) -> None:
+    Table.from_tensor(drive / "table", VALUES, updatable=updatable).close()
+    os.truncate(drive / "table" / "rows", 100)
+    with pytest.raises(CorruptTable, match="100 bytes") as caught:
+        Table.open(drive / "table")
+    assert (caught.value.errno, caught.value.filename) == (errno.EBADMSG, str(drive / "table" / "rows"))
+
+
+def test_a_table_that_becomes_shorter_while_it_is_open(drive: Path, table: Table) -> None:
+    os.truncate(drive / "table" / "rows", 100 * 1024)
+    assert torch.equal(table.read(torch.arange(90)), VALUES[:90])
+    with pytest.raises(OSError, match=r"row 100 at offset 102400.*no longer has"):
+        table.read(torch.arange(200))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("kind", "table 2"), ("rows", -1), ("chunk", 0), ("columns", []), ("directories", []), ("committed", "5"), ("more", 1)],
+)
+def test_a_damaged_manifest_is_refused(drive: Path, field: str, value: object) -> None:
+    Table.from_tensor(drive / "table", VALUES).close()
+    path = drive / "table" / "deepnvme-table.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(CorruptTable) as caught:
+        Table.open(drive / "table")
+    assert caught.value.filename == str(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b"\xff\xfe"])
+def test_a_manifest_that_is_none_is_refused(drive: Path, content: bytes) -> None:
+    Table.from_tensor(drive / "table", VALUES).close()
+    (drive / "table" / "deepnvme-table.json").write_bytes(content)
+    with pytest.raises(CorruptTable):
+        Table.open(drive / "table")
+
+
+def test_a_reader_says_that_its_table_was_replaced_by_another(drive: Path, table: Table) -> None:
+    reader = Table.open(drive / "table")
+    table.close()
+    for path in (drive / "table").iterdir():
+        path.unlink()
+    Table.create(drive / "table", 5, (3,), torch.float32).close()
+    with pytest.raises(OSError, match="replaced") as caught:
+        reader.read(torch.tensor([0]))
+    assert caught.value.errno == errno.ESTALE
+    reader.close()
+
+
+@pytest.mark.root
+def test_a_read_only_drive_is_read_and_not_written(small_disk: Disk) -> None:
+    Table.from_tensor(small_disk / "table", VALUES, updatable=True).close()
+    assert os.system(f"mount -o remount,ro {small_disk.path}") == 0
+    try:
+        with Table.open(small_disk / "table") as table:
+            assert torch.equal(table.read(torch.arange(200)), VALUES)
+        for attempt in (
+            lambda: Table.open(small_disk / "table", writable=True),
+            lambda: Table.create(small_disk / "other", 5, (3,), torch.float32),
+        ):
+            with pytest.raises(OSError, match="Errno") as caught:
+                attempt()
+            assert caught.value.errno == errno.EROFS
+    finally:
+        os.system(f"mount -o remount,rw {small_disk.path}")
+
+
+@pytest.mark.root
+def test_a_table_that_does_not_fit_leaves_nothing(small_disk: Disk) -> None:
+    free = small_disk.bytes_free()
+    with pytest.raises(OSError, match="larger drive") as caught:
+        Table.create(small_disk / "table", 1 << 20, (64,), torch.float32, states={"sum": State(torch.float32, (64,))})
+    assert caught.value.errno == errno.ENOSPC
+    assert not (small_disk / "table").exists()
+    assert small_disk.bytes_free() == free
