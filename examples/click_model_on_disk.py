@@ -1,6 +1,7 @@
 """Train a model of clicks whose embedding tables exceed the memory that they are given: the losses that it has in memory.
 
-    python examples/click_model_on_disk.py [--rows N] [--width N] [--budget-mib MIB] [--steps N] [--batch N] [--plot FILE] [--dir DIR]
+    python examples/click_model_on_disk.py [--rows N] [--width N] [--budget-mib MIB] [--steps N] [--batch N] [--plot FILE]
+                                           [--dir DIR]
 
 A small model in the way of DLRM: eight tables of categories, of which each example has a few, dense features, and what predicts
 whether there is a click. The data are made here; which categories occur is Zipf-distributed, as in real ones. The same training
@@ -56,7 +57,8 @@ class Data:
         self._rows, self._batch, self._steps = rows, batch, steps
         weights = torch.arange(1, rows + 1, dtype=torch.float64).pow(-EXPONENT)
         self._cumulative = weights.cumsum(0) / weights.sum()
-        self._names = torch.randperm(rows, generator=torch.Generator().manual_seed(1))  # what is frequent is anywhere in the table
+        # What is frequent is anywhere in the table.
+        self._names = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
 
     def __len__(self) -> int:
         return self._steps
@@ -118,7 +120,8 @@ def train_on_disk(given: argparse.Namespace, directory: Path, progress: Progress
             read = sum(each.rows_read for each in after) - sum(each.rows_read for each in before)
             result.losses.append(loss.item())
             result.hit_rates.append(1 - read / sum(each.unique().numel() for each in ids))
-        progress.update(task, advance=1, loss=f"loss {loss.item():.4f}, {100 * result.hit_rates[-1]:.0f} % of rows were in memory")
+        in_memory = f"{100 * result.hit_rates[-1]:.0f} % of rows were in memory"
+        progress.update(task, advance=1, loss=f"loss {loss.item():.4f}, {in_memory}")
     rows.commit({"steps": given.steps})
     result.seconds = time.perf_counter() - begun
     for bag in bags:
@@ -183,7 +186,8 @@ def main() -> int:
     whole = TABLES * given.rows * given.width * 3 * 4  # with SparseAdam's two states
     given.budget_mib = given.budget_mib or max(whole // 10 // MIB, 8)
     console = Console()
-    console.print(f"{TABLES} tables of {given.rows} rows: {whole / MIB:.0f} MiB with their states, {given.budget_mib} MiB of memory")
+    states = f"{whole / MIB:.0f} MiB with their states"
+    console.print(f"{TABLES} tables of {given.rows} rows: {states}, {given.budget_mib} MiB of memory")
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}")]
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         with tempfile.TemporaryDirectory(prefix="clicks-", dir=given.dir) as directory:

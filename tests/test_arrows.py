@@ -53,7 +53,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": CHECKPOINT,
     "checkpoint.dcp": CHECKPOINT,
     "safetensors": CHECKPOINT,
-    "tables": TABLES,
     "nn": {"_lazy", "tables"},
     "streaming.weights": STREAMING,
     "streaming.kv": STREAMING,

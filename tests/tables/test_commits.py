@@ -203,4 +203,4 @@ def test_after_a_kill_the_table_is_its_last_commit(interpreters: Interpreters, d
 @pytest.mark.slow
 @pytest.mark.parametrize("volumes", [1, 2])
 def test_after_dozens_of_kills_the_table_is_its_last_commit(interpreters: Interpreters, drive: Path, volumes: int) -> None:
-    kill_writers(interpreters, [drive / str(number) for number in range(volumes)], 30, 100 * volumes)
+    kill_writers(interpreters, [drive / str(number) for number in range(volumes)], 15, 100 * volumes)

@@ -150,4 +150,4 @@ def test_a_table_works_after_ctrl_c(drive: Path, case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_table_works_after_ctrl_c_at_many_points(drive: Path, case: str) -> None:
-    CASES[case](drive, 100)
+    CASES[case](drive, 40)

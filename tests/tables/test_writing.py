@@ -313,4 +313,4 @@ def test_changes_are_those_of_a_tensor_in_memory(io_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_long_histories_of_changes_are_those_of_a_tensor_in_memory(io_dir: Path) -> None:
-    _run(io_dir, examples(150), 60)
+    _run(io_dir, examples(40), 40)
