@@ -27,7 +27,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from deepnvme.offload import OffloadedTraining
-from deepnvme.offload.partition import ELEMENTWISE
+from deepnvme.offload.optimizer.partition import ELEMENTWISE
 
 if TYPE_CHECKING:
     from deepnvme.profiles import AnyPath
