@@ -18,7 +18,7 @@ from deepnvme.transfer.block_cache import BlockCache, Use
 from .frozen_parameters import FrozenParameters
 from .parameter_block import ParameterBlock
 from .step_order import StepOrder
-from .tile_forward import TileForward, can_take_over
+from .tile_forward import TileForward
 
 _MOST_EXPECTED = 32
 """Blocks that are expected at a time: more than fit into memory, mostly, and few enough to list for each use."""
@@ -138,7 +138,7 @@ class ParameterUses:
                 for inner in module.modules():
                     if inner is not module and inner in modules:
                         self._around.setdefault(modules[inner], set()).add(block)
-            tile = module in tiles and can_take_over() and not is_checkpointed(module)
+            tile = module in tiles and TileForward.is_supported() and not is_checkpointed(module)
             begin, end = (functools.partial(each, block, tile) for each in (self._begin_forward, self._end_forward))
             self._handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
             if tile:

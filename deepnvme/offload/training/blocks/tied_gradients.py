@@ -17,16 +17,16 @@ from .parameter_uses import ScheduledBlocks
 from .trained_block import BlockGradients
 
 
-class _Key(NamedTuple):
-    """What gradients are summed for: one parameter in one micro-batch."""
+class _MicroBatchParam(NamedTuple):
+    """One parameter in one micro-batch: the gradients of its tiles are summed."""
 
     thread: int
-    """Runs the micro-batch."""
+    """The identifier of the thread that runs the micro-batch."""
     param: nn.Parameter
 
 
-class _Sum(NamedTuple):
-    """Gradients of one parameter, on the drive."""
+class _StoredSum(NamedTuple):
+    """The sum of the gradients of a parameter that have arrived, on the drive."""
 
     stand_in: nn.Parameter
     """Has the sum in ``grad`` while it is in memory."""
@@ -43,25 +43,25 @@ class TiedGradients:
     Args:
         modules: Modules and their blocks. Several may have the same block.
         schedule: Has blocks in memory.
-        used: Called with each block of which a module's backward has ended.
-        arrived: Called with each parameter whose gradient of a micro-batch is complete, in ``grad``.
+        backward_ended: Called with each block of which a module's backward has ended.
+        gradient_complete: Called with each parameter whose gradient of a micro-batch is complete, in ``grad``.
     """
 
     def __init__(
         self,
         modules: Mapping[nn.Module, ParameterBlock],
         schedule: ScheduledBlocks,
-        used: Callable[[ParameterBlock], None],
-        arrived: Callable[[nn.Parameter], None],
+        backward_ended: Callable[[ParameterBlock], None],
+        gradient_complete: Callable[[nn.Parameter], None],
     ) -> None:
-        self._schedule, self._used, self._arrived = schedule, used, arrived
+        self._schedule, self._backward_ended, self._gradient_complete = schedule, backward_ended, gradient_complete
         users = Counter(param for module in modules for param in module.parameters(recurse=False) if param.requires_grad)
         self._block_of: dict[nn.Parameter, ParameterBlock] = {}
-        self._replaced: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        self._wanted: Counter[_Key] = Counter()  # gradients that have not arrived
-        self._sums: dict[_Key, _Sum] = {}
-        self._free: dict[nn.Parameter, list[_Sum]] = {}
-        self._count = 0
+        self._replaced_params: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        self._missing: Counter[_MicroBatchParam] = Counter()  # gradients that have not arrived
+        self._sums: dict[_MicroBatchParam, _StoredSum] = {}
+        self._unused: dict[nn.Parameter, list[_StoredSum]] = {}  # their places are taken again
+        self._sums_made = 0
         self._handles: list[RemovableHandle] = []
         for module, block in modules.items():
             own = set(block.params)
@@ -69,8 +69,8 @@ class TiedGradients:
             tied = {name: param for name, param in named if param in own and users[param] > 1}
             if tied:
                 self._block_of.update(dict.fromkeys(tied.values(), block))
-                self._handles.append(module.register_forward_pre_hook(functools.partial(self._begin, tied)))
-                self._handles.append(module.register_forward_hook(self._end, always_call=True))
+                self._handles.append(module.register_forward_pre_hook(functools.partial(self._use_stand_ins, tied)))
+                self._handles.append(module.register_forward_hook(self._forward_ended, always_call=True))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -78,99 +78,99 @@ class TiedGradients:
             handle.remove()
 
     def __contains__(self, block: ParameterBlock) -> bool:
-        """Return whether a block has such parameters."""
+        """Return whether a block has parameters that several tiles share."""
         return block in self._block_of.values()
 
     def is_waiting_for(self, block: ParameterBlock) -> bool:
-        """Return whether gradients of such parameters of a block have not arrived."""
-        return any(self._block_of[key.param] is block for key in self._wanted)
+        """Return whether gradients of a block's shared parameters have not arrived from all tiles."""
+        return any(self._block_of[key.param] is block for key in self._missing)
 
     def reset(self) -> None:
-        """Forget all gradients. Waits for a transfer of theirs."""
-        for module in list(self._replaced):
-            self._put_back(module)
-        self._wanted.clear()
+        """Forget all gradients. Blocks while one of them is written or read."""
+        for module in list(self._replaced_params):
+            self._restore_params(module)
+        self._missing.clear()
         for key in list(self._sums):
-            self._drop(key)
+            self._release_sum(key)
 
     @torch.no_grad()
     def end_backward(self) -> None:
         """Deliver sums that are still incomplete: the loss does not depend on the other tiles."""
-        self._wanted.clear()
+        self._missing.clear()
         for key in list(self._sums):
             self._deliver(key, None)
 
     # -- forward
 
-    def _begin(self, tied: Mapping[str, nn.Parameter], module: nn.Module, *_: object) -> None:
+    def _use_stand_ins(self, tied: Mapping[str, nn.Parameter], module: nn.Module, *_: object) -> None:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:
             return
-        self._replaced[module] = dict(tied)
+        self._replaced_params[module] = dict(tied)
         for name, param in tied.items():
-            key = _Key(threading.get_ident(), param)
+            key = _MicroBatchParam(threading.get_ident(), param)
             stand_in = nn.Parameter(param.data)
-            hook = functools.partial(self._gradient_arrived, key)
+            hook = functools.partial(self._stand_in_has_gradient, key)
             stand_in.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            self._wanted[key] += 1
+            self._missing[key] += 1
             module._parameters[name] = stand_in
 
-    def _end(self, module: nn.Module, *_: object) -> None:
-        if module in self._replaced:
-            self._put_back(module)
+    def _forward_ended(self, module: nn.Module, *_: object) -> None:
+        if module in self._replaced_params:
+            self._restore_params(module)
 
-    def _put_back(self, module: nn.Module) -> None:
-        for name, param in self._replaced[module].items():
+    def _restore_params(self, module: nn.Module) -> None:
+        for name, param in self._replaced_params[module].items():
             stand_in = module._parameters[name]
             module._parameters[name] = param
             if stand_in is not None and stand_in is not param:
                 stand_in.data = absent_like(param)  # autograd keeps it, and not the block's memory
-        del self._replaced[module]
+        del self._replaced_params[module]
 
     # -- backward
 
     @torch.no_grad()
-    def _gradient_arrived(self, key: _Key, stand_in: nn.Parameter) -> None:
+    def _stand_in_has_gradient(self, key: _MicroBatchParam, stand_in: nn.Parameter) -> None:
         gradient = stand_in.grad
-        if gradient is None or key not in self._wanted:  # of a step that was undone
+        if gradient is None or key not in self._missing:  # of a step that was undone
             return
         stand_in.grad = None
-        self._used(self._block_of[key.param])
-        self._wanted[key] -= 1
-        if self._wanted[key]:
-            self._add(key, gradient)
+        self._backward_ended(self._block_of[key.param])
+        self._missing[key] -= 1
+        if self._missing[key]:
+            self._add_to_sum(key, gradient)
         else:
-            del self._wanted[key]
+            del self._missing[key]
             self._deliver(key, gradient)
 
-    def _add(self, key: _Key, gradient: torch.Tensor) -> None:
+    def _add_to_sum(self, key: _MicroBatchParam, gradient: torch.Tensor) -> None:
         if key not in self._sums:
-            free = self._free.setdefault(key.param, [])
-            self._sums[key] = free.pop() if free else self._new_sum(key.param)
+            unused = self._unused.setdefault(key.param, [])
+            self._sums[key] = unused.pop() if unused else self._new_sum(key.param)
         stand_in, gradients = self._sums[key]
         stand_in.grad = gradient
         gradients.store()
 
-    def _new_sum(self, param: nn.Parameter) -> _Sum:
-        self._count += 1
+    def _new_sum(self, param: nn.Parameter) -> _StoredSum:
+        self._sums_made += 1
         stand_in = nn.Parameter(absent_like(param))
-        return _Sum(stand_in, BlockGradients(f"{self._count}.tied", [stand_in], self._schedule))
+        return _StoredSum(stand_in, BlockGradients(f"{self._sums_made}.tied", [stand_in], self._schedule))
 
-    def _deliver(self, key: _Key, newest: torch.Tensor | None) -> None:
+    def _deliver(self, key: _MicroBatchParam, newest: torch.Tensor | None) -> None:
         if key in self._sums:
             stand_in, gradients = self._sums[key]
             gradients.load()
             assert stand_in.grad is not None
             newest = stand_in.grad.clone() if newest is None else newest.add_(stand_in.grad)
-            self._drop(key)
+            self._release_sum(key)
         if newest is None:
             return
         if key.param.grad is None:
             key.param.grad = newest
         else:
             key.param.grad.add_(newest)
-        self._arrived(key.param)
+        self._gradient_complete(key.param)
 
-    def _drop(self, key: _Key) -> None:
-        dropped = self._sums.pop(key)
-        dropped.gradients.drop()
-        self._free.setdefault(key.param, []).append(dropped)
+    def _release_sum(self, key: _MicroBatchParam) -> None:
+        released = self._sums.pop(key)
+        released.gradients.drop()
+        self._unused.setdefault(key.param, []).append(released)

@@ -17,11 +17,6 @@ _top_hooks: Callable[[bool], tuple[Callable[[torch.Tensor], Any], Callable[[Any]
 """Returns the hooks for saved tensors that are in force. Older versions of torch do not have it."""
 
 
-def can_take_over() -> bool:
-    """Return whether this torch can do what :class:`TileForward` does."""
-    return _top_hooks is not None
-
-
 class TileForward:
     """The ``forward`` of a module that takes tensors over parameters away from the hooks for saved tensors that are in force.
 
@@ -30,25 +25,30 @@ class TileForward:
 
     Args:
         module: The module, which gets this as its ``forward``. Not kept alive.
-        saved: Returns what autograd keeps in place of a tensor over a parameter; None for other tensors.
+        pack_param: Returns what autograd keeps in place of a tensor over a parameter; None for other tensors.
     """
 
-    def __init__(self, module: nn.Module, saved: Callable[[torch.Tensor], Packed | None]) -> None:
-        self._own: Callable[..., Any] | None = vars(module).get("forward")
-        self._module, self._saved = weakref.ref(module), saved
+    def __init__(self, module: nn.Module, pack_param: Callable[[torch.Tensor], Packed | None]) -> None:
+        self._own_forward: Callable[..., Any] | None = vars(module).get("forward")
+        self._module, self._pack_param = weakref.ref(module), pack_param
         module.forward = self
+
+    @staticmethod
+    def is_supported() -> bool:
+        """Return whether this version of torch tells which hooks for saved tensors are in force."""
+        return _top_hooks is not None
 
     def remove(self) -> None:
         """Give the module back the forward that it had."""
         module = self._module()
         if module is not None:
             vars(module).pop("forward")
-            if self._own is not None:
-                module.forward = self._own
+            if self._own_forward is not None:
+                module.forward = self._own_forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        module, forward = self._module(), self._own
+        module, forward = self._module(), self._own_forward
         if forward is None:
             forward = type(module).forward.__get__(module)  # type: ignore[union-attr]
         assert _top_hooks is not None
@@ -56,19 +56,19 @@ class TileForward:
         if hooks is None:
             return forward(*args, **kwargs)
         pack, unpack = hooks
-        saved = self._saved
+        pack_param = self._pack_param
         with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: saved(tensor) or _SavedByOthers(pack(tensor), unpack), lambda packed: packed.unpack()
+            lambda tensor: pack_param(tensor) or _PackedByOtherHooks(pack(tensor), unpack), lambda packed: packed.unpack()
         ):
             return forward(*args, **kwargs)
 
 
-class _SavedByOthers:
-    """What the hooks in force have made of a tensor.
+class _PackedByOtherHooks:
+    """A tensor that the hooks in force have packed.
 
     Args:
-        packed: What they have made.
-        unpack: Makes a tensor of it.
+        packed: What their ``pack_hook`` has returned.
+        unpack: Their ``unpack_hook``, which makes a tensor of it.
     """
 
     __slots__ = ("_packed", "_unpack")
