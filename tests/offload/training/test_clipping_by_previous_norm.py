@@ -50,12 +50,6 @@ class Model(nn.Module):
         return self.head(x).square().mean()
 
 
-@pytest.fixture
-def model() -> Model:
-    torch.manual_seed(0)
-    return Model()
-
-
 def forwards(model: nn.Module, step: int, count: int, uneven: bool = False) -> list[Any]:
     """Return the forwards of a step. Not every step uses all blocks; if ``uneven``, nor do all forwards of a step."""
     orders = [(3, 1) if step == 4 else (0, 1, 2, 3)] * count

@@ -14,6 +14,7 @@ from deepnvme.offload.training import OffloadedTraining
 
 from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
+from ...support.offloaded_training import assert_same_values, state_of
 
 WIDTH, ROWS = 48, 8
 TORCH = (str(Path(torch.__file__).parent),)
@@ -48,12 +49,6 @@ class Model(nn.Module):
         return self.head(x).square().mean()
 
 
-@pytest.fixture
-def model() -> Model:
-    torch.manual_seed(0)
-    return Model()
-
-
 def batch(step: int) -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
 
@@ -61,16 +56,6 @@ def batch(step: int) -> torch.Tensor:
 def training_of(model: Model, drive: Path, **options: Any) -> OffloadedTraining:
     given: dict[str, Any] = {"memory_budget": 60_000, "lr": 1e-2, "blocks": list(model.blocks), **options}
     return OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **given)
-
-
-def state_of(training: OffloadedTraining) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in training.state_dict()["model"].items()}
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("max_norm", [None, 1e-3])
@@ -100,7 +85,7 @@ def test_deferred_steps_have_the_same_bits(
                         mine.train()
             found.append((torch.stack(losses), state_of(training)))
     assert torch.equal(found[0][0], found[1][0])
-    assert_equal(found[1][1], found[0][1])
+    assert_same_values(found[1][1], found[0][1])
 
 
 @pytest.mark.parametrize("max_norm", [None, 1e-3])
@@ -113,8 +98,8 @@ def test_a_state_between_deferred_steps_is_of_the_last_one(drive: Path, model: M
             training.step(batch(1))
             after.append(state_of(training))
             training.close(restore=True)
-            assert_equal(training.model.state_dict(), after[-1])
-    assert_equal(after[1], after[0])
+            assert_same_values(training.model.state_dict(), after[-1])
+    assert_same_values(after[1], after[0])
 
 
 @pytest.mark.parametrize("max_norm", [None, 1e-3])
@@ -138,11 +123,11 @@ def test_an_error_of_the_next_forward_leaves_the_deferred_step(
         model.fails_after = None
         model.order.pop()
         assert training.steps == 2
-        assert_equal(state_of(training), state_of(expected))
+        assert_same_values(state_of(training), state_of(expected))
         for each in (expected, training):
             torch.manual_seed(2)
             each.step(batch(2))
-        assert_equal(state_of(training), state_of(expected))
+        assert_same_values(state_of(training), state_of(expected))
 
 
 @pytest.mark.parametrize("max_norm", [None, 1e-3])
@@ -169,11 +154,11 @@ def test_a_drive_that_fails_undoes_whole_steps(drive: Path, model: Model, kind: 
             except OSError:
                 undone.add(training.steps)
             steps = training.steps
-            assert_equal(state_of(training), states[steps] if steps else model.state_dict())
+            assert_same_values(state_of(training), states[steps] if steps else model.state_dict())
             for step in range(steps, 4):  # and goes on
                 torch.manual_seed(step)
                 training.step(batch(step))
-            assert_equal(state_of(training), states[4])
+            assert_same_values(state_of(training), states[4])
     assert undone
 
 
@@ -205,7 +190,7 @@ def test_forwards_of_the_users_own_make_deferred_steps_with_the_same_bits(
                     assert training.report().bytes_written > 3 * nbytes  # parameters and two averages; and gradients
             found.append((losses, state_of(training)))
     assert found[0][0] == found[1][0]
-    assert_equal(found[1][1], found[0][1])
+    assert_same_values(found[1][1], found[0][1])
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
@@ -228,10 +213,10 @@ def test_a_drive_that_fails_in_forwards_of_the_users_own_undoes_whole_steps(driv
                     step_of_forwards(training, mine, 2)
             except OSError:
                 undone.add(training.steps)
-            assert_equal(state_of(training), states[training.steps])
+            assert_same_values(state_of(training), states[training.steps])
             for step in range(training.steps, 4):  # and goes on
                 step_of_forwards(training, mine, step)
-            assert_equal(state_of(training), states[4])
+            assert_same_values(state_of(training), states[4])
     assert 1 in undone
 
 
@@ -265,7 +250,7 @@ def test_ctrl_c_anywhere_leaves_whole_steps(drive: Path) -> None:
             except KeyboardInterrupt:
                 pass
             found = training.state_dict()
-            assert_equal(found["model"], states[training.steps]["model"])
+            assert_same_values(found["model"], states[training.steps]["model"])
             assert found["steps"] == training.steps
 
 
@@ -284,4 +269,4 @@ def test_a_saved_training_is_resumed(drive: Path, tmp_path: Path, model: Model) 
         torch.manual_seed(2)
         training.step(batch(2))
         assert training.steps == 3
-        assert_equal(state_of(training), expected)
+        assert_same_values(state_of(training), expected)

@@ -14,6 +14,8 @@ from torch import nn
 from deepnvme.offload import OffloadedTraining
 from deepnvme.quantization import SCHEMES, Scheme, dequantize, is_worth_quantizing, quantize
 
+from ...support.offloaded_training import assert_same_model
+
 WIDTH, WORDS, LAYERS = 64, 70, 3
 EPS = 1e-4  # 1e-8 is 0 in float16, and steps without master weights then give NaN, in memory as well
 
@@ -93,14 +95,6 @@ class InMemory:
         return loss.detach()
 
 
-def assert_equal(training: OffloadedTraining, expected: nn.Module) -> None:
-    found = training.state_dict()["model"]
-    assert list(found) == list(expected.state_dict())
-    for name, value in expected.state_dict().items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
-
-
 def trains_as_in_memory(model: nn.Module, reference: InMemory, drive: Path, **options: Any) -> None:
     given = {"memory_budget": 300_000, "blocks": ["blocks.*"], "lr": 1e-2, "eps": EPS, **options}
     with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **given) as training:
@@ -109,7 +103,7 @@ def trains_as_in_memory(model: nn.Module, reference: InMemory, drive: Path, **op
             found = training.step(batch(step))
             assert found is not None
             assert torch.equal(found, loss), step
-        assert_equal(training, reference.model)
+        assert_same_model(training, reference.model)
         training.close(restore=True)
     for name, value in reference.model.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
@@ -213,7 +207,7 @@ def test_a_training_in_several_dtypes_is_resumed_with_the_same_bits(
         training.load_state_dict(torch.load(tmp_path / "last.pt", mmap=True))
         for step in range(2, 4):
             assert torch.equal(training.step(batch(step)), reference.step(batch(step)))  # type: ignore[arg-type]
-        assert_equal(training, reference.model)
+        assert_same_model(training, reference.model)
 
 
 def test_a_block_may_begin_with_an_empty_parameter(drive: Path) -> None:

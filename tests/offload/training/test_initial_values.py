@@ -21,6 +21,7 @@ from deepnvme.safetensors import save_file, save_sharded
 
 from ...support.engines import failing
 from ...support.interpreters import Interpreters
+from ...support.offloaded_training import assert_same_model
 
 WIDTH, WORDS = 32, 50
 
@@ -82,12 +83,7 @@ def training_of(model: nn.Module, drive: Path, **options: Any) -> OffloadedTrain
 
 
 def assert_has(training: OffloadedTraining, expected: nn.Module) -> None:
-    found = training.state_dict()["model"]
-    wanted = expected.state_dict()
-    assert list(found) == list(wanted)
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
+    assert_same_model(training, expected)
     buffers = dict(expected.named_buffers())
     for name, buffer in training.model.named_buffers():
         assert torch.equal(buffer, buffers[name]), name

@@ -21,6 +21,7 @@ from deepnvme.store.tensor_store import TensorStore
 
 from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
+from ...support.offloaded_training import assert_same_values, state_of
 
 WIDTH, ROWS = 48, 8
 TORCH = (str(Path(torch.__file__).parent),)
@@ -68,22 +69,6 @@ def training_of(model: Model, drive: Path, **options: Any) -> OffloadedTraining:
     return OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **given)
 
 
-def state_of(training: OffloadedTraining) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in training.state_dict()["model"].items()}
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-@pytest.fixture
-def model() -> Model:
-    torch.manual_seed(0)
-    return Model()
-
-
 @pytest.mark.parametrize("parts", [2, 3, 8])
 @pytest.mark.parametrize("activations", ["memory", "nvme", "recompute"])
 def test_micro_batches_side_by_side_have_the_bits_of_one_after_the_other(
@@ -108,8 +93,8 @@ def test_micro_batches_side_by_side_have_the_bits_of_one_after_the_other(
         optimizer.zero_grad()
     (vertical, after), (horizontal, expected) = found
     assert torch.equal(torch.stack(vertical), torch.stack(horizontal))
-    assert_equal(after, expected)
-    assert_equal(after, reference.state_dict())
+    assert_same_values(after, expected)
+    assert_same_values(after, reference.state_dict())
 
 
 @pytest.mark.parametrize("accumulation", ["vertical", "horizontal"])
@@ -136,7 +121,7 @@ def test_forwards_of_the_users_own_make_a_step(drive: Path, model: Model, accumu
                 assert torch.equal(training.gradient_norm(), norm)
             training.step()
         assert training.steps == 4
-        assert_equal(state_of(training), reference.state_dict())
+        assert_same_values(state_of(training), reference.state_dict())
 
 
 class WithPositions(nn.Module):
@@ -171,7 +156,7 @@ def test_a_gradient_may_be_in_the_memory_of_an_activations(drive: Path, max_norm
             optimizer.zero_grad()
             training.run_micro_batches([lambda part=part: model(part).square().mean() for part in parts])  # type: ignore[misc]
             training.step()
-        assert_equal(state_of(training), reference.state_dict())
+        assert_same_values(state_of(training), reference.state_dict())
 
 
 def test_the_norm_of_gradients_that_are_not_clipped_is_an_error(drive: Path, model: Model) -> None:
@@ -186,13 +171,13 @@ def test_a_step_under_way_can_be_undone(drive: Path, model: Model) -> None:
         training.step(batch(0))
         before = state_of(training)
         training.undo_step()
-        assert_equal(state_of(training), before)
+        assert_same_values(state_of(training), before)
         training.run_micro_batches([lambda: model(batch(1)), lambda: model(batch(2))])
         with pytest.raises(RuntimeError, match="a step is under way"):
             training.run_micro_batches([lambda: model(batch(1))])
         training.undo_step()
         assert training.steps == 1
-        assert_equal(state_of(training), before)
+        assert_same_values(state_of(training), before)
         assert training.step(batch(1)) is not None
         assert training.steps == 2
     assert training.closed
@@ -310,7 +295,7 @@ def test_a_part_of_a_block_may_be_checkpointed(drive: Path, model: Model, micro_
             for step in range(3):
                 training.step(batch(step))
             found.append(state_of(training))
-    assert_equal(*found)
+    assert_same_values(*found)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -331,7 +316,7 @@ def test_blocks_may_be_checkpointed_on_disk(drive: Path, tmp_path: Path, micro_b
             for step in range(3):
                 training.step(batch(step))
             found.append(state_of(training))
-    assert_equal(*found)
+    assert_same_values(*found)
     with torch.no_grad():
         model(batch(0))  # the module is as before
 
@@ -375,7 +360,7 @@ def test_an_error_in_one_micro_batch_undoes_all(drive: Path, model: Model, micro
         with pytest.raises(ZeroDivisionError):
             training.step(batch(1))
         assert threads_of_micro_batches() <= threads
-        assert_equal(state_of(training), before)
+        assert_same_values(state_of(training), before)
         training.step(batch(1))
         assert training.steps == 2
 
@@ -394,13 +379,13 @@ def test_a_drive_that_fails_undoes_the_step(drive: Path, model: Model, kind: str
                     training.step(batch(number))
             except OSError:
                 failures += 1
-                assert_equal(state_of(training), before)
+                assert_same_values(state_of(training), before)
                 torch.manual_seed(number)
                 training.step(batch(number))
             del states
             torch.manual_seed(number)
             expected.step(batch(number))
-            assert_equal(state_of(training), state_of(expected))
+            assert_same_values(state_of(training), state_of(expected))
     assert failures >= 2
 
 
@@ -431,7 +416,7 @@ def test_ctrl_c_anywhere_leaves_the_step_before_or_the_one_after(drive: Path) ->
             except KeyboardInterrupt:
                 pass
             expected = start["model"] if training.steps == start["steps"] else after
-            assert_equal(state_of(training), expected)
+            assert_same_values(state_of(training), expected)
             assert threads_of_micro_batches() <= threads + 4, interruption.where
         step()
 

@@ -14,6 +14,8 @@ from torch import nn
 from deepnvme.offload.training import OffloadedTraining
 from deepnvme.offload.training.model_partition import partition_model
 
+from ...support.offloaded_training import assert_same_model
+
 WIDTH, WORDS = 64, 4200
 """An embedding of these is more than 1 MiB: a block."""
 
@@ -66,9 +68,7 @@ def assert_trains_as_in_memory(model: nn.Module, drive: Path, **options: Any) ->
             optimizer.step()
             optimizer.zero_grad()
             assert torch.equal(training.step(batch(step)), expected)
-        found = training.state_dict()["model"]
-        for name, value in reference.state_dict().items():
-            assert torch.equal(found[name], value), name
+        assert_same_model(training, reference)
 
 
 def names_of(model: nn.Module, blocks: Any = None) -> dict[str, set[str]]:

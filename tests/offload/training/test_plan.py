@@ -186,12 +186,6 @@ def losses_of(training: OffloadedTraining, batches: list[torch.Tensor]) -> list[
     return losses
 
 
-@pytest.fixture
-def model() -> Model:
-    torch.manual_seed(0)
-    return Model()
-
-
 @pytest.mark.parametrize("activations", ["auto", "nvme", "recompute"])
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_new_plan_changes_no_bit(drive: Path, model: Model, activations: str, deferred: bool) -> None:

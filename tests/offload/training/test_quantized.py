@@ -8,7 +8,6 @@ import errno
 import gc
 import math
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from deepnvme.quantization import SCHEMES, Scheme, dequantize, is_worth_quantizi
 from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
 from ...support.examples import examples
+from ...support.offloaded_training import assert_same_model, assert_same_values
 
 WIDTH, RANK, BLOCKS, WORDS = 96, 4, 4, 80
 
@@ -115,13 +115,6 @@ def trained_in_memory(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
     return losses
 
 
-def assert_equal(found: Mapping[str, torch.Tensor], expected: nn.Module) -> None:
-    assert list(found) == list(expected.state_dict())
-    for name, value in expected.state_dict().items():
-        assert torch.equal(found[name], value), name
-        assert found[name].dtype == value.dtype
-
-
 @pytest.mark.parametrize("budget", [0, 400_000, 1 << 30])
 @pytest.mark.parametrize("activations", ["memory", "nvme", "recompute"])
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -138,9 +131,9 @@ def test_a_training_has_the_bits_of_one_in_memory_with_dequantised_weights(
             assert torch.equal(found, loss), step
             with torch.no_grad():
                 model(batch(step))
-        assert_equal(training.state_dict()["model"], expected)
+        assert_same_model(training, expected)
         training.close(restore=True)
-    assert_equal(model.state_dict(), expected)
+    assert_same_values(model.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -301,7 +294,7 @@ def test_random_models_and_drives_that_fail_at_random(drive: Path) -> None:
                     found = training.step(batch(step))
                     assert found is not None
                     assert torch.equal(found, loss), (seed, step, options)
-            assert_equal(training.state_dict()["model"], expected)
+            assert_same_model(training, expected)
             training.load_state_dict(kept)
             assert torch.equal(training.step(batch(0)), losses[0]), (seed, options)  # type: ignore[arg-type]
 
@@ -339,7 +332,7 @@ def test_a_state_without_quantised_weights_is_loaded_as_it_is_where_they_are_the
         training.step(batch(0))
         with training_of(model, drive / "b", quantize="int8", memory_budget=0) as resumed:
             resumed.load_state_dict({name: value for name, value in state.items() if name != "quantized"})
-            assert_equal(resumed.state_dict()["model"], expected)
+            assert_same_model(resumed, expected)
 
 
 def test_a_state_keeps_its_values_and_is_written_once(drive: Path) -> None:
@@ -353,13 +346,13 @@ def test_a_state_keeps_its_values_and_is_written_once(drive: Path) -> None:
         state = training.state_dict()
         state["model"] = {name: value.clone() * 2 for name, value in state["model"].items()}
         training.load_state_dict(state)  # what is quantised is not of these values
-        assert_equal(first, expected)
-        assert_equal(other, expected)
+        assert_same_values(first, expected.state_dict())
+        assert_same_values(other, expected.state_dict())
         twice = copy.deepcopy(expected)
         with torch.no_grad():
             for param in twice.parameters():
                 param.mul_(2)
-        assert_equal(training.state_dict()["model"], dequantized_again(twice, "int8"))
+        assert_same_model(training, dequantized_again(twice, "int8"))
 
 
 def dequantized_again(model: nn.Module, scheme: Scheme) -> nn.Module:
@@ -387,7 +380,7 @@ def test_a_state_can_be_loaded_with_another_scheme(drive: Path, scheme: Scheme |
         state = training.state_dict()
         assert ("quantized" in state) == (scheme is not None)
         loaded.load_state_dict(state)
-        assert_equal(loaded.state_dict()["model"], expected)
+        assert_same_model(loaded, expected)
 
 
 @pytest.mark.parametrize("name", ["blocks.1.wide.weight", "embedding.weight"])
@@ -405,7 +398,7 @@ def test_a_state_with_a_value_that_cannot_be_quantised_changes_nothing(drive: Pa
         assert training.steps == 1
         for step in (1, 2):
             assert torch.equal(training.step(batch(step)), losses[step])  # type: ignore[arg-type]
-        assert_equal(training.state_dict()["model"], expected)
+        assert_same_model(training, expected)
 
 
 # The first values
@@ -421,7 +414,7 @@ def test_a_checkpoint_is_quantised_block_by_block(drive: Path, tmp_path: Path) -
     with training_of(model, drive, quantize="int4", checkpoint=tmp_path / "weights.pt") as training:
         for step, loss in enumerate(losses):
             assert torch.equal(training.step(batch(step)), loss)  # type: ignore[arg-type]
-        assert_equal(training.state_dict()["model"], expected)
+        assert_same_model(training, expected)
 
 
 def test_what_modules_reset_is_quantised(drive: Path) -> None:
@@ -447,7 +440,7 @@ def test_a_weight_whose_strides_are_not_a_new_tensor_s_keeps_them(drive: Path) -
         with torch.no_grad():
             assert torch.equal(model(torch.ones(2, 64)), expected(torch.ones(2, 64)))
         assert strides == [stride]
-        assert_equal(training.state_dict()["model"], expected)
+        assert_same_model(training, expected)
 
 
 def test_weights_in_the_model_that_cannot_be_quantised_are_named(drive: Path) -> None:
@@ -464,7 +457,7 @@ def test_a_wrong_scheme_is_named(drive: Path) -> None:
     before = copy.deepcopy(model)
     with pytest.raises(ValueError, match="quantize must be one of int8, int4, got 'int2'"):
         training_of(model, drive, quantize="int2")
-    assert_equal(model.state_dict(), before)
+    assert_same_values(model.state_dict(), before.state_dict())
 
 
 # Errors
@@ -489,7 +482,7 @@ def test_a_step_whose_reads_fail_is_undone(drive: Path) -> None:
         assert failed > 10
         assert training.steps == 2
         assert torch.equal(training.step(batch(2)), losses[2])  # type: ignore[arg-type]
-        assert_equal(training.state_dict()["model"], expected)
+        assert_same_model(training, expected)
 
 
 def test_an_evaluation_whose_reads_fail_can_be_repeated(drive: Path) -> None:
@@ -525,11 +518,11 @@ def test_loading_a_state_on_a_drive_that_fails_changes_nothing(drive: Path, oper
                     training.load_state_dict(wanted)
             except OSError:
                 failed += 1
-                assert_equal(training.state_dict()["model"], expected)
+                assert_same_model(training, expected)
             else:
                 break
         assert failed > 2
-        assert_equal(training.state_dict()["model"], dequantized_again(other, "int4"))
+        assert_same_model(training, dequantized_again(other, "int4"))
 
 
 def test_a_copy_of_dequantised_weights_that_cannot_be_written_is_tried_again(drive: Path) -> None:
@@ -539,7 +532,7 @@ def test_a_copy_of_dequantised_weights_that_cannot_be_written_is_tried_again(dri
         with failing("write", 2), pytest.raises(OSError) as failed:  # noqa: PT011
             training.state_dict()
         assert failed.value.errno == errno.EIO
-        assert_equal(training.state_dict()["model"], expected)
+        assert_same_model(training, expected)
 
 
 def test_ctrl_c_anywhere_leaves_the_step_before_or_the_one_after(drive: Path) -> None:

@@ -20,6 +20,7 @@ from deepnvme.safetensors import save_file
 
 from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
+from ...support.offloaded_training import assert_same_model
 
 WIDTH, HIDDEN, WORDS = 32, 384, 400
 TILE = 96 * WIDTH * 4
@@ -95,13 +96,6 @@ class InMemory:
         return total
 
 
-def assert_equal(training: OffloadedTraining, expected: nn.Module) -> None:
-    found = training.state_dict()["model"]
-    assert list(found) == list(expected.state_dict())
-    for name, value in expected.state_dict().items():
-        assert torch.equal(found[name], value), name
-
-
 def train_both(training: OffloadedTraining, reference: InMemory, steps: int = 3) -> None:
     for step in range(steps):
         torch.manual_seed(step)
@@ -114,7 +108,7 @@ def train_both(training: OffloadedTraining, reference: InMemory, steps: int = 3)
             training.model.eval(), reference.model.eval()
             assert torch.equal(training.model(batch(99)), reference.model(batch(99)))
             training.model.train(), reference.model.train()
-    assert_equal(training, reference.model)
+    assert_same_model(training, reference.model)
 
 
 # Which blocks there are
@@ -210,7 +204,7 @@ def test_tied_tiles_may_be_used_in_part(drive: Path, micro_batches: int) -> None
             model.part = reference.model.part = part
             expected = reference.step(batch(step))
             assert torch.equal(training.step(batch(step)), expected), part
-        assert_equal(training, reference.model)
+        assert_same_model(training, reference.model)
 
 
 # Memory
@@ -280,7 +274,7 @@ def test_a_step_of_tied_tiles_that_fails_is_undone(drive: Path, micro_batches: i
                     failed += 1
                 assert training.steps == 1
         assert failed == 6
-        assert_equal(training, reference.model)
+        assert_same_model(training, reference.model)
         train_both(training, reference)
 
 
@@ -341,7 +335,7 @@ def test_a_tiled_model_begins_with_the_checkpoint_of_the_untiled_one(drive: Path
         model = tiled(tied)
     reference = InMemory(expected)
     with training_of(model, drive / "training", checkpoint=saved(state, drive, kind)) as training:
-        assert_equal(training, expected)
+        assert_same_model(training, expected)
         train_both(training, reference, steps=1)
         training.close(restore=True)
     found = untiled_state_dict(model)

@@ -18,6 +18,7 @@ from deepnvme.offload.training import OffloadedTraining
 
 from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
+from ...support.offloaded_training import assert_same_model
 
 WIDTH, ROWS, WORDS = 64, 8, 90
 
@@ -109,13 +110,6 @@ def training_of(model: Model, drive: Path, **options: Any) -> OffloadedTraining:
     return OffloadedTraining(model, given.pop("optimizer", torch.optim.AdamW), nvme_path=drive, **given)
 
 
-def assert_equal(training: OffloadedTraining, expected: nn.Module) -> None:
-    found = training.state_dict()["model"]
-    assert list(found) == list(expected.state_dict())
-    for name, value in expected.state_dict().items():
-        assert torch.equal(found[name], value), name
-
-
 def train_both(model: Model, drive: Path, steps: int = 4, **options: Any) -> OffloadedTraining:
     """Train in both ways, and compare losses and parameters."""
     torch.manual_seed(0)
@@ -136,7 +130,7 @@ def train_both(model: Model, drive: Path, steps: int = 4, **options: Any) -> Off
         loss = training.step(*batch(step))
         assert loss is not None
         assert torch.equal(loss, expected), step
-    assert_equal(training, reference.model)
+    assert_same_model(training, reference.model)
     return training
 
 
@@ -199,12 +193,12 @@ def test_parameters_of_a_block_may_be_in_several_groups(drive: Path, micro_batch
                     group["lr"] = 1e-2 / (step + 1)
                 torch.manual_seed(step)
                 each.step(*batch(step))
-        assert_equal(training, reference.model)
+        assert_same_model(training, reference.model)
         state = copy.deepcopy(training.state_dict())
         assert [group["weight_decay"] for group in state["optimizer"]["param_groups"]] == [0.5, 0.0, 0.1]
         training.step(*batch(0))
         training.load_state_dict(state)
-        assert_equal(training, reference.model)
+        assert_same_model(training, reference.model)
 
 
 @pytest.mark.parametrize("change", ["missing", "twice", "frozen"])
@@ -259,7 +253,7 @@ def test_the_order_may_change_from_step_to_step(drive: Path) -> None:
             for each in (reference, training):
                 torch.manual_seed(step)
                 each.step(*batch(step))
-        assert_equal(training, reference.model)
+        assert_same_model(training, reference.model)
 
 
 def test_an_evaluation_between_steps_changes_nothing(drive: Path) -> None:
@@ -325,13 +319,13 @@ def test_a_step_that_fails_is_undone(drive: Path) -> None:
             break
         assert failed > 5
         if training.steps == 2:
-            assert_equal(training, reference.model)
+            assert_same_model(training, reference.model)
         torch.manual_seed(2)
         reference.step(*batch(2))
         if training.steps == 2:
             torch.manual_seed(2)
             training.step(*batch(2))
-            assert_equal(training, reference.model)
+            assert_same_model(training, reference.model)
 
 
 def test_an_error_of_the_model_undoes_the_step(drive: Path) -> None:
@@ -586,4 +580,4 @@ def test_a_scheduler_sets_the_learning_rate(drive: Path) -> None:
                 torch.manual_seed(step)
                 each.step(*batch(step))
                 scheduler.step()
-        assert_equal(training, reference.model)
+        assert_same_model(training, reference.model)
