@@ -28,6 +28,21 @@ _KEPT_FREE = 64 << 20
 """Bytes of freed memory that the C library may keep between steps. It keeps gradients of blocks that are gone, in pieces."""
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """How the steps of a model are made."""
+
+    micro_batches: int
+    """Forwards and backwards in a step."""
+    max_norm: float | None
+    """To clip gradients to; None to leave them as they are."""
+    clip_by_previous: bool
+    """Whether to clip by the norm of the gradients of the step before."""
+    deferred: bool
+    """Whether the end of a step leaves what it can to the next forward: blocks are stepped when they are used there, and the step
+    is committed in the backward that follows."""
+
+
 @dataclass
 class _LeftForLater:
     """What a step has left to do in the next forward."""
@@ -61,12 +76,8 @@ class TrainedModel:
         versions: Chooses where on the drive a step writes.
         meter: Is told when a step begins.
         ranks: The processes that make each step together.
-        options: Has the options of each step in its ``param_groups``.
-        micro_batches: Forwards and backwards in a step.
-        max_norm: To clip gradients to; None to leave them as they are.
-        deferred: Whether :meth:`finish_step` leaves what it can to the next forward: blocks are stepped when they are used there,
-            and the step is committed in the backward that follows.
-        clip_by_previous: Whether to clip by the norm of the gradients of the step before.
+        optimizer: Has the options of the optimizer in each step in its ``param_groups``.
+        options: How steps are made.
     """
 
     def __init__(
@@ -79,30 +90,25 @@ class TrainedModel:
         versions: BlockVersions,
         meter: StepMeter,
         ranks: TrainingRanks,
-        options: Optimizer,
-        micro_batches: int,
-        max_norm: float | None,
-        deferred: bool = False,
-        clip_by_previous: bool = False,
+        optimizer: Optimizer,
+        options: StepOptions,
     ) -> None:
         self.steps = 0
         """Number of completed steps."""
-        self.micro_batches = self._in_step = micro_batches
+        self.micro_batches = self._in_step = options.micro_batches
         self.micro_batches_run = 0
         """Micro-batches of the current step that were run."""
         self.blocks = tuple(blocks)
         self._rest = blocks[-1].parameters
         self._meter, self._ranks = meter, ranks
-        self._schedule, self._versions, self._options, self._max_norm = schedule, versions, options, max_norm
+        self._schedule, self._versions, self._optimizer, self._options = schedule, versions, optimizer, options
         self._model, self._buffers = model, BufferCopies(model)
         self._scratch = torch.empty(max((block.scratch_bytes for block in blocks), default=0), dtype=torch.uint8, device="cpu")
         self._running = 0  # micro-batches that run now
-        self._deferred = deferred
         self._left: _LeftForLater | None = None
         self._committed_steps = 0
         self._not_undone = False
         self._norm: torch.Tensor | None = None
-        self._clip_by_previous = clip_by_previous
         self.previous_norm: torch.Tensor | None = None
         """The norm of the last completed step, which the next one is clipped by; None for its own."""
         self._block_of: dict[torch.Tensor, TrainedBlock] = {param: block for block in blocks for param in block.trained}
@@ -222,18 +228,19 @@ class TrainedModel:
             if not block.gradients.any:
                 return
         last = self.micro_batches_run + self._running == self._in_step
-        if last and self._max_norm is not None:
+        if last and self._options.max_norm is not None:
             block.gradients.load()
             block.gradients.measure()
-        if last and (self._max_norm is None or self.previous_norm is not None):
-            self._step_block(block, self._options.param_groups, self._factor(self.previous_norm))
+        if last and (self._options.max_norm is None or self.previous_norm is not None):
+            self._step_block(block, self._optimizer.param_groups, self._factor(self.previous_norm))
         else:
             block.gradients.store()
         block.arrived.clear()
 
     def _factor(self, norm: torch.Tensor | None) -> torch.Tensor | None:
         """Return what to multiply gradients with to clip them by a norm, as ``torch.nn.utils.clip_grad_norm_`` does."""
-        return None if self._max_norm is None or norm is None else torch.clamp(self._max_norm / (norm + 1e-6), max=1.0)
+        max_norm = self._options.max_norm
+        return None if max_norm is None or norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def _step_block(self, block: TrainedBlock, groups: Groups, factor: torch.Tensor | None = None) -> None:
         block.gradients.load()
@@ -259,17 +266,17 @@ class TrainedModel:
         """
         self._check_all_were_run()
         self.finish_deferred()
-        norm = None if self._max_norm is None else self.gradient_norm()
-        if self._clip_by_previous and norm is not None and not norm.isfinite():
+        norm = None if self._options.max_norm is None else self.gradient_norm()
+        if self._options.clip_by_previous and norm is not None and not norm.isfinite():
             raise FloatingPointError(
                 f"the norm of the gradients is {norm.item()}, by which no next step can be clipped: leave out this batch, since"
                 ' the step is undone, or train with clip_by="current"'
             )
         factor = self._factor(norm if self.previous_norm is None else self.previous_norm)
-        next_norm = norm if self._clip_by_previous else None
+        next_norm = norm if self._options.clip_by_previous else None
         waiting = self._waiting()
-        groups = self._options.param_groups
-        if self._deferred:
+        groups = self._optimizer.param_groups
+        if self._options.deferred:
             if self.blocks[-1] in waiting:
                 self._step_block(waiting.pop(), groups, factor)
             with defer_interrupts():
@@ -285,7 +292,7 @@ class TrainedModel:
             for block in reversed(waiting):  # the last ones' gradients are needed first by what is in memory still
                 self._step_block(block, groups, factor)
             self.commit(self.steps + 1, next_norm)
-        self._options.step()
+        self._optimizer.step()
         return_freed_memory(_KEPT_FREE)
 
     def _end_step(self) -> None:
@@ -336,12 +343,12 @@ class TrainedModel:
         with defer_interrupts():
             self._ranks.agree_to_commit(step, ends=self._left is None)
             for block in self.blocks:
-                block.commit(self._options.param_groups)
+                block.commit(self._optimizer.param_groups)
             if self._left is None:  # otherwise the next step may be under way
                 self._end_step()
             self._left = None
             self.steps = self._committed_steps = step
-            self.previous_norm = norm if self._clip_by_previous else None
+            self.previous_norm = norm if self._options.clip_by_previous else None
         self._versions.tidy()
 
     @torch.no_grad()
@@ -353,7 +360,7 @@ class TrainedModel:
             OSError: From the drive.
         """
         self._check_all_were_run()
-        if self._max_norm is None:
+        if self._options.max_norm is None:
             raise RuntimeError("there are no gradients any more: without max_norm, blocks are stepped during the backward")
         if self._norm is None:
             norms: dict[torch.Tensor, torch.Tensor] = {}

@@ -42,7 +42,7 @@ from .blocks.trained_block import TrainedBlock
 from .forward_random_numbers import DrawsDiffer
 from .initial_values import Checkpoint, InitialValues
 from .micro_batches import MicroBatch, SideBySide, micro_batches_of
-from .model import TrainedModel
+from .model import StepOptions, TrainedModel
 from .model_partition import ModelPartition, partition_model
 from .plan import TrainingPlan
 from .planner import TrainingPlanner
@@ -165,18 +165,7 @@ class OffloadedTraining:
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        if parameters not in ("memory", "nvme"):
-            raise ValueError(f'parameters must be "memory" or "nvme", got {parameters!r}')
-        if activations not in _ACTIVATIONS:
-            raise ValueError(f"activations must be one of {', '.join(_ACTIVATIONS)}, got {activations!r}")
-        if accumulation not in ("vertical", "horizontal"):
-            raise ValueError(f'accumulation must be "vertical" or "horizontal", got {accumulation!r}')
-        if clip_by not in ("current", "previous"):
-            raise ValueError(f'clip_by must be "current" or "previous", got {clip_by!r}')
-        if clip_by == "previous" and max_norm is None:
-            raise ValueError('clip_by="previous" clips to max_norm: set it')
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches must be positive, got {micro_batches}")
+        _check_choices(parameters, activations, accumulation, micro_batches, max_norm, clip_by)
         memory_budget = byte_count(memory_budget, "memory_budget")
         self.model = model
         self._closed = False
@@ -248,10 +237,7 @@ class OffloadedTraining:
                 self._meter,
                 self._ranks,
                 self.optimizer,
-                micro_batches,
-                max_norm,
-                deferred,
-                clip_by == "previous",
+                StepOptions(micro_batches, max_norm, clip_by == "previous", deferred),
             )
             residents = ResidentBlocks(self._io, self._versions, buffer_pool() if pool is None else pool)  # there are none
             check = self._check_between_steps
@@ -617,6 +603,24 @@ class OffloadedTraining:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an OffloadedTraining owns files and cannot be copied or pickled; use state_dict()")
+
+
+def _check_choices(
+    parameters: str, activations: str, accumulation: str, micro_batches: int, max_norm: float | None, clip_by: str
+) -> None:
+    """Raise ValueError for an option that is none of its choices, or contradicts another."""
+    if parameters not in ("memory", "nvme"):
+        raise ValueError(f'parameters must be "memory" or "nvme", got {parameters!r}')
+    if activations not in _ACTIVATIONS:
+        raise ValueError(f"activations must be one of {', '.join(_ACTIVATIONS)}, got {activations!r}")
+    if accumulation not in ("vertical", "horizontal"):
+        raise ValueError(f'accumulation must be "vertical" or "horizontal", got {accumulation!r}')
+    if clip_by not in ("current", "previous"):
+        raise ValueError(f'clip_by must be "current" or "previous", got {clip_by!r}')
+    if clip_by == "previous" and max_norm is None:
+        raise ValueError('clip_by="previous" clips to max_norm: set it')
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches must be positive, got {micro_batches}")
 
 
 def _check_for_several(optimizer_class: type[Optimizer], activations: str, quantize: Scheme | None) -> None:
