@@ -27,7 +27,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from deepnvme.offload import OffloadedTraining
-from deepnvme.offload.partition import ELEMENTWISE
+from deepnvme.offload.optimizer.partition import ELEMENTWISE
 
 if TYPE_CHECKING:
     from deepnvme.profiles import AnyPath
@@ -98,7 +98,10 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps) -> type:
     """Return a subclass of a trainer's class, for that trainer."""
 
     class OffloadedTrainer(base):  # type: ignore[misc]
+        """The trainer, with its batches run by the training, and states that are on the drive."""
+
         def train(self, *arguments: Any, **options: Any) -> Any:
+            """Train as the trainer does. After an exception the model is as after the last completed step."""
             try:
                 return super().train(*arguments, **options)
             except BaseException:
@@ -108,11 +111,13 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps) -> type:
                 raise
 
         def get_batch_samples(self, epoch_iterator: Any, num_batches: Any, device: Any) -> Any:
+            """Return the batches of the next step, and have the training know them."""
             batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
             steps.begin(batches)
             return batches, num_items_in_batch
 
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            """Return the loss of a batch. The first call of a step runs all of its batches. Raises OSError."""
             own = super().training_step
             return steps.loss_of(inputs, lambda batch: own(model, batch, num_items_in_batch))
 
