@@ -101,7 +101,8 @@ class OffloadedTraining:
         checkpoint: Where the values are from: a .safetensors file, a .pt or .bin of a state_dict, the index.json of several, a
             directory with one of these, or a mapping such as ``torch.load(path, mmap=True)``. It is read one block at a time, and
             converted to the dtypes of the model. If a part of the model is on the meta device, what is not, as adapters, may be
-            missing in it. None for the values in memory, or for new ones.
+            missing in it. None for the values in memory, or for new ones. With a ``process_group``, a mapping may have DTensors,
+            as the ``state_dict()`` of a model that ``fully_shard`` has wrapped: each process reads its own rows.
         memory_budget: Bytes of parameters, gradients, states and saved activations that are in memory. More only if a single
             block needs more. What a forward computes with beside these is not counted.
         parameters: "nvme"; or "memory" to have them stay in memory beside being on the drive, and only states come and go.
@@ -189,7 +190,7 @@ class OffloadedTraining:
                 partition = sharded
                 _check_for_several(optimizer_class, activations, quantize)
                 activation_budget = memory_budget // 4 if activation_budget is None else activation_budget  # nothing is chosen
-            initial = InitialValues(model, checkpoint)
+            initial = InitialValues(model, checkpoint, self._ranks)
             size = _PART if optimizer_class in ELEMENTWISE else _WHOLE
             if quantize is not None and quantize not in SCHEMES:
                 raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {quantize!r}")
@@ -257,7 +258,7 @@ class OffloadedTraining:
             check = self._check_between_steps
             states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, residents, check)
             parts = [*modules, *partition.tied]
-            self._state = TrainingState(model, self._trained, self.optimizer, self._versions, states, parts)
+            self._state = TrainingState(model, self._trained, self.optimizer, self._versions, states, parts, self._ranks)
             chosen = activation_budget is None
             self._make_saver = functools.partial(TrainingActivations, self._trained.uses, directories, chosen, config)
             self._saver: save_on_disk | None = None
@@ -304,7 +305,7 @@ class OffloadedTraining:
         cache = self._schedule.cache
         blocks = self._trained.blocks
         by_module = partition.by_module([block.parameters for block in blocks])
-        initial.write(by_module, blocks[-1].parameters, cache, self._ranks)
+        initial.write(by_module, blocks[-1].parameters, cache)
         parts = [part for block in blocks for part in block.parameters.parts]
         cache.flush(parts)
         if stay:

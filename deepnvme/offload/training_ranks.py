@@ -17,9 +17,11 @@ from deepnvme._interrupts import defer_interrupts
 
 from .forward_random_numbers import DrawsDiffer
 from .params import local_of
+from .saved_tensor import is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 class RankFailed(RuntimeError):
@@ -120,15 +122,48 @@ class TrainingRanks:
 
         Raises ValueError for a DTensor that is not sharded as the parameters here are.
         """
-        if hasattr(value, "to_local"):
-            local = local_of(value)
-            if local.shape != self.shard_of(param).shape and value.shape == param.shape:
-                raise ValueError(
-                    f"a DTensor of shape {tuple(value.shape)} has {tuple(local.shape)} of it here, and this training"
-                    f" {tuple(self.shard_of(param).shape)}: give it with the placement Shard(0) over {self.count} ranks, or whole"
-                )
-            return local
+        if is_distributed(value):
+            return self.rows_in(value) if value.shape == param.shape else local_of(value)
         return self.shard_of(value) if value.shape == param.shape else value
+
+    def rows_in(self, value: DTensor, name: str = "") -> torch.Tensor:
+        """Return this rank's rows, which are what it has of a DTensor.
+
+        Raises ValueError for another placement than ``Shard(0)``, or a mesh of other processes.
+        """
+        from torch.distributed.tensor import Shard
+
+        processes = [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
+        mesh, placements = value.device_mesh, value.placements
+        by_rows = len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0
+        if (by_rows or self.count == 1) and mesh.mesh.flatten().tolist() == processes:
+            return local_of(value)
+        placed = ", ".join(map(str, placements))
+        raise ValueError(
+            f"{name or 'a value'} is a DTensor with the placement ({placed}) over the processes {mesh.mesh.tolist()}: it has to"
+            f" be Shard(0) over the process_group, {processes}; or give a whole tensor, as its full_tensor(), or a file"
+        )
+
+    def whole_of(self, value: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a whole tensor, of which a DTensor has the rows of each rank. Others are returned as they are.
+
+        All ranks have to give a DTensor, or none. Blocks; raises like every exchange.
+
+        Args:
+            value: The tensor.
+            number: Of the block that it belongs to.
+
+        Raises:
+            ValueError: If it is not sharded as parameters here are.
+        """
+        if not is_distributed(value):
+            return value
+        shard = self.rows_in(value).cpu().contiguous()
+        if not self.several:
+            return shard
+        place = shard.new_empty(self.padded_shape(value))
+        self.gather(number, [shard], [place], to_train=False)
+        return place[: len(value)]
 
     def as_dtensor(self, shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         """Return a shard of a parameter, or of a state of its shape, as a DTensor."""
@@ -173,6 +208,19 @@ class TrainingRanks:
             self.raise_failure()
             raise DrawsDiffer
         return messages
+
+    def check_alike(self, number: int, what: str) -> None:
+        """Raise ValueError, on all ranks, if they do not give the same number. Blocks; raises like every exchange.
+
+        Args:
+            number: At most 31 bits that say what the rank has.
+            what: Names that in the error.
+        """
+        if self.several:
+            messages = self._exchange_messages(Purpose.AGREE, number, _Failure.NONE)
+            if not bool((messages[:, :2] == messages[0, :2]).all()):
+                self._failure_is_known = True
+                raise ValueError(f"{what} are not the same on all ranks")
 
     def raise_failure(self) -> None:
         """Raise RankFailed if a rank has told in the newest exchange that it has failed."""
