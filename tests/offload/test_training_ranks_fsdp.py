@@ -160,8 +160,8 @@ for found in state, loaded:
         del found["model"][name]
 assert_same_states(state, loaded)
 """,
-        drive,
-        interpreters,
+        drive=drive,
+        interpreters=interpreters,
     )
 
 
@@ -221,6 +221,6 @@ training.load_state_dict(fits)
 assert_same_shards(training.state_dict()["model"], model.state_dict())
 training.close()
 """,
-        drive,
-        interpreters,
+        drive=drive,
+        interpreters=interpreters,
     )

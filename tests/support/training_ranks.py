@@ -8,6 +8,14 @@ from pathlib import Path
 from .interpreters import Interpreters
 from .ranks import run_ranks
 
+IMPORTS = """
+import torch.distributed.checkpoint
+import torch.distributed.tensor
+import deepnvme.offload.training
+import tests.support.engines
+"""
+"""What takes seconds, and is done once for all ranks."""
+
 WORLD = """
 import signal
 from deepnvme.offload.training import OffloadedTraining
@@ -99,6 +107,10 @@ def train(training, steps):
 """
 
 
-def run(count: int, program: str, drive: Path, interpreters: Interpreters) -> None:
-    """Run ``program`` as each of ``count`` ranks, with what ``WORLD`` defines."""
-    run_ranks(count, WORLD + textwrap.dedent(program), drive, interpreters)
+def run(count: int, *programs: str, drive: Path, interpreters: Interpreters) -> None:
+    """Run programs, one after the other, as each of ``count`` ranks, each with what ``WORLD`` defines.
+
+    They share a process group: to make one takes as long as most programs.
+    """
+    separate = [WORLD + textwrap.dedent(program) + "\ndist.barrier()\n" for program in programs]
+    run_ranks(count, "".join(separate), drive, interpreters, before_fork=IMPORTS)

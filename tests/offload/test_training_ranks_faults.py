@@ -1,0 +1,210 @@
+"""OffloadedTraining in several processes, of which one fails, is gone, has no memory left, or does what the others do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ..support.interpreters import Interpreters
+from ..support.training_ranks import run
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpreters: Interpreters) -> None:
+    run(
+        2,
+        """
+        for options in (
+            {},
+            {"max_norm": 0.5},
+            {"deferred": True, "max_norm": 0.5},
+            {"micro_batches": 2, "activations": "recompute"},
+        ):
+            print(options, file=sys.stderr)  # of the failure
+            parts = options.get("micro_batches", 1)
+            model = Model()
+
+            def steps(training, numbers):
+                batch = [torch.cat([batches(step + 100 * part)[rank] for part in range(parts)]) for step in numbers]
+                return [training.step(each).item() for each in batch]
+
+            def raise_error(*_):
+                raise ArithmeticError("as asked for")
+
+            with trained(Model(), "expected", process_group=dist.group.WORLD, **options) as training:
+                expected = steps(training, range(5))
+            with trained(model, **options) as training:
+                assert steps(training, range(2)) == expected[:2]
+                for unable in range(ranks):
+                    for what in "read", "write", "forward", "backward":
+                        before, fault, handle = training.steps, contextlib.nullcontext(), None
+                        if rank == unable and what in ("read", "write"):
+                            fault = FailingDrive(lambda operation: operation == what)
+                        elif rank == unable and what == "forward":
+                            interrupt = lambda *_: signal.raise_signal(signal.SIGINT)
+                            handle = model.layers[2].register_forward_hook(interrupt)
+                        elif rank == unable:
+                            handle = model.layers[1].register_full_backward_hook(raise_error)
+                        try:
+                            with fault:
+                                steps(training, [2])
+                                training.state_dict()  # completes a deferred step
+                        except (OSError, KeyboardInterrupt, ArithmeticError) as error:
+                            assert rank == unable, error
+                        except RankFailed as error:
+                            assert rank != unable and f"rank {unable} failed in this step" in str(error), error
+                        else:
+                            raise AssertionError(f"rank {rank} has made a step that rank {unable} could not make")
+                        if handle is not None:
+                            handle.remove()
+                        assert training.steps in (before, before - bool(options.get("deferred"))), (what, training.steps)
+                        steps(training, range(training.steps, before))
+                assert steps(training, range(2, 5)) == expected[2:]
+        """,
+        drive=drive,
+        interpreters=interpreters,
+    )
+
+
+def test_an_interrupt_while_a_rank_waits_for_the_others_undoes_the_step(drive: Path, interpreters: Interpreters) -> None:
+    run(
+        2,
+        """
+        import threading, time
+        with trained(Model()) as training:
+            list(train(training, range(2)))
+            for moment in 0.0, 0.3:
+                if rank == 0:
+                    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+                else:
+                    slow = training.model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(1 + moment))
+                try:
+                    list(train(training, [2]))
+                except (KeyboardInterrupt if rank == 0 else RankFailed):
+                    pass
+                else:
+                    raise AssertionError("made")
+                if rank == 1:
+                    slow.remove()
+                assert training.steps == 2
+            list(train(training, [2, 3]))
+            assert training.steps == 4
+        """,
+        drive=drive,
+        interpreters=interpreters,
+    )
+
+
+def test_ranks_that_do_different_things_are_told_so(drive: Path, interpreters: Interpreters) -> None:
+    """One makes a call alone, uses other modules, or undoes a step that the other is in."""
+    run(
+        2,
+        """
+        with trained(Model()) as training:
+            list(train(training, range(2)))
+            for alone in (lambda: training.save(drive / "alone.pt"), lambda: evaluate(training.model)):
+                try:
+                    alone() if rank == 0 else list(train(training, [2]))
+                except RuntimeError as error:
+                    assert "the ranks do not use the same blocks in the same order" in str(error), error
+                else:
+                    raise AssertionError("made")
+            assert training.steps == 2
+            list(train(training, [2]))
+        """,
+        """
+        model = Model()
+        with trained(model) as training:
+            list(train(training, range(2)))
+            layers = model.layers
+            if rank == 1:
+                model.layers = torch.nn.ModuleList(reversed(layers))
+            try:
+                list(train(training, [2]))
+            except RuntimeError as error:
+                assert "the ranks do not use the same blocks in the same order" in str(error), error
+            else:
+                raise AssertionError("made")
+            model.layers = layers
+            assert training.steps == 2
+            list(train(training, [2]))
+
+            # one undoes a step that the other is in
+            if rank == 0:
+                with training.micro_batch():
+                    model(batches(3)[rank]).backward()
+                training.undo_step()
+            else:
+                try:
+                    list(train(training, [3]))
+                except RankFailed as error:
+                    assert "rank 0 failed" in str(error)
+                else:
+                    raise AssertionError("made")
+            assert training.steps == 3
+            list(train(training, [3]))
+        """,
+        drive=drive,
+        interpreters=interpreters,
+    )
+
+
+def test_a_constructor_that_fails_on_one_rank_or_refuses_options_fails_on_all(drive: Path, interpreters: Interpreters) -> None:
+    run(
+        2,
+        """
+        torch.save(Model().state_dict(), drive / f"weights{rank}.pt")
+        if rank == 1:
+            (drive / "weights1.pt").unlink()
+        with torch.device("meta"):
+            empty = Model()
+        try:
+            trained(empty, checkpoint=drive / f"weights{rank}.pt")
+        except (FileNotFoundError if rank == 1 else RankFailed):
+            pass
+        else:
+            raise AssertionError("made")
+        """,
+        """
+        for options, said in (
+            ({"activations": "auto"}, 'activations="auto" is for one process'),
+            ({"quantize": "int8"}, "quantize='int8' is for one process"),
+        ):
+            try:
+                trained(Model(), **options)
+            except ValueError as error:
+                assert said in str(error), error
+            else:
+                raise AssertionError(options)
+        try:
+            OffloadedTraining(Model(), torch.optim.Adafactor, nvme_path=drive, process_group=dist.group.WORLD)
+        except ValueError as error:
+            assert "the optimizer must be one of ASGD, Adadelta" in str(error) and "got Adafactor" in str(error), error
+        assert not os.path.exists(drive / "together")
+        """,
+        drive=drive,
+        interpreters=interpreters,
+    )
+
+
+def test_a_rank_that_is_gone_is_an_error_of_the_others_and_their_last_step_stays(drive: Path, interpreters: Interpreters) -> None:
+    with pytest.raises(AssertionError, match="rank 0 is as after step 2"):
+        run(
+            2,
+            """
+            with trained(Model()) as training:
+                list(train(training, range(2)))
+                if rank == 1:
+                    os._exit(0)
+                try:
+                    list(train(training, [2]))
+                except RuntimeError as error:
+                    assert not isinstance(error, RankFailed)
+                    training.state_dict()
+                    raise SystemExit(f"rank 0 is as after step {training.steps}")
+            """,
+            drive=drive,
+            interpreters=interpreters,
+        )
