@@ -41,6 +41,7 @@ from .resident_sub_groups import ResidentBlocks
 from .saved_tensor import KeptTensor
 from .state_dict import OffloadedStates
 from .sub_group import SubGroup
+from .tied_gradients import tied_parameters
 from .trained_block import TrainedBlock
 from .trained_model import TrainedModel
 from .training_activations import TrainingActivations, unpack
@@ -229,7 +230,13 @@ class OffloadedTraining:
             values = [each.values_nbytes for each in parameter_blocks]
             dequantized_bytes = values[-1] + max(values[:-1], default=0)
             limits = BlockLimits(
-                sub_groups, parameter_blocks, planner, memory_budget - dequantized_bytes, stay, self._ranks.several
+                sub_groups,
+                parameter_blocks,
+                planner,
+                memory_budget - dequantized_bytes,
+                stay,
+                self._ranks.several,
+                tied_parameters(partition.tiles),
             )
             limit = limits.beside(first_activation_budget)
             memory = ArenaMemory(limit, self._io.record_ended) if pool is None else PooledMemory(pool, limit, shortage)
