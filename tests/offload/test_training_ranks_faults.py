@@ -208,3 +208,137 @@ def test_a_rank_that_is_gone_is_an_error_of_the_others_and_their_last_step_stays
             drive=drive,
             interpreters=interpreters,
         )
+
+
+def test_a_rank_without_memory_for_an_exchange_says_so(drive: Path, interpreters: Interpreters) -> None:
+    """Each allocation of each exchange fails once, before the other rank waits for data, and none after that."""
+    run(
+        2,
+        """
+        from unittest import mock
+        from torch.utils._python_dispatch import TorchDispatchMode
+        from torch.utils._pytree import tree_leaves
+        from deepnvme.offload.training_ranks import TrainingRanks
+
+
+        class FailingAllocation(TorchDispatchMode):
+            def __init__(self, number):
+                super().__init__()
+                self.left = number
+
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                found = function(*args, **(kwargs or {}))
+                if function.namespace == "aten":
+                    given, new = (
+                        {each.untyped_storage()._cdata for each in tree_leaves(tree) if isinstance(each, torch.Tensor)}
+                        for tree in ((args, kwargs), found)
+                    )
+                    if not new <= given:
+                        self.left -= 1
+                        if self.left == -1:
+                            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+                return found
+
+
+        class Uneven(Model):
+            # The second rank has fewer rows of one parameter, none of another, and no gradient of a third.
+            def __init__(self):
+                super().__init__(layers=2)
+                for layer in self.layers:
+                    layer.wide, layer.narrow = torch.nn.Linear(WIDTH, 41), torch.nn.Linear(41, WIDTH)
+                    layer.gate = torch.nn.Linear(WIDTH, 1)
+                    layer.register_forward_hook(self.gated)
+                self.scale = torch.nn.Parameter(torch.ones(()))
+                self.unused = torch.nn.Parameter(torch.zeros(41))
+
+            def gated(self, layer, inputs, output):
+                output = output * self.scale * layer.gate(inputs[0]).sigmoid()
+                return output if rank else output + 0 * self.unused.sum()
+
+
+        def fails(function, which, number):
+            # Whether all ranks have failed, since one had no memory for what is allocated as that number in such exchanges.
+            sound, failing = getattr(TrainingRanks, which), FailingAllocation(number)
+
+            def with_failure(self, *arguments, **options):
+                with failing if rank else contextlib.nullcontext():
+                    return sound(self, *arguments, **options)
+
+            with mock.patch.object(TrainingRanks, which, with_failure):
+                try:
+                    function()
+                except RankFailed:
+                    assert rank == 0
+                    failed = True
+                except RuntimeError as error:
+                    assert "allocate" in str(error) and rank == 1, error
+                    failed = True
+                else:
+                    failed = False
+            votes = torch.tensor([int(failed)])
+            dist.all_reduce(votes)
+            assert votes.item() in (0, ranks)
+            return failed
+
+
+        model = Uneven()
+        options = {"max_norm": 0.5, "memory_budget": 0}
+        with trained(Uneven(), "expected", process_group=dist.group.WORLD, **options) as expected:
+            losses = list(train(expected, range(9)))
+        with trained(model, **options) as training:
+            step = 0
+            failures = {}
+            for which in "gather", "average_gradients", "norms_of_shards":
+                failures[which] = 0
+                while fails(lambda: list(train(training, [step])), which, failures[which]):
+                    assert training.steps == step
+                    failures[which] += 1
+                step += 1
+                assert training.steps == step
+            assert min(failures.values()) > 3, failures
+            assert list(train(training, range(3, 9))) == losses[3:]
+        """,
+        drive=drive,
+        interpreters=interpreters,
+    )
+
+
+def test_a_forward_between_steps_that_fails_on_one_rank_fails_on_all(drive: Path, interpreters: Interpreters) -> None:
+    run(
+        2,
+        """
+        for options in (
+            {"deferred": False, "max_norm": 0.5, "memory_budget": 0},
+            {"deferred": True, "max_norm": 0.5, "memory_budget": 0},
+        ):
+            print(options, file=sys.stderr)  # of the failure
+            with trained(Model(layers=8), "expected", process_group=dist.group.WORLD, **options) as training:
+                expected = list(train(training, range(6)))
+            with trained(Model(layers=8), **options) as training:
+                assert list(train(training, range(2))) == expected[:2]
+                for unable in range(ranks):
+                    before = training.steps
+                    training.model.eval()
+                    fault = FailingDrive(lambda operation: operation == "read") if rank == unable else contextlib.nullcontext()
+                    try:
+                        with fault:
+                            evaluate(training.model)
+                    except OSError as error:
+                        assert rank == unable, error
+                    except RankFailed as error:
+                        assert rank != unable and f"rank {unable} failed" in str(error), error
+                    else:
+                        raise AssertionError("evaluated")
+                    training.state_dict()  # completes a deferred step, or undoes it
+                    assert training.steps in (before, before - int(options["deferred"]))
+                    found = torch.tensor(training.steps)
+                    dist.broadcast(found, 0)
+                    assert found.item() == training.steps
+                    evaluate(training.model)
+                    training.model.train()
+                    steps = range(training.steps, before + 1)
+                    assert list(train(training, steps)) == [expected[step] for step in steps]
+        """,
+        drive=drive,
+        interpreters=interpreters,
+    )
