@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,12 +31,16 @@ from deepnvme.offload import OffloadedTraining
 from deepnvme.offload.optimizer.partition import ELEMENTWISE
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from deepnvme.profiles import AnyPath
 
 _OVERRIDDEN = {
     "train": (),
     "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
     "training_step": ("model", "inputs", "num_items_in_batch"),
+    "save_model": ("output_dir", "_internal_call"),
+    "_save_checkpoint": ("model", "trial"),
     "_save": ("output_dir", "state_dict"),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_load_best_model": (),
@@ -56,7 +61,8 @@ def offload_training(
     in memory again after ``close(restore=True)`` of what is returned; the trainer cannot train any more then.
 
     Args:
-        trainer: That has not trained yet, on the CPU, in one process.
+        trainer: That has not trained yet, on the CPU. In several processes, as of ``torchrun``, each has a shard of the model on
+            its drive, and takes the place of ``DistributedDataParallel``: all have to call this, and what trains and saves.
         nvme_path: As of :class:`deepnvme.offload.OffloadedTraining`.
         blocks: As of :class:`deepnvme.offload.OffloadedTraining`.
         **options: Others of :class:`deepnvme.offload.OffloadedTraining`: ``memory_budget``, ``activations``, ... The
@@ -74,6 +80,9 @@ def offload_training(
     """
     _check_version()
     _check(trainer)
+    if trainer.args.world_size > 1:
+        options.setdefault("process_group", torch.distributed.group.WORLD)
+    _check_group(options.get("process_group"), trainer.args.world_size)
     optimizer_class, optimizer_options, param_groups = _optimizer_of(trainer)
     max_norm = trainer.args.max_grad_norm if trainer.args.max_grad_norm > 0 else None
     training = OffloadedTraining(
@@ -87,14 +96,25 @@ def offload_training(
         **options,
     )
     steps = _Steps(training, max_norm)
-    trainer.accelerator.backward, trainer.accelerator.clip_grad_norm_ = steps.backward, steps.clip_grad_norm
-    trainer.optimizer = _StepsOnTheDrive(training)
+    accelerator = trainer.accelerator
+    accelerator.backward, accelerator.clip_grad_norm_ = steps.backward, steps.clip_grad_norm
+    states = _States(training, options.get("process_group"), trainer.args.output_dir)
+    if trainer.args.world_size > 1:
+        accelerator.prepare_model = functools.partial(_prepare_model, accelerator.prepare_model, trainer.model)
+    trainer.optimizer = _StepsOnTheDrive(training, states)
     trainer.offloaded_training = training
-    trainer.__class__ = _offloaded(type(trainer), training, steps)
+    trainer.__class__ = _offloaded(type(trainer), training, steps, states)
     return training
 
 
-def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps) -> type:
+def _prepare_model(prepare: Callable[..., Any], ours: nn.Module, model: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """Replace ``accelerator.prepare_model``: the training averages gradients, and not ``DistributedDataParallel``."""
+    if model is ours:  # whose parameters are not to be moved to "cpu:0" either, which makes copies
+        return prepare(model, device_placement=False, evaluation_mode=True)
+    return prepare(model, *arguments, **options)
+
+
+def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, states: _States) -> type:
     """Return a subclass of a trainer's class, for that trainer."""
 
     class OffloadedTrainer(base):  # type: ignore[misc]
@@ -121,16 +141,24 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps) -> type:
             own = super().training_step
             return steps.loss_of(inputs, lambda batch: own(model, batch, num_items_in_batch))
 
+        def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+            with states.whole():
+                super().save_model(output_dir, _internal_call)
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            with states.whole():
+                super()._save_checkpoint(model, trial)
+
         def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
-            with _states_on_the_drive(self.model, training):
+            with _states_on_the_drive(self.model, training, states):
                 super()._save(output_dir, state_dict)
 
         def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-            with _states_on_the_drive(self.model, training):
+            with _states_on_the_drive(self.model, training, states):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
         def _load_best_model(self) -> None:
-            with _states_on_the_drive(self.model, training):
+            with _states_on_the_drive(self.model, training, states):
                 super()._load_best_model()
 
         def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
@@ -139,6 +167,49 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps) -> type:
 
     OffloadedTrainer.__name__ = OffloadedTrainer.__qualname__ = base.__name__
     return OffloadedTrainer
+
+
+class _States:
+    """Returns the state of a training: while it is saved, with whole tensors also in several processes.
+
+    Args:
+        training: The training.
+        group: The processes that train together; None for one.
+        directory: Where the state is written while it is saved. All processes share it.
+    """
+
+    def __init__(self, training: OffloadedTraining, group: ProcessGroup | None, directory: str) -> None:
+        self._training, self._group, self._directory = training, group, directory
+        self._whole: dict[str, Any] | None = None
+
+    def get(self) -> dict[str, Any]:
+        """Return the state, with tensors mapped from the drive. Raises OSError."""
+        return self._training.state_dict() if self._whole is None else self._whole
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have the state's tensors be whole in this context, which all processes enter. They are mapped from a file.
+
+        Raises:
+            OSError: From the drive, or the directory.
+            RuntimeError: If another process has failed.
+        """
+        if self._group is None or self._whole is not None or self._training.closed:
+            yield
+            return
+        os.makedirs(self._directory, exist_ok=True)
+        path = os.path.join(self._directory, ".offloaded_training.pt")
+        self._training.save(path)
+        try:
+            self._whole = torch.load(path, map_location="cpu", mmap=True)
+            torch.distributed.barrier(self._group)  # all have mapped it
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        try:
+            yield
+        finally:
+            self._whole = None
 
 
 class _Thread(threading.local):
@@ -212,10 +283,10 @@ class _StepsOnTheDrive(Optimizer):
     _is_accelerate_prepared = True  # it has no gradients to be scaled, and no states to be moved to a device
     step_was_skipped = False
 
-    def __init__(self, training: OffloadedTraining) -> None:
+    def __init__(self, training: OffloadedTraining, states: _States) -> None:
         super().__init__(training.optimizer.param_groups, training.optimizer.defaults)
         self.param_groups = training.optimizer.param_groups
-        self._training = training
+        self._training, self._states = training, states
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Make the step whose micro-batches were run. Raises like :meth:`OffloadedTraining.step`."""
@@ -223,7 +294,7 @@ class _StepsOnTheDrive(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states and options, with tensors mapped from the drive. Raises OSError."""
-        training_state = self._training.state_dict()
+        training_state = self._states.get()
         state = training_state["optimizer"]
         index_of = {name: index for index, name in enumerate(_names(state))}
         norm = {name: training_state[name] for name in (_NORM,) if name in training_state}  # no optimizer minds it
@@ -256,12 +327,13 @@ def _names(optimizer_state: Mapping[str, Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _states_on_the_drive(model: nn.Module, training: OffloadedTraining) -> Iterator[None]:
+def _states_on_the_drive(model: nn.Module, training: OffloadedTraining, states: _States) -> Iterator[None]:
     """Have ``state_dict`` and ``load_state_dict`` of the model be of what is on the drive, unless the training is closed."""
     if training.closed:
         yield
         return
-    now = training.state_dict()
+    now = states.get()
+    now = {**now, "model": dict(now["model"])}
     params = dict(model.named_parameters(remove_duplicate=False))
 
     def load(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
@@ -329,7 +401,6 @@ def _check(trainer: Any) -> None:
     refused = {
         "fp16: use bf16": arguments.fp16,
         f"the model on {arguments.device}: set use_cpu=True": arguments.device.type != "cpu",
-        "several processes": arguments.world_size > 1,
         "DeepSpeed and FSDP": trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
         "torch_compile": arguments.torch_compile,
         "fp16_full_eval and bf16_full_eval": arguments.fp16_full_eval or arguments.bf16_full_eval,
@@ -339,3 +410,13 @@ def _check(trainer: Any) -> None:
     for what, is_so in refused.items():
         if is_so:
             raise ValueError(f"training cannot be offloaded with {what}")
+
+
+def _check_group(group: ProcessGroup | None, world_size: int) -> None:
+    """Raise ValueError if a group cannot train with a trainer that divides its batches over so many processes."""
+    count = 1 if group is None else torch.distributed.get_world_size(group)
+    if count != world_size:
+        raise ValueError(
+            f"the process_group has {count} processes, and the trainer divides its batches over {world_size}: start all of them"
+            " by torchrun, with TrainingArguments(use_cpu=True), and leave process_group out"
+        )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from deepnvme._weight_differences import StoreMismatch, WeightInfo, described, d
 from deepnvme.checkpoint.file_io import shared_engine
 from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Weights, part_of, weights_in
 from deepnvme.memory.host import empty_aligned
+from deepnvme.offload.activations.saved_tensor import is_distributed
 from deepnvme.offload.tiles.tiling import cut_into_tiles
 from deepnvme.transfer.block_cache import BlockCache
 
@@ -49,15 +51,17 @@ class InitialValues:
         model: On the CPU, on the meta device, or in part on either.
         checkpoint: As :func:`deepnvme.checkpoint.weight_locations.weights_in` takes it, or a mapping of names to tensors, such as
             ``torch.load(path, mmap=True)``. Values are converted to the dtypes of the model. It may be of the model before layers
-            were tiled: each tile then reads its part.
+            were tiled: each tile then reads its part. DTensors in a mapping are sharded as the training is, and are of no tiled
+            layer.
+        ranks: The processes that train the model together.
 
     Raises:
         ValueError: If the checkpoint's weights are not those of the model; or if something on the meta device can get no value.
         OSError: If the checkpoint cannot be read.
     """
 
-    def __init__(self, model: nn.Module, checkpoint: Checkpoint | None = None) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint | None, ranks: TrainingRanks) -> None:
+        self._model, self._ranks = model, ranks
         self._names: dict[torch.Tensor, str] = {}  # in the checkpoint, of what is read
         self._infos: Mapping[str, WeightInfo] = {}
         self._in_memory: Mapping[str, torch.Tensor] = {}
@@ -82,9 +86,10 @@ class InitialValues:
         given = "state" if isinstance(checkpoint, Mapping) else f"checkpoint '{os.fspath(checkpoint)}'"
         what = f"the {given} is not of this {type(self._model).__name__}"
         if isinstance(checkpoint, Mapping):
-            self._in_memory = cut_into_tiles(
-                self._model, checkpoint, lambda weight: weight.shape, lambda weight, slices: weight[tuple(slices)], what
-            )
+            self._in_memory = cut_into_tiles(self._model, checkpoint, lambda weight: weight.shape, _slice, what)
+            for name, value in self._in_memory.items():
+                if is_distributed(value):
+                    self._ranks.rows_in(value, name)  # raises for another placement
             self._infos = {name: WeightInfo(value.dtype, tuple(value.shape)) for name, value in self._in_memory.items()}
             found_ties = ties_of(self._in_memory)
         else:
@@ -168,12 +173,10 @@ class InitialValues:
         return partition._replace(params=[of(some) for some in partition.params], rest=of(partition.rest))
 
     @torch.no_grad()
-    def write(
-        self, blocks: Mapping[nn.Module, ParameterBlock], rest: ParameterBlock, cache: BlockCache, ranks: TrainingRanks
-    ) -> None:
+    def write(self, blocks: Mapping[nn.Module, ParameterBlock], rest: ParameterBlock, cache: BlockCache) -> None:
         """Have the values in blocks, of which the cache begins to write each when all of its values are there. Blocks.
 
-        With several processes, all have the first one's values, buffers too.
+        With several processes, all have the first one's values, buffers too; of a DTensor, each has its own rows.
 
         In memory are ``rest``, one block, those around it, and of a checkpoint in other dtypes one weight. Modules are reset in
         the order in which they were made, if every module makes those in it before its own parameters; tiles that are tied to
@@ -183,7 +186,6 @@ class InitialValues:
             blocks: The block of each module. Tiles that are tied have the same.
             rest: The block of all other parameters.
             cache: Has the blocks in memory.
-            ranks: The processes that train the model together.
 
         Raises:
             RuntimeError: If another process has failed, or is gone.
@@ -196,12 +198,14 @@ class InitialValues:
         for module, block in blocks.items():
             self._modules_of.setdefault(block, []).append(module)
         try:
+            distributed = sorted(name for name in self._names.values() if self._is_sharded(name))
+            self._ranks.check_alike(crc32("\n".join(distributed).encode()) >> 1, "the names of the checkpoint's DTensors")
             self._begin(rest, cache, begun)
             self._read((name, buffer, None) for buffer, name in self._names.items() if not isinstance(buffer, nn.Parameter))
-            self._visit(self._model, set(), blocks, cache, begun, ranks)
+            self._visit(self._model, set(), blocks, cache, begun)
             self._check_set(_tensors(self._model), lambda tensor: not isinstance(tensor, nn.Parameter))
-            self._end(rest, cache, begun, ranks)
-            ranks.broadcast_from_first([each for _, each in self._model.named_buffers()])
+            self._end(rest, cache, begun)
+            self._ranks.broadcast_from_first([each for _, each in self._model.named_buffers()])
             if self._weights is not None:
                 self._weights.check_unchanged()
         finally:
@@ -217,7 +221,6 @@ class InitialValues:
         blocks: Mapping[nn.Module, ParameterBlock],
         cache: BlockCache,
         begun: list[ParameterBlock],
-        ranks: TrainingRanks,
     ) -> None:
         """Give values to a module, after those in it."""
         visited.add(module)
@@ -226,14 +229,14 @@ class InitialValues:
             self._begin(block, cache, begun)
         for child in module.children():
             if child not in visited:
-                self._visit(child, visited, blocks, cache, begun, ranks)
+                self._visit(child, visited, blocks, cache, begun)
         self._reset_module(module)
         if block is not None:
             for tied in self._modules_of[block]:
                 if tied not in visited:
                     visited.add(tied)
                     self._reset_module(tied)
-            self._end(block, cache, begun, ranks)
+            self._end(block, cache, begun)
 
     def _begin(self, block: ParameterBlock, cache: BlockCache, begun: list[ParameterBlock]) -> None:
         """Have a block in memory with the values that are known."""
@@ -242,6 +245,8 @@ class InitialValues:
         block.begin_values()
         to_read = []
         for param, value in block.values():
+            if param in self._own_rows(block):
+                continue
             if param in self._names:
                 place = _bytes_of(value) if value.is_contiguous() else None
                 to_read.append((self._names[param], value, place))
@@ -253,16 +258,17 @@ class InitialValues:
         begun.append(block)
         block.attach()
 
-    def _end(self, block: ParameterBlock, cache: BlockCache, begun: list[ParameterBlock], ranks: TrainingRanks) -> None:
+    def _end(self, block: ParameterBlock, cache: BlockCache, begun: list[ParameterBlock]) -> None:
         """Have a block written whose modules have given it all values."""
         for param, value in block.values():
             if param.data_ptr() != value.data_ptr():  # a module has set its data to another tensor
                 value.copy_(param.detach())
         params = set(block.params)
         self._check_set(((self._all_names[param], param) for param in block.params), params.__contains__)
-        ranks.broadcast_from_first([value for _, value in block.values()], block.number)
+        own_rows = self._own_rows(block)
+        self._ranks.broadcast_from_first([value for param, value in block.values() if param not in own_rows], block.number)
         if block.ranks is not None:
-            block.keep_own_shards()
+            block.keep_own_shards(own_rows)
         elif block.frozen is not None:
             block.frozen.quantize(self._all_names)
         block.detach()
@@ -300,6 +306,16 @@ class InitialValues:
 
     # -- from the checkpoint
 
+    def _is_sharded(self, name: str) -> bool:
+        return name in self._in_memory and is_distributed(self._in_memory[name])
+
+    def _own_rows(self, block: ParameterBlock) -> dict[torch.Tensor, torch.Tensor]:
+        """Return this rank's rows of the parameters of a sharded block that the checkpoint has DTensors for."""
+        if block.ranks is None:
+            return {}
+        values = {param: self._in_memory[name] for param in block.params if self._is_sharded(name := self._names.get(param, ""))}
+        return {param: self._ranks.local_shard(value, param) for param, value in values.items()}
+
     def _read(self, wanted: Iterable[tuple[str, torch.Tensor, torch.Tensor | None]]) -> None:
         """Read weights: their names, where their values belong, and the bytes of that place if it has no gaps."""
         to_convert = []
@@ -319,12 +335,22 @@ class InitialValues:
                     each.result()
         for name, value in to_convert:
             if self._weights is None:
-                value.copy_(self._in_memory[name])
+                value.copy_(self._ranks.whole_of(self._in_memory[name], 0))
                 continue
             dtype, shape = self._infos[name]
             raw = empty_aligned(self._infos[name].nbytes)
             self._weights.read_into(name, raw).result()
             value.copy_(raw.view(dtype).view(shape))
+
+
+def _slice(weight: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
+    """Return a part of a weight. Raises ValueError for a DTensor."""
+    if is_distributed(weight):
+        raise ValueError(
+            "the checkpoint has a DTensor for a tiled layer, whose tiles have other rows on each rank: save it with"
+            " deepnvme.save(state, path, group=group), and give the file as the checkpoint"
+        )
+    return weight[tuple(slices)]
 
 
 def _shape_of(weight: torch.Tensor | Location) -> tuple[int, ...]:

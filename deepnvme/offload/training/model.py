@@ -114,7 +114,14 @@ class TrainedModel:
         self._block_of: dict[torch.Tensor, TrainedBlock] = {param: block for block in blocks for param in block.trained}
         self._by_parameters = {block.parameters: block for block in blocks}
         self.uses = ParameterUses(
-            modules, tiles, self._by_parameters, schedule, self._forward_begins, self._backward_begins, self._backward_ends
+            modules,
+            tiles,
+            self._by_parameters,
+            schedule,
+            self._forward_begins,
+            self._backward_begins,
+            self._backward_ends,
+            self._failed_between_steps,
         )
         self._tied = TiedGradients(
             {module: block for module, block in modules.items() if module in tiles},
@@ -208,6 +215,10 @@ class TrainedModel:
     def _forward_begins(self, parameters: ParameterBlock) -> None:
         if self._step_if_left(self._by_parameters[parameters]) and parameters.ranks is not None:
             self.uses.gather_again(parameters)
+
+    def _failed_between_steps(self) -> None:
+        if self._left is not None:
+            self._not_undone = True  # whichever rank has failed, all have to decide what becomes of the deferred step
 
     def _backward_begins(self, parameters: ParameterBlock) -> None:
         # Otherwise the gradients of other micro-batches are added when they are stored.

@@ -63,8 +63,9 @@ def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None =
     for param in model.parameters():
         if is_distributed(param):
             raise ValueError(
-                "the model's parameters are DTensors: give it as it was before fully_shard(), and the mesh's group as"
-                " process_group. Each rank then has the same shards"
+                "the model was wrapped by fully_shard(), and OffloadedTraining gathers and averages itself: build the model anew,"
+                ' with torch.device("meta"), and call OffloadedTraining(model_on_meta, ..., checkpoint=model.state_dict(),'
+                " process_group=mesh.get_group()). Each rank then reads the same shards"
             )
         if type(param) is not nn.Parameter or param.device.type not in ("cpu", "meta") or param.layout is not torch.strided:
             kind = f"a {type(param).__name__} of layout {param.layout} on {param.device}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -14,12 +16,15 @@ import torch.distributed as dist
 from torch import nn
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme.memory.alignment import padded
+from deepnvme.offload.activations.saved_tensor import is_distributed, may_share_memory
 from deepnvme.offload.optimizer.params import local_of
 
 from .forward_random_numbers import DrawsDiffer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 class RankFailed(RuntimeError):
@@ -80,7 +85,9 @@ class TrainingRanks:
         """Of this process, in the group."""
         self.seconds = 0.0
         """Time in exchanges so far, waiting for other ranks among it."""
-        self._message = torch.zeros(3 + most_parameters, dtype=torch.int32, device="cpu")
+        # Memory that is not torch's: a rank that has none left can still say so.
+        self._message = array("i", bytes(4 * (3 + most_parameters)))
+        self._messages = array("i", bytes(4 * self.count * len(self._message)))
         self._failure_is_known = False
         self._failed_rank: int | None = None
 
@@ -120,15 +127,48 @@ class TrainingRanks:
 
         Raises ValueError for a DTensor that is not sharded as the parameters here are.
         """
-        if hasattr(value, "to_local"):
-            local = local_of(value)
-            if local.shape != self.shard_of(param).shape and value.shape == param.shape:
-                raise ValueError(
-                    f"a DTensor of shape {tuple(value.shape)} has {tuple(local.shape)} of it here, and this training"
-                    f" {tuple(self.shard_of(param).shape)}: give it with the placement Shard(0) over {self.count} ranks, or whole"
-                )
-            return local
+        if is_distributed(value):
+            return self.rows_in(value) if value.shape == param.shape else local_of(value)
         return self.shard_of(value) if value.shape == param.shape else value
+
+    def rows_in(self, value: DTensor, name: str = "") -> torch.Tensor:
+        """Return this rank's rows, which are what it has of a DTensor.
+
+        Raises ValueError for another placement than ``Shard(0)``, or a mesh of other processes.
+        """
+        from torch.distributed.tensor import Shard
+
+        processes = [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
+        mesh, placements = value.device_mesh, value.placements
+        by_rows = len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0
+        if (by_rows or self.count == 1) and mesh.mesh.flatten().tolist() == processes:
+            return local_of(value)
+        placed = ", ".join(map(str, placements))
+        raise ValueError(
+            f"{name or 'a value'} is a DTensor with the placement ({placed}) over the processes {mesh.mesh.tolist()}: it has to"
+            f" be Shard(0) over the process_group, {processes}; or give a whole tensor, as its full_tensor(), or a file"
+        )
+
+    def whole_of(self, value: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a whole tensor, of which a DTensor has the rows of each rank. Others are returned as they are.
+
+        All ranks have to give a DTensor, or none. Blocks; raises like every exchange.
+
+        Args:
+            value: The tensor.
+            number: Of the block that it belongs to.
+
+        Raises:
+            ValueError: If it is not sharded as parameters here are.
+        """
+        if not is_distributed(value):
+            return value
+        shard = self.rows_in(value).cpu().contiguous()
+        if not self.several:
+            return shard
+        place = shard.new_empty(self.padded_shape(value))
+        self.gather(number, [shard], [place], to_train=False)
+        return place[: len(value)]
 
     def as_dtensor(self, shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         """Return a shard of a parameter, or of a state of its shape, as a DTensor."""
@@ -140,8 +180,10 @@ class TrainingRanks:
 
     # -- meetings
 
-    def _synchronize(self, for_what: Purpose, number: int = 0, flags: Sequence[bool] = ()) -> torch.Tensor:
+    def _synchronize(self, for_what: Purpose, number: int = 0, flags: Sequence[bool] = ()) -> list[list[int]]:
         """Send a message, and return the flags of all ranks, one row for each. Blocks until all have sent theirs.
+
+        Memory for the data that follows has to be there before: the others wait for that data.
 
         Raises:
             RankFailed: If another rank has failed.
@@ -149,23 +191,27 @@ class TrainingRanks:
             RuntimeError: If a rank is about to exchange something else, or is gone.
         """
         messages = self._exchange_messages(for_what, number, _Failure.NONE, flags)
-        if not bool((messages[:, :2] == messages[0, :2]).all()):
+        if any(each[:2] != messages[0][:2] for each in messages):
             self._failure_is_known = True  # to all ranks, which have the same messages
-            others = ", ".join(f"rank {rank}: {Purpose(each[0]).name} {each[1]}" for rank, each in enumerate(messages.tolist()))
+            others = ", ".join(f"rank {rank}: {Purpose(each[0]).name} {each[1]}" for rank, each in enumerate(messages))
             raise RuntimeError(
                 f"the ranks do not use the same blocks in the same order ({others}): each has to run the same modules, and to"
                 " call step(), state_dict(), save() and close(restore=True) when the others do"
             )
-        return messages[:, 3 : 3 + len(flags)]
+        return [each[3 : 3 + len(flags)] for each in messages]
 
-    def _exchange_messages(self, for_what: Purpose, number: int, failure: _Failure, flags: Sequence[bool] = ()) -> torch.Tensor:
-        self._message.zero_()
-        self._message[:3] = torch.tensor([for_what, number, failure], dtype=torch.int32)
-        if flags:
-            self._message[3 : 3 + len(flags)] = torch.tensor(flags, dtype=torch.int32)
+    def _exchange_messages(
+        self, for_what: Purpose, number: int, failure: _Failure, flags: Sequence[bool] = ()
+    ) -> list[list[int]]:
+        length = len(self._message)
+        padding = [0] * (length - 3 - len(flags))
+        self._message[:] = array("i", [for_what, number, failure, *flags, *padding])
         with defer_interrupts():
-            messages = self._all_gather_rows(self._message)
-            failures = messages[:, 2].tolist()
+            received, sent = (torch.frombuffer(each, dtype=torch.int32) for each in (self._messages, self._message))
+            self._all_gather(received, sent)
+            found = self._messages.tolist()
+            messages = [found[begin : begin + length] for begin in range(0, len(found), length)]
+            failures = [each[2] for each in messages]
             self._failed_rank = failures.index(_Failure.FAILED) if _Failure.FAILED in failures else None
             if any(failures):
                 self._failure_is_known = True
@@ -173,6 +219,19 @@ class TrainingRanks:
             self.raise_failure()
             raise DrawsDiffer
         return messages
+
+    def check_alike(self, number: int, what: str) -> None:
+        """Raise ValueError, on all ranks, if they do not give the same number. Blocks; raises like every exchange.
+
+        Args:
+            number: At most 31 bits that say what the rank has.
+            what: Names that in the error.
+        """
+        if self.several:
+            messages = self._exchange_messages(Purpose.AGREE, number, _Failure.NONE)
+            if any(each[:2] != messages[0][:2] for each in messages):
+                self._failure_is_known = True
+                raise ValueError(f"{what} are not the same on all ranks")
 
     def raise_failure(self) -> None:
         """Raise RankFailed if a rank has told in the newest exchange that it has failed."""
@@ -185,12 +244,6 @@ class TrainingRanks:
         # The function has another name since torch 2.13, which warns of the older one.
         gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(found, given, group=self.group)
-
-    def _all_gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """Return a matrix whose rows are the vectors that the ranks have, in the order of the ranks."""
-        found = row.new_empty(self.count * len(row))
-        self._all_gather(found, row)
-        return found.view(self.count, len(row))
 
     def expect_new_failures(self) -> None:
         """From now on, treat an error of this rank as one that the others have not heard of."""
@@ -227,10 +280,16 @@ class TrainingRanks:
             raise
 
     @contextlib.contextmanager
-    def calling_together(self) -> Iterator[None]:
-        """Wait until all ranks make the same call, and tell the others of an exception in this context."""
+    def reporting_new_failures(self) -> Iterator[None]:
+        """Tell the others of an exception in this context, also if they were told of one before."""
         self.expect_new_failures()
         with self.reporting_failures():
+            yield
+
+    @contextlib.contextmanager
+    def calling_together(self) -> Iterator[None]:
+        """Wait until all ranks make the same call, and tell the others of an exception in this context."""
+        with self.reporting_new_failures():
             self.all_agree(True)
             yield
 
@@ -249,7 +308,7 @@ class TrainingRanks:
 
     def all_agree(self, vote: bool) -> bool:
         """Return whether all ranks say yes. Raises like every exchange."""
-        return bool(self._synchronize(Purpose.AGREE, flags=[vote]).all()) if self.several else vote
+        return all(each for (each,) in self._synchronize(Purpose.AGREE, flags=[vote])) if self.several else vote
 
     @contextlib.contextmanager
     def _exchanging(self) -> Iterator[None]:
@@ -273,11 +332,11 @@ class TrainingRanks:
         if not self.several:
             return
         with self._exchanging():
+            sent = [value.detach().contiguous() for value in values]
             self._synchronize(Purpose.BROADCAST, number)
             assert self.group is not None
             first = dist.get_global_rank(self.group, 0)
-            for value in values:
-                given = value.detach().contiguous()
+            for value, given in zip(values, sent, strict=True):
                 dist.broadcast(_bytes(given), first, group=self.group)
                 value.detach().copy_(given)
 
@@ -291,17 +350,25 @@ class TrainingRanks:
             to_train: Whether it is for a forward or backward of a step.
         """
         with self._exchanging():
+            short = [place.nbytes for shard, place in zip(shards, places, strict=True) if self._is_short(shard, place)]
+            padding = torch.empty(max(short, default=0) // self.count, dtype=torch.uint8, device="cpu")
             self._synchronize(Purpose.GATHER if to_train else Purpose.GATHER_TO_READ, number)
             for shard, place in zip(shards, places, strict=True):
-                self._gather(shard, place)
+                self._gather(shard, place, padding)
 
-    def _gather(self, shard: torch.Tensor, place: torch.Tensor) -> None:
+    def _is_short(self, shard: torch.Tensor, place: torch.Tensor) -> bool:
+        """Return whether this rank, one of the last, has fewer rows than the first."""
+        return len(shard) < len(place) // self.count
+
+    def _gather(self, shard: torch.Tensor, place: torch.Tensor, padding: torch.Tensor) -> None:
+        """Put shards together. ``padding`` is memory for one with as many rows as the first rank's."""
         if not place.numel():
             return
-        if len(shard) < len(place) // self.count:  # one of the last ranks
-            padded = place.new_zeros((len(place) // self.count, *place.shape[1:]))
-            padded[: len(shard)] = shard
-            shard = padded
+        if self._is_short(shard, place):
+            with_padding = padding[: place.nbytes // self.count].view(place.dtype).view(-1, *place.shape[1:])
+            with_padding[len(shard) :].zero_()
+            with_padding[: len(shard)].copy_(shard)
+            shard = with_padding
         self._all_gather(_bytes(place), _bytes(shard))
 
     def average_gradients(self, number: int, params: Sequence[nn.Parameter], whole: bool) -> list[torch.Tensor | None]:
@@ -322,49 +389,103 @@ class TrainingRanks:
             TypeError: For a sparse gradient.
         """
         with self._exchanging():
-            present = [param.grad is not None for param in params]
-            for param in params:
-                if param.grad is not None and param.grad.layout is not torch.strided:
-                    raise TypeError(f"a gradient of layout {param.grad.layout} cannot be summed over several processes")
-            anywhere = self._synchronize(Purpose.AVERAGE, number, present).any(0).tolist()
-            return [self._average(param, whole) if has else None for param, has in zip(params, anywhere, strict=True)]
+            # Autograd may have given a gradient memory that the gradient of an activation is in as well.
+            shared = [param.grad is not None and may_share_memory(param.grad) for param in params]
+            gradients = [None if param.grad is None else _dense(param.grad.detach()) for param in params]
+            averages = [
+                None if each is None else self._place_of_average(each, whole, also_elsewhere)
+                for each, also_elsewhere in zip(gradients, shared, strict=True)
+            ]
+            memory = self._memory_to_average(gradients, whole)
+            present = self._synchronize(Purpose.AVERAGE, number, [each is not None for each in gradients])
+            anywhere = [any(of_ranks) for of_ranks in zip(*present, strict=True)]
+            if any(has and not all(of_ranks) for has, of_ranks in zip(anywhere, zip(*present, strict=True), strict=True)):
+                for index, param in enumerate(params):
+                    if anywhere[index] and gradients[index] is None:
+                        gradients[index] = zeros = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
+                        averages[index] = self._place_of_average(zeros, whole, False)
+                memory = self._memory_to_average(gradients, whole)
+                self._synchronize(Purpose.AVERAGE, number)  # all ranks have the memory
+            for param, gradient, average in zip(params, gradients, averages, strict=True):
+                param.grad = None
+                if gradient is not None and average is not None:
+                    self._average(gradient, average, memory, whole)
+            return averages
 
-    def _average(self, param: nn.Parameter, whole: bool) -> torch.Tensor:
-        if param.grad is None:
-            gradient = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
-        else:
-            gradient = param.grad.detach().contiguous()
-        param.grad = None
-        rows = gradient if gradient.dim() else gradient.view(1)
+    def _place_of_average(self, gradient: torch.Tensor, whole: bool, shared: bool) -> torch.Tensor:
+        if whole:
+            return torch.empty_like(gradient) if shared else gradient
+        return torch.empty_like(self.shard_of(_rows(gradient)))
+
+    def _memory_to_average(self, gradients: Sequence[torch.Tensor | None], whole: bool) -> torch.Tensor:
+        """Return memory for what the ranks send of one gradient, and for what is gathered of it, with padding of a shard."""
+        most = 0
+        for rows in (_rows(each) for each in gradients if each is not None):
+            received = self.count * padded(self.shard_of(rows).nbytes)
+            gathered = (self.count + 1) * padded(self._bytes_of_first(rows)) if whole else 0
+            most = max(most, received + gathered)
+        return torch.empty(most, dtype=torch.uint8, device="cpu")
+
+    def _bytes_of_first(self, rows: torch.Tensor) -> int:
+        """Return the bytes that the first rank has, and no rank more."""
+        return math.prod(self.padded_shape(rows)) * rows.element_size() // self.count
+
+    def _average(self, gradient: torch.Tensor, average: torch.Tensor, memory: torch.Tensor, whole: bool) -> None:
+        """Average one gradient. Allocates nothing: the others wait for what it sends.
+
+        Args:
+            gradient: This rank's.
+            average: Where the average belongs: all of it, or this rank's rows.
+            memory: As :meth:`_memory_to_average` returns it.
+            whole: Whether the average is all of it.
+        """
+        rows = _rows(gradient)
         own = self.shard_of(rows)
         if not rows.numel():
-            return gradient if whole else own
+            return
         sizes = [end - begin for begin, end in (self.rows_of(rows, rank) for rank in range(self.count))]
-        of_ranks = rows.new_empty((self.count * len(own), *rows.shape[1:]))
+        received, rest = memory[: self.count * own.nbytes], memory[self.count * padded(own.nbytes) :]
+        sent = _bytes_of_rows(rows)
         dist.all_to_all_single(
-            _bytes_of_rows(of_ranks, rows), _bytes_of_rows(rows, rows), [len(own)] * self.count, sizes, group=self.group
+            received.view(self.count * len(own), sent.shape[1]), sent, [len(own)] * self.count, sizes, group=self.group
         )
-        parts = of_ranks.view(self.count, len(own), *rows.shape[1:])
+        parts = received.view(rows.dtype).view(self.count, *own.shape)
         total = parts[0].div_(self.count)
         for part in parts[1:]:
             total.add_(part.div_(self.count))
         if not whole:
-            return total.clone()  # without the memory of the other parts
-        place = rows.new_empty(self.padded_shape(rows))
-        self._gather(total, place)
-        return place[: len(rows)].view(gradient.shape)
+            average.copy_(total)
+            return
+        first = self._bytes_of_first(rows)
+        place = rest[: self.count * first].view(rows.dtype).view(self.padded_shape(rows))
+        self._gather(total, place, rest[self.count * padded(first) :])
+        average.view(rows.shape).copy_(place[: len(rows)])
 
     def norms_of_shards(self, norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the 2-norms of whole tensors, given those of this rank's shards. Blocks; raises like every exchange."""
         if not self.several or not norms:
             return list(norms)
         with self._exchanging():
-            self._synchronize(Purpose.NORM, len(norms))
             squares = torch.stack([norm.double().square() for norm in norms])
-            total, *others = self._all_gather_rows(squares)
+            found = squares.new_empty(self.count * len(squares))
+            self._synchronize(Purpose.NORM, len(norms))
+            self._all_gather(found, squares)
+            total, *others = found.view(self.count, len(squares))
             for each in others:
                 total.add_(each)
             return [norm.to(before.dtype) for norm, before in zip(total.sqrt(), norms, strict=True)]
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with its elements in order. Raises TypeError for a sparse one."""
+    if gradient.layout is not torch.strided:
+        raise TypeError(f"a gradient of layout {gradient.layout} cannot be summed over several processes")
+    return gradient.contiguous()
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with at least one dimension."""
+    return tensor if tensor.dim() else tensor.view(1)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -372,7 +493,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _bytes_of_rows(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor, one row for each of its rows."""
-    width = like[:1].numel() * like.element_size() if len(like) else 0
-    return _bytes(tensor).view(len(tensor), width)
+def _bytes_of_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor that has elements, one row for each of its rows."""
+    return _bytes(tensor).view(len(tensor), -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -12,7 +13,9 @@ from torch.optim import Optimizer
 
 from deepnvme._shortened_lists import listed
 from deepnvme.memory.alignment import PAGE
+from deepnvme.offload.activations.saved_tensor import is_distributed
 from deepnvme.offload.optimizer.block_versions import BlockVersions, Versioned
+from deepnvme.offload.optimizer.params import local_of
 from deepnvme.offload.optimizer.state_dict import OffloadedStates
 from deepnvme.offload.optimizer.sub_group import BlockLayout, BlockSection
 
@@ -35,6 +38,7 @@ class TrainingState:
         versions: Maps blocks.
         states: The optimizer's states.
         modules: Modules whose parameters come and go.
+        ranks: The processes that train the model together.
     """
 
     def __init__(
@@ -45,7 +49,9 @@ class TrainingState:
         versions: BlockVersions,
         states: OffloadedStates,
         modules: Iterable[nn.Module],
+        ranks: TrainingRanks,
     ) -> None:
+        self._ranks = ranks
         self._model, self._trained, self._options = model, trained, options
         self._versions, self._states = versions, states
         self._guarding = True
@@ -114,10 +120,14 @@ class TrainingState:
                     }
         return found
 
-    @staticmethod
-    def _distributed(parameters: ParameterBlock, param: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor if a parameter is sharded, and the local tensor otherwise."""
-        return local if parameters.ranks is None else parameters.ranks.as_dtensor(local, param)
+    def _distributed(self, parameters: ParameterBlock, param: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor of what each process has of a parameter, or of a state of its shape; what cannot be shared as it is.
+
+        Of a parameter that is whole in each process it has some rows as well: it can be loaded into a model of FSDP2.
+        """
+        if not self._ranks.several or not param.dim():
+            return local
+        return self._ranks.as_dtensor(local if parameters.ranks is not None else self._ranks.shard_of(local), param)
 
     def _mapped(self, of: Versioned, section: BlockSection) -> torch.Tensor:
         """Map one tensor of a block by itself: a ``.pt`` cannot hold a storage that is seen in several dtypes."""
@@ -145,6 +155,7 @@ class TrainingState:
         """Do what :meth:`OffloadedTraining.load_state_dict` does. Raises ValueError, OSError."""
         names, model, optimizer = self._names(), state["model"], state["optimizer"]
         self._check_fits(model, names)
+        self._check_shards(model, optimizer["state"], names)
         options = {name: group for group in optimizer["param_groups"] for name in group["params"]}
         missing = [name for param, name in names.items() if param.requires_grad and name not in options]
         if missing:
@@ -178,20 +189,37 @@ class TrainingState:
     ) -> None:
         if not block.parameters.params:
             return
-        params, ranks = block.parameters.params, block.parameters.ranks
         found: dict[torch.Tensor, Any] = {}
         for param, shard in zip(block.trained, block.trained_shards, strict=True):
             state = states.get(names[param])
-            if state is not None and ranks is not None:
-                state = {key: _local_shard(ranks, value, param) for key, value in state.items()}
             if state is not None:
-                found[shard] = state
-        values = [model[names[param]] for param in params]
+                found[shard] = {key: self._own(block.parameters, value, param) for key, value in state.items()}
+        values = [self._own(block.parameters, model[names[param]], param) for param in block.parameters.params]
         self._trained.uses.begin_change(block.parameters)
         try:
             block.load(values, names, quantized, found, self._options.param_groups)
         finally:
             self._trained.uses.end_change(block.parameters)
+
+    def _own(self, parameters: ParameterBlock, value: Any, param: torch.Tensor) -> Any:
+        """Return what this process has of a parameter's value, or of a state: its rows, or all. May gather it."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if parameters.ranks is not None:
+            return parameters.ranks.local_shard(value, param)
+        return self._ranks.whole_of(value, parameters.number) if value.shape == param.shape else local_of(value)
+
+    def _check_shards(
+        self, model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], names: Mapping[torch.Tensor, str]
+    ) -> None:
+        """Raise ValueError if DTensors are not sharded as here, or are not the same ones on all ranks. Blocks."""
+        distributed = []
+        for param, name in names.items():
+            for key, value in {"": model[name], **states.get(name, {})}.items():
+                if isinstance(value, torch.Tensor) and is_distributed(value) and value.shape == param.shape:
+                    self._ranks.rows_in(value, f"{key} of {name}" if key else name)
+                    distributed.append(f"{name} {key}")
+        self._ranks.check_alike(crc32("\n".join(distributed).encode()) >> 1, "the names of the DTensors in the state")
 
     def _names(self) -> dict[torch.Tensor, str]:
         """Return the first name of each parameter."""
@@ -216,7 +244,3 @@ class TrainingState:
 
 def _is_like(value: Any, shard: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == shard.shape
-
-
-def _local_shard(ranks: TrainingRanks, value: Any, param: torch.Tensor) -> Any:
-    return ranks.local_shard(value, param) if isinstance(value, torch.Tensor) else value

@@ -38,6 +38,7 @@ from .blocks.frozen_parameters import ParameterMemory
 from .blocks.limits import BlockLimits, shortage
 from .blocks.parameter_block import ParameterBlock
 from .blocks.parameter_uses import ScheduledBlocks
+from .blocks.tied_gradients import tied_parameters
 from .blocks.trained_block import TrainedBlock
 from .forward_random_numbers import DrawsDiffer
 from .initial_values import Checkpoint, InitialValues
@@ -101,7 +102,8 @@ class OffloadedTraining:
         checkpoint: Where the values are from: a .safetensors file, a .pt or .bin of a state_dict, the index.json of several, a
             directory with one of these, or a mapping such as ``torch.load(path, mmap=True)``. It is read one block at a time, and
             converted to the dtypes of the model. If a part of the model is on the meta device, what is not, as adapters, may be
-            missing in it. None for the values in memory, or for new ones.
+            missing in it. None for the values in memory, or for new ones. With a ``process_group``, a mapping may have DTensors,
+            as the ``state_dict()`` of a model that ``fully_shard`` has wrapped: each process reads its own rows.
         memory_budget: Bytes of parameters, gradients, states and saved activations that are in memory. More only if a single
             block needs more. What a forward computes with beside these is not counted.
         parameters: "nvme"; or "memory" to have them stay in memory beside being on the drive, and only states come and go.
@@ -178,7 +180,7 @@ class OffloadedTraining:
                 partition = sharded
                 _check_for_several(optimizer_class, activations, quantize)
                 activation_budget = memory_budget // 4 if activation_budget is None else activation_budget  # nothing is chosen
-            initial = InitialValues(model, checkpoint)
+            initial = InitialValues(model, checkpoint, self._ranks)
             size = _PART if optimizer_class in ELEMENTWISE else _WHOLE
             if quantize is not None and quantize not in SCHEMES:
                 raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {quantize!r}")
@@ -217,7 +219,13 @@ class OffloadedTraining:
             values = [each.values_nbytes for each in parameter_blocks]
             dequantized_bytes = values[-1] + max(values[:-1], default=0)
             limits = BlockLimits(
-                sub_groups, parameter_blocks, planner, memory_budget - dequantized_bytes, stay, self._ranks.several
+                sub_groups,
+                parameter_blocks,
+                planner,
+                memory_budget - dequantized_bytes,
+                stay,
+                self._ranks.several,
+                tied_parameters(partition.tiles),
             )
             limit = limits.beside(first_activation_budget)
             memory = ArenaMemory(limit, self._io.record_ended) if pool is None else PooledMemory(pool, limit, shortage)
@@ -243,7 +251,7 @@ class OffloadedTraining:
             check = self._check_between_steps
             states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, residents, check)
             parts = [*modules, *partition.tied]
-            self._state = TrainingState(model, self._trained, self.optimizer, self._versions, states, parts)
+            self._state = TrainingState(model, self._trained, self.optimizer, self._versions, states, parts, self._ranks)
             chosen = activation_budget is None
             self._make_saver = functools.partial(TrainingActivations, self._trained.uses, directories, chosen, config)
             self._saver: save_on_disk | None = None
@@ -290,7 +298,7 @@ class OffloadedTraining:
         cache = self._schedule.cache
         blocks = self._trained.blocks
         by_module = partition.by_module([block.parameters for block in blocks])
-        initial.write(by_module, blocks[-1].parameters, cache, self._ranks)
+        initial.write(by_module, blocks[-1].parameters, cache)
         parts = [part for block in blocks for part in block.parameters.parts]
         cache.flush(parts)
         if stay:

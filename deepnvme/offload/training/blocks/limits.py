@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from torch import nn
 
 from deepnvme.memory.alignment import padded
 from deepnvme.offload.optimizer.partition import SubGroupPlanner
@@ -22,6 +24,7 @@ class BlockLimits:
         budget: Bytes for blocks and activations.
         parameters_stay: Whether all parameters stay in memory.
         several_ranks: Whether other processes have shards of the blocks.
+        tied: Parameters of several tiles, whose gradients are summed as whole ones.
     """
 
     def __init__(
@@ -32,10 +35,18 @@ class BlockLimits:
         budget: int,
         parameters_stay: bool,
         several_ranks: bool,
+        tied: Collection[nn.Parameter] = (),
     ) -> None:
         parameters = [sum(padded(part.nbytes) for part in block.parts) for block in blocks]
         gradients = [sum(padded(param.nbytes) for param in block.params if param.requires_grad) for block in blocks]
-        stored = [sum(padded(shard.nbytes) for shard in block.shards if shard.requires_grad) for block in blocks]
+        stored = [
+            sum(
+                padded((param if param in tied else shard).nbytes)
+                for param, shard in zip(block.params, block.shards, strict=True)
+                if param.requires_grad
+            )
+            for block in blocks
+        ]
         exchanged = [2 * padded(param.nbytes) for block in blocks for param in block.params if several_ranks]
         states = [[planner.estimate(each) for each in some] for some in sub_groups]
         largest_states = [max(some, default=0) for some in states]

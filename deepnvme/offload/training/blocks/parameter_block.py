@@ -140,12 +140,12 @@ class ParameterBlock(VersionedBlock):
         in_order = [shards[self.params[section.piece]] for section in self._whole.sections]
         self.ranks.gather(self.number, in_order, places, to_train)
 
-    def keep_own_shards(self) -> None:
-        """Copy this process's rows of the whole parameters into the block, and into that of the frozen ones."""
+    def keep_own_shards(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Copy this process's rows, those given or those of whole parameters, into the block and that of the frozen ones."""
         assert self.ranks is not None
         whole = dict(self.values())
         for param, place in self.stored_values():
-            place.copy_(self.ranks.shard_of(whole[param]))
+            place.copy_(given[param] if param in given else self.ranks.shard_of(whole[param]))
 
     def fill(
         self,
@@ -156,7 +156,7 @@ class ParameterBlock(VersionedBlock):
         """Copy a value of each parameter to the block's memory, and that of the frozen ones, and quantise it there.
 
         Args:
-            values: Of each parameter, in order: all of it, or this process's shard.
+            values: What this process has of each parameter, in order: all of it, or its rows.
             names: Of the parameters.
             quantized: As :meth:`FrozenParameters.quantize` takes them.
 
@@ -170,7 +170,7 @@ class ParameterBlock(VersionedBlock):
         frozen = set() if self.frozen is None else {self.params[index] for index in self.frozen.params}
         changed = set()
         for param, place in self.stored_values():
-            value = by_param[param] if self.ranks is None else self.ranks.local_shard(by_param[param], param)
+            value = by_param[param]
             # What is quantised would not be the same after a second time.
             if param not in frozen or value.dtype != place.dtype or not torch.equal(place, value):
                 place.copy_(value)

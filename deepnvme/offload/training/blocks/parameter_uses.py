@@ -104,6 +104,7 @@ class ParameterUses:
         begun_in_forward: Called with each block whose use in a forward has begun.
         begun_in_backward: Called with each block whose use in a backward has begun.
         ended_in_backward: Called with each block whose use in a backward is about to end.
+        failed_between_steps: Called when a forward outside of a step cannot use a block in one of several processes.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class ParameterUses:
         begun_in_forward: Callable[[ParameterBlock], None],
         begun_in_backward: Callable[[ParameterBlock], None],
         ended_in_backward: Callable[[ParameterBlock], None],
+        failed_between_steps: Callable[[], None],
     ) -> None:
         self.recording = False
         """Whether a forward with gradients may run: one whose saved tensors go through :meth:`saved`."""
@@ -124,6 +126,7 @@ class ParameterUses:
         self._schedule = schedule
         self._begun_in_forward = begun_in_forward
         self._begun_in_backward, self._ended_in_backward = begun_in_backward, ended_in_backward
+        self._failed_between_steps = failed_between_steps
         self._in_use: dict[ParameterBlock, None] = {}  # those in memory for a use
         self._in_forward: list[ParameterBlock] = []
         self._in_backward: dict[ParameterBlock, None] = {}  # the newest last
@@ -292,6 +295,17 @@ class ParameterUses:
         self._call_before_use(block, in_backward=False)
         if computed_again:
             self._end_complete(block)
+        if self.recording or block.ranks is None:  # in a step, where failures are told to the other processes anyway
+            self._use_in_forward(block, computed_again)
+            return
+        try:
+            with block.ranks.reporting_new_failures():
+                self._use_in_forward(block, computed_again)
+        except BaseException:
+            self._failed_between_steps()
+            raise
+
+    def _use_in_forward(self, block: ParameterBlock, computed_again: bool) -> None:
         self.begin(block)
         self._in_forward.append(block)
         if not computed_again:
@@ -393,7 +407,8 @@ class ParameterUses:
 
     def end_backward(self) -> None:
         """End all uses in a backward."""
-        for block in list(self._in_backward):
+        # That which stays in memory last, as in a process that has all of its gradients: another one may lack some.
+        for block in sorted(self._in_backward, key=lambda each: each is self._blocks[-1]):
             self._end_in_backward(block)
 
     def _end_complete(self, used: ParameterBlock) -> None:

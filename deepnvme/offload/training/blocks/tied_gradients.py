@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ class TiedGradients:
         gradient_complete: Callable[[nn.Parameter], None],
     ) -> None:
         self._schedule, self._backward_ended, self._gradient_complete = schedule, backward_ended, gradient_complete
-        users = Counter(param for module in modules for param in module.parameters(recurse=False) if param.requires_grad)
+        tied_params = tied_parameters(modules)
         self._block_of: dict[nn.Parameter, ParameterBlock] = {}
         self._replaced_params: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._missing: Counter[_MicroBatchParam] = Counter()  # gradients that have not arrived
@@ -66,7 +66,7 @@ class TiedGradients:
         for module, block in modules.items():
             own = set(block.params)
             named = module.named_parameters(recurse=False)
-            tied = {name: param for name, param in named if param in own and users[param] > 1}
+            tied = {name: param for name, param in named if param in own and param in tied_params}
             if tied:
                 self._block_of.update(dict.fromkeys(tied.values(), block))
                 self._handles.append(module.register_forward_pre_hook(functools.partial(self._use_stand_ins, tied)))
@@ -174,3 +174,9 @@ class TiedGradients:
         released = self._sums.pop(key)
         released.gradients.drop()
         self._unused.setdefault(key.param, []).append(released)
+
+
+def tied_parameters(tiles: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Return the trained parameters that several tiles have."""
+    users = Counter(param for tile in tiles for param in tile.parameters(recurse=False) if param.requires_grad)
+    return {param for param, count in users.items() if count > 1}
