@@ -53,7 +53,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "offload.activations": ACTIVATIONS,
     "offload.tiles": BASE | {"memory"},
     "offload.training.forward_random_numbers": set(),
-    "offload.training.ranks": BASE | {"offload.activations", "offload.optimizer", "offload.training.forward_random_numbers"},
+    "offload.training.ranks": BASE
+    | {"memory", "offload.activations", "offload.optimizer", "offload.training.forward_random_numbers"},
     "offload.training.blocks": BLOCKS,
     "offload.training": CHECKPOINT  # a training may begin with the weights of a checkpoint
     | BLOCKS
