@@ -121,6 +121,7 @@ class TrainedModel:
             self._forward_begins,
             self._backward_begins,
             self._backward_ends,
+            self.finish_undo,
             self._failed_between_steps,
         )
         self._tied = TiedGradients(
@@ -218,7 +219,8 @@ class TrainedModel:
 
     def _failed_between_steps(self) -> None:
         if self._left is not None:
-            self._not_undone = True  # whichever rank has failed, all have to decide what becomes of the deferred step
+            # The deferred step may be half made; and whichever rank has failed, all have to decide what becomes of it.
+            self._not_undone = True
 
     def _backward_begins(self, parameters: ParameterBlock) -> None:
         # Otherwise the gradients of other micro-batches are added when they are stored.
@@ -408,6 +410,7 @@ class TrainedModel:
                     error.add_note(f"the step could not be undone yet, the next call tries it again: {failed}")
             raise
 
+    @torch.no_grad()
     def finish_undo(self) -> None:
         """Undo a step that could not be undone when it failed. Raises OSError if it still cannot."""
         if self._not_undone or (self._left is not None and self._left.stepping is not None):

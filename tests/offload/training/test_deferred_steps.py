@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import deepnvme.offload.training.training as training_module
 from deepnvme.offload.training import OffloadedTraining
 
 from ...faults.torture.interruption import Interruption
@@ -128,6 +129,52 @@ def test_an_error_of_the_next_forward_leaves_the_deferred_step(
             torch.manual_seed(2)
             each.step(batch(2))
         assert_same_values(state_of(training), state_of(expected))
+
+
+@pytest.mark.parametrize("part", [1 << 21, 500])  # elements of a sub-group: a block has one, or several
+def test_an_evaluation_whose_reads_fail_is_repeated_with_whole_steps(
+    drive: Path, model: Model, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may fail while it steps a block that was left for it: that step is undone before it is evaluated again."""
+    monkeypatch.setattr(training_module, "_PART", part)
+
+    def evaluated(training: OffloadedTraining) -> torch.Tensor:
+        training.model.eval()
+        with torch.no_grad():
+            found: torch.Tensor = training.model(batch(9))
+        training.model.train()
+        return found
+
+    def stepped(training: OffloadedTraining, step: int) -> torch.Tensor:
+        torch.manual_seed(step)
+        loss = training.step(batch(step))
+        assert loss is not None
+        return loss
+
+    given: dict[str, Any] = {"memory_budget": 0, "max_norm": 1e-3, "deferred": True}
+    with training_of(copy.deepcopy(model), drive, **given) as training:
+        expected = {}
+        for step in range(4):
+            loss = stepped(training, step)
+            expected[step + 1] = loss, evaluated(training)
+    undone = set()
+    for successful in range(40):
+        with training_of(copy.deepcopy(model), drive, **given) as training:
+            stepped(training, 0)
+            stepped(training, 1)
+            with failing("read", successful, count=1000):
+                try:
+                    evaluated(training)
+                    break
+                except OSError:
+                    training.model.train()
+            assert torch.equal(evaluated(training), expected[training.steps][1])
+            undone.add(training.steps)
+            for step in range(training.steps, 4):
+                assert torch.equal(stepped(training, step), expected[step + 1][0])
+    else:
+        raise AssertionError("reads fail for ever")
+    assert undone == {1, 2}
 
 
 @pytest.mark.parametrize("max_norm", [None, 1e-3])

@@ -104,7 +104,8 @@ class ParameterUses:
         begun_in_forward: Called with each block whose use in a forward has begun.
         begun_in_backward: Called with each block whose use in a backward has begun.
         ended_in_backward: Called with each block whose use in a backward is about to end.
-        failed_between_steps: Called when a forward outside of a step cannot use a block in one of several processes.
+        begins_between_steps: Called before a forward outside of a step uses its first block.
+        failed_between_steps: Called when such a forward cannot use a block, in this process or another.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class ParameterUses:
         begun_in_forward: Callable[[ParameterBlock], None],
         begun_in_backward: Callable[[ParameterBlock], None],
         ended_in_backward: Callable[[ParameterBlock], None],
+        begins_between_steps: Callable[[], None],
         failed_between_steps: Callable[[], None],
     ) -> None:
         self.recording = False
@@ -126,7 +128,7 @@ class ParameterUses:
         self._schedule = schedule
         self._begun_in_forward = begun_in_forward
         self._begun_in_backward, self._ended_in_backward = begun_in_backward, ended_in_backward
-        self._failed_between_steps = failed_between_steps
+        self._begins_between_steps, self._failed_between_steps = begins_between_steps, failed_between_steps
         self._in_use: dict[ParameterBlock, None] = {}  # those in memory for a use
         self._in_forward: list[ParameterBlock] = []
         self._in_backward: dict[ParameterBlock, None] = {}  # the newest last
@@ -295,11 +297,13 @@ class ParameterUses:
         self._call_before_use(block, in_backward=False)
         if computed_again:
             self._end_complete(block)
-        if self.recording or block.ranks is None:  # in a step, where failures are told to the other processes anyway
+        if self.recording:  # in a step, where failures are told to the other processes, and undone
             self._use_in_forward(block, computed_again)
             return
+        if not self._in_forward:
+            self._begins_between_steps()
         try:
-            with block.ranks.reporting_new_failures():
+            with contextlib.nullcontext() if block.ranks is None else block.ranks.reporting_new_failures():
                 self._use_in_forward(block, computed_again)
         except BaseException:
             self._failed_between_steps()
