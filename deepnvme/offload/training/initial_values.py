@@ -244,8 +244,9 @@ class InitialValues:
             cache.create(part)
         block.begin_values()
         to_read = []
+        own_rows = self._own_rows(block)
         for param, value in block.values():
-            if param in self._own_rows(block):
+            if param in own_rows:
                 continue
             if param in self._names:
                 place = _bytes_of(value) if value.is_contiguous() else None

@@ -406,8 +406,9 @@ class TrainingRanks:
                         averages[index] = self._place_of_average(zeros, whole, False)
                 memory = self._memory_to_average(gradients, whole)
                 self._synchronize(Purpose.AVERAGE, number)  # all ranks have the memory
-            for param, gradient, average in zip(params, gradients, averages, strict=True):
-                param.grad = None
+            for index, (param, average) in enumerate(zip(params, averages, strict=True)):
+                gradient = gradients[index]
+                param.grad = gradients[index] = None  # each is freed once it is averaged
                 if gradient is not None and average is not None:
                     self._average(gradient, average, memory, whole)
             return averages

@@ -51,9 +51,12 @@ class BlockLimits:
         states = [[planner.estimate(each) for each in some] for some in sub_groups]
         largest_states = [max(some, default=0) for some in states]
         scratch = max((each.full_gradient_bytes for some in sub_groups for each in some), default=0)
-        # In torch's memory: gradients of a block and the one before, of what is in no block, those converted to float32, and of
-        # the largest parameter twice, for what the other ranks send of its gradient and for what is gathered.
-        self._free = budget - gradients[-1] - 2 * max(gradients[:-1], default=0) - scratch - max(exchanged, default=0)
+        averages = max(stored) if several_ranks else 0
+        # In torch's memory: gradients of a block and the one before, of what is in no block, and those converted to float32. With
+        # other ranks also the averages of a block, and of the largest parameter twice, for what they send of its gradient and for
+        # what is gathered.
+        in_use = gradients[-1] + 2 * max(gradients[:-1], default=0) + scratch
+        self._free = budget - in_use - averages - max(exchanged, default=0)
         one = max((sum(sizes) for sizes in zip(parameters[:-1], stored[:-1], largest_states[:-1], strict=True)), default=0)
         staying = sum(parameters) if parameters_stay else parameters[-1]
         self._least = staying + max(one, stored[-1] + largest_states[-1])
