@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class RankFailed(RuntimeError):
-    """Raised if another process could not make a step, which none has made then."""
+    """Raised if another process has failed in what all do together: a step, which none has made then, or another call."""
 
 
 class Purpose(IntEnum):
@@ -50,6 +50,8 @@ class Purpose(IntEnum):
     """The ranks decide what to do next, or begin a call."""
     GATHER_TO_READ = 7
     """Every rank gets whole parameters, and does not train."""
+    COMPARE = 8
+    """The ranks compare what each was given, in the form of a number."""
 
 
 class _Failure(IntEnum):
@@ -180,8 +182,8 @@ class TrainingRanks:
 
     # -- meetings
 
-    def _synchronize(self, for_what: Purpose, number: int = 0, flags: Sequence[bool] = ()) -> list[list[int]]:
-        """Send a message, and return the flags of all ranks, one row for each. Blocks until all have sent theirs.
+    def _synchronize(self, for_what: Purpose, number: int = 0, values: Sequence[int] = ()) -> list[list[int]]:
+        """Send a message, and return the values in those of all ranks, one row for each. Blocks until all have sent theirs.
 
         Memory for the data that follows has to be there before: the others wait for that data.
 
@@ -190,22 +192,23 @@ class TrainingRanks:
             DrawsDiffer: If its forward drew another number of random numbers than expected.
             RuntimeError: If a rank is about to exchange something else, or is gone.
         """
-        messages = self._exchange_messages(for_what, number, _Failure.NONE, flags)
+        messages = self._exchange_messages(for_what, number, _Failure.NONE, values)
         if any(each[:2] != messages[0][:2] for each in messages):
             self._failure_is_known = True  # to all ranks, which have the same messages
             others = ", ".join(f"rank {rank}: {Purpose(each[0]).name} {each[1]}" for rank, each in enumerate(messages))
             raise RuntimeError(
-                f"the ranks do not use the same blocks in the same order ({others}): each has to run the same modules, and to"
-                " call step(), state_dict(), save() and close(restore=True) when the others do"
+                f"the ranks do not use the same blocks in the same order ({others}): each has to run the same modules, also to"
+                " evaluate, and to call step(), gradient_norm(), undo_step(), state_dict(), save(), load_state_dict() and"
+                " close(restore=True) when the others do"
             )
-        return [each[3 : 3 + len(flags)] for each in messages]
+        return [each[3 : 3 + len(values)] for each in messages]
 
     def _exchange_messages(
-        self, for_what: Purpose, number: int, failure: _Failure, flags: Sequence[bool] = ()
+        self, for_what: Purpose, number: int, failure: _Failure, values: Sequence[int] = ()
     ) -> list[list[int]]:
         length = len(self._message)
-        padding = [0] * (length - 3 - len(flags))
-        self._message[:] = array("i", [for_what, number, failure, *flags, *padding])
+        padding = [0] * (length - 3 - len(values))
+        self._message[:] = array("i", [for_what, number, failure, *values, *padding])
         with defer_interrupts():
             received, sent = (torch.frombuffer(each, dtype=torch.int32) for each in (self._messages, self._message))
             self._all_gather(received, sent)
@@ -228,17 +231,15 @@ class TrainingRanks:
             what: Names that in the error.
         """
         if self.several:
-            messages = self._exchange_messages(Purpose.AGREE, number, _Failure.NONE)
-            if any(each[:2] != messages[0][:2] for each in messages):
+            numbers = self._synchronize(Purpose.COMPARE, values=[number])
+            if any(each != numbers[0] for each in numbers):
                 self._failure_is_known = True
                 raise ValueError(f"{what} are not the same on all ranks")
 
     def raise_failure(self) -> None:
         """Raise RankFailed if a rank has told in the newest exchange that it has failed."""
         if self._failed_rank is not None:
-            raise RankFailed(
-                f"rank {self._failed_rank} failed in this step, and its own error says why: what was begun is undone on all ranks"
-            )
+            raise RankFailed(f"rank {self._failed_rank} failed, and its own error says why")
 
     def _all_gather(self, found: torch.Tensor, given: torch.Tensor) -> None:
         # The function has another name since torch 2.13, which warns of the older one.
@@ -308,7 +309,7 @@ class TrainingRanks:
 
     def all_agree(self, vote: bool) -> bool:
         """Return whether all ranks say yes. Raises like every exchange."""
-        return all(each for (each,) in self._synchronize(Purpose.AGREE, flags=[vote])) if self.several else vote
+        return all(each for (each,) in self._synchronize(Purpose.AGREE, values=[vote])) if self.several else vote
 
     @contextlib.contextmanager
     def _exchanging(self) -> Iterator[None]:

@@ -54,7 +54,7 @@ def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpret
                         except (OSError, KeyboardInterrupt, ArithmeticError) as error:
                             assert rank == unable, error
                         except RankFailed as error:
-                            assert rank != unable and f"rank {unable} failed in this step" in str(error), error
+                            assert rank != unable and f"rank {unable} failed" in str(error), error
                         else:
                             raise AssertionError(f"rank {rank} has made a step that rank {unable} could not make")
                         if handle is not None:
@@ -104,7 +104,12 @@ def test_ranks_that_do_different_things_are_told_so(drive: Path, interpreters: I
         """
         with trained(Model()) as training:
             list(train(training, range(2)))
-            for alone in (lambda: training.save(drive / "alone.pt"), lambda: evaluate(training.model)):
+            state = training.state_dict()
+            for alone in (
+                lambda: training.save(drive / "alone.pt"),
+                lambda: training.load_state_dict(state),
+                lambda: evaluate(training.model),
+            ):
                 try:
                     alone() if rank == 0 else list(train(training, [2]))
                 except RuntimeError as error:
@@ -151,6 +156,32 @@ def test_ranks_that_do_different_things_are_told_so(drive: Path, interpreters: I
     )
 
 
+def test_ranks_of_which_one_compares_and_another_does_not_are_told_so(drive: Path, interpreters: Interpreters) -> None:
+    """What they would compare is not to blame; and two that compare other things are told that."""
+    run(
+        2,
+        """
+        from deepnvme.offload.training.ranks import TrainingRanks
+        together = TrainingRanks(dist.group.WORLD, 1)
+        try:
+            together.check_alike(7, "the names") if rank == 0 else together.all_agree(True)
+        except RuntimeError as error:
+            assert "(rank 0: COMPARE 0, rank 1: AGREE 0)" in str(error), error
+        else:
+            raise AssertionError("alike")
+        together.check_alike(7, "the names")
+        try:
+            together.check_alike(7 + rank, "the names")
+        except ValueError as error:
+            assert "the names are not the same on all ranks" in str(error), error
+        else:
+            raise AssertionError("alike")
+        """,
+        drive=drive,
+        interpreters=interpreters,
+    )
+
+
 def test_a_constructor_that_fails_on_one_rank_or_refuses_options_fails_on_all(drive: Path, interpreters: Interpreters) -> None:
     run(
         2,
@@ -162,8 +193,8 @@ def test_a_constructor_that_fails_on_one_rank_or_refuses_options_fails_on_all(dr
             empty = Model()
         try:
             trained(empty, checkpoint=drive / f"weights{rank}.pt")
-        except (FileNotFoundError if rank == 1 else RankFailed):
-            pass
+        except (FileNotFoundError if rank == 1 else RankFailed) as error:
+            assert rank == 1 or str(error) == "rank 1 failed, and its own error says why", error  # there is no step yet
         else:
             raise AssertionError("made")
         """,
