@@ -34,7 +34,7 @@ class TrainingState:
     Args:
         model: The model.
         trained: Its blocks.
-        options: Has the options of each step in its ``param_groups``.
+        optimizer: Has the options of each step in its ``param_groups``.
         versions: Maps blocks.
         states: The optimizer's states.
         modules: Modules whose parameters come and go.
@@ -45,14 +45,14 @@ class TrainingState:
         self,
         model: nn.Module,
         trained: TrainedModel,
-        options: Optimizer,
+        optimizer: Optimizer,
         versions: BlockVersions,
         states: OffloadedStates,
         modules: Iterable[nn.Module],
         ranks: TrainingRanks,
     ) -> None:
         self._ranks = ranks
-        self._model, self._trained, self._options = model, trained, options
+        self._model, self._trained, self._optimizer = model, trained, optimizer
         self._versions, self._states = versions, states
         self._guarding = True
         self._guards = [
@@ -95,7 +95,7 @@ class TrainingState:
                     values[param] = self._distributed(parameters, param, self._mapped(of, section))
         with self._unguarded():
             model = self._model.state_dict(keep_vars=True)
-        groups = [{**group, "params": [names[each] for each in group["params"]]} for group in self._options.param_groups]
+        groups = [{**group, "params": [names[each] for each in group["params"]]} for group in self._optimizer.param_groups]
         model = {name: values.get(value, value) if isinstance(value, torch.Tensor) else value for name, value in model.items()}
         found: dict[str, Any] = {
             "model": model,
@@ -160,7 +160,7 @@ class TrainingState:
         missing = [name for param, name in names.items() if param.requires_grad and name not in options]
         if missing:
             raise ValueError(f"the optimizer's param_groups do not have {listed(missing, 8)}")
-        groups = self._options.param_groups
+        groups = self._optimizer.param_groups
         before = [dict(group) for group in groups]
         with self._trained.undone_if_it_fails():
             try:
@@ -197,7 +197,7 @@ class TrainingState:
         values = [self._own(block.parameters, model[names[param]], param) for param in block.parameters.params]
         self._trained.uses.begin_change(block.parameters)
         try:
-            block.load(values, names, quantized, found, self._options.param_groups)
+            block.load(values, names, quantized, found, self._optimizer.param_groups)
         finally:
             self._trained.uses.end_change(block.parameters)
 

@@ -69,7 +69,7 @@ Some are read and others written while one is stepped. Where a block of 154 MB o
 for less than two such blocks, reading and writing took turns: a step took 0.84 instead of 0.72 s."""
 
 
-class _Options(Optimizer):
+class _OptimizerOptions(Optimizer):
     """The options of the steps, for schedulers of the learning rate: ``param_groups`` has one group for each block."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -190,7 +190,7 @@ class OffloadedTraining:
             directories = [Path(os.path.abspath(os.fsdecode(each))) for each in paths]
             partition = initial.place(partition)
             modules, params, rest = partition.modules, partition.params, partition.rest
-            self.optimizer = _Options(_grouped([*params, rest], param_groups), defaults)
+            self.optimizer = _OptimizerOptions(_grouped([*params, rest], param_groups), defaults)
             """Has the options of each step in its ``param_groups``: for a scheduler."""
             self._dequantized = ParameterMemory(pool)
             sharing = self._ranks if self._ranks.several else None
