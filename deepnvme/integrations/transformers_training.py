@@ -98,12 +98,12 @@ def offload_training(
     steps = _Steps(training, max_norm)
     accelerator = trainer.accelerator
     accelerator.backward, accelerator.clip_grad_norm_ = steps.backward, steps.clip_grad_norm
-    states = _States(training, options.get("process_group"), trainer.args.output_dir)
+    state = _TrainerState(training, options.get("process_group"), trainer.args)
     if trainer.args.world_size > 1:
         accelerator.prepare_model = functools.partial(_prepare_model, accelerator.prepare_model, trainer.model)
-    trainer.optimizer = _StepsOnTheDrive(training, states)
+    trainer.optimizer = _StepsOnTheDrive(training, state)
     trainer.offloaded_training = training
-    trainer.__class__ = _offloaded(type(trainer), training, steps, states)
+    trainer.__class__ = _offloaded(type(trainer), training, steps, state)
     return training
 
 
@@ -114,7 +114,7 @@ def _prepare_model(prepare: Callable[..., Any], ours: nn.Module, model: nn.Modul
     return prepare(model, *arguments, **options)
 
 
-def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, states: _States) -> type:
+def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, state: _TrainerState) -> type:
     """Return a subclass of a trainer's class, for that trainer."""
 
     class OffloadedTrainer(base):  # type: ignore[misc]
@@ -142,23 +142,23 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, states: _S
             return steps.loss_of(inputs, lambda batch: own(model, batch, num_items_in_batch))
 
         def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
-            with states.whole():
+            with state.gathered():
                 super().save_model(output_dir, _internal_call)
 
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
-            with states.whole():
+            with state.gathered():
                 super()._save_checkpoint(model, trial)
 
         def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
-            with _states_on_the_drive(self.model, training, states):
+            with _states_on_the_drive(self.model, training, state):
                 super()._save(output_dir, state_dict)
 
         def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-            with _states_on_the_drive(self.model, training, states):
+            with _states_on_the_drive(self.model, training, state):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
         def _load_best_model(self) -> None:
-            with _states_on_the_drive(self.model, training, states):
+            with _states_on_the_drive(self.model, training, state):
                 super()._load_best_model()
 
         def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
@@ -169,47 +169,62 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, states: _S
     return OffloadedTrainer
 
 
-class _States:
-    """Returns the state of a training: while it is saved, with whole tensors also in several processes.
+class _TrainerState:
+    """The state of a training, as its trainer saves it: with whole tensors also in several processes.
 
     Args:
         training: The training.
         group: The processes that train together; None for one.
-        directory: Where the state is written while it is saved. All processes share it.
+        arguments: The trainer's: where the state is written while it is saved, in a directory that all processes share, and
+            whether this process saves.
     """
 
-    def __init__(self, training: OffloadedTraining, group: ProcessGroup | None, directory: str) -> None:
-        self._training, self._group, self._directory = training, group, directory
-        self._whole: dict[str, Any] | None = None
+    def __init__(self, training: OffloadedTraining, group: ProcessGroup | None, arguments: Any) -> None:
+        self._training, self._group, self._arguments = training, group, arguments
+        self._gathering = False
+        self._gathered: dict[str, Any] | None = None
 
-    def get(self) -> dict[str, Any]:
-        """Return the state, with tensors mapped from the drive. Raises OSError."""
-        return self._training.state_dict() if self._whole is None else self._whole
+    def current(self) -> dict[str, Any]:
+        """Return the state: the gathered one, if there is one, or else with tensors mapped from the drive. Raises OSError."""
+        return self._training.state_dict() if self._gathered is None else self._gathered
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Have the state's tensors be whole in this context, which all processes enter. They are mapped from a file.
+    def gathered(self) -> Iterator[None]:
+        """Have :meth:`current` return whole tensors in this context, which all processes enter, where this process saves.
+
+        They are mapped from a file. It is removed when no process needs it any more: one on another machine that has mapped it
+        from a network file system could not read it after that.
 
         Raises:
             OSError: From the drive, or the directory.
-            RuntimeError: If another process has failed.
+            RuntimeError: If another process has failed, in this context or entering it.
         """
-        if self._group is None or self._whole is not None or self._training.closed:
+        if self._group is None or self._training.closed:
             yield
             return
-        os.makedirs(self._directory, exist_ok=True)
-        path = os.path.join(self._directory, ".offloaded_training.pt")
-        self._training.save(path)
+        if self._gathering:
+            with self._training.together():  # so that none waits elsewhere, in the trainer's own barrier, for one that failed
+                yield
+            return
+        path = os.path.join(self._arguments.output_dir, ".offloaded_training.pt")
+        self._gathering = True
         try:
-            self._whole = torch.load(path, map_location="cpu", mmap=True)
-            torch.distributed.barrier(self._group)  # all have mapped it
+            with self._training.together():
+                os.makedirs(self._arguments.output_dir, exist_ok=True)
+                try:
+                    with self._training.together():
+                        self._training.save(path)
+                        with self._training.together():
+                            if self._arguments.should_save:
+                                self._gathered = torch.load(path, map_location="cpu", mmap=True)
+                        yield
+                finally:
+                    self._gathered = None
+                    if torch.distributed.get_rank(self._group) == 0:
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(path)
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        try:
-            yield
-        finally:
-            self._whole = None
+            self._gathering = False
 
 
 class _Thread(threading.local):
@@ -283,10 +298,10 @@ class _StepsOnTheDrive(Optimizer):
     _is_accelerate_prepared = True  # it has no gradients to be scaled, and no states to be moved to a device
     step_was_skipped = False
 
-    def __init__(self, training: OffloadedTraining, states: _States) -> None:
+    def __init__(self, training: OffloadedTraining, trainer_state: _TrainerState) -> None:
         super().__init__(training.optimizer.param_groups, training.optimizer.defaults)
         self.param_groups = training.optimizer.param_groups
-        self._training, self._states = training, states
+        self._training, self._trainer_state = training, trainer_state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Make the step whose micro-batches were run. Raises like :meth:`OffloadedTraining.step`."""
@@ -294,7 +309,7 @@ class _StepsOnTheDrive(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states and options, with tensors mapped from the drive. Raises OSError."""
-        training_state = self._states.get()
+        training_state = self._trainer_state.current()
         state = training_state["optimizer"]
         index_of = {name: index for index, name in enumerate(_names(state))}
         norm = {name: training_state[name] for name in (_NORM,) if name in training_state}  # no optimizer minds it
@@ -327,12 +342,12 @@ def _names(optimizer_state: Mapping[str, Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _states_on_the_drive(model: nn.Module, training: OffloadedTraining, states: _States) -> Iterator[None]:
+def _states_on_the_drive(model: nn.Module, training: OffloadedTraining, state: _TrainerState) -> Iterator[None]:
     """Have ``state_dict`` and ``load_state_dict`` of the model be of what is on the drive, unless the training is closed."""
     if training.closed:
         yield
         return
-    now = states.get()
+    now = state.current()
     now = {**now, "model": dict(now["model"])}
     params = dict(model.named_parameters(remove_duplicate=False))
 

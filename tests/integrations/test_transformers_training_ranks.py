@@ -92,3 +92,69 @@ def test_a_trainer_in_several_processes_learns_as_with_ddp(
         drive,
         interpreters,
     )
+
+
+def test_what_one_process_cannot_save_is_an_error_of_all(drive: Path, tmp_path: Path, interpreters: Interpreters) -> None:
+    """None waits for the other, and what is saved next is whole."""
+    pytest.importorskip("transformers")
+    run_ranks(
+        2,
+        f"""
+        tmp_path = Path({str(tmp_path)!r})
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        warnings.simplefilter("ignore")
+        from unittest import mock
+        from deepnvme.offload.training.ranks import RankFailed
+        from tests.integrations.test_transformers_training import offload, trainer_of, transformers
+
+        trainer = trainer_of(tmp_path / "trained", kind="gpt2 without dropout", ddp_backend="gloo", max_steps=1)
+        training = offload(trainer, drive)
+        trainer.train()
+        trainer.state.best_global_step = 1  # so that a checkpoint has a barrier of the trainer's
+        save, checkpoint = lambda: trainer.save_model(tmp_path / "saved"), lambda: trainer._save_checkpoint(trainer.model, None)
+
+        def left():
+            # once both are done
+            dist.barrier()
+            found = list((tmp_path / "trained").glob(".*"))
+            dist.barrier()
+            return found
+
+        class AsAsked(OSError):
+            pass
+
+        for unable, owner, what, call in (
+            (1, os, "makedirs", save),
+            (0, torch, "load", save),
+            (0, transformers.Trainer, "_save", save),
+            (0, transformers.Trainer, "_save", checkpoint),
+            (0, transformers.Trainer, "_save_optimizer_and_scheduler", checkpoint),
+            (0, os, "unlink", save),
+        ):
+            print(unable, what, file=sys.stderr)  # of the failure
+            fails = rank == unable
+            with mock.patch.object(owner, what, side_effect=AsAsked) if fails else contextlib.nullcontext():
+                try:
+                    call()
+                except AsAsked:
+                    assert fails
+                except RankFailed as error:
+                    assert not fails and f"rank {{unable}} failed" in str(error), error
+                else:
+                    raise AssertionError(f"rank {{rank}} has saved what rank {{unable}} could not")
+            assert what == "unlink" or not left()
+
+        # A process that does not save maps nothing.
+        with mock.patch.object(torch, "load", wraps=torch.load) as load:
+            save()
+        assert load.call_count == (rank == 0)
+        assert not left()
+        whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+        for name, value in training.state_dict()["model"].items():
+            assert torch.equal(value.full_tensor() if hasattr(value, "to_local") else value, whole[name]), name
+        training.close()
+        """,
+        drive,
+        interpreters,
+    )

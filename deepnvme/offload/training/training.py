@@ -506,6 +506,25 @@ class OffloadedTraining:
         self._check_usable()
         self._trained.check_between_steps()
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Wait until all processes are in this context, and at its end until all are done; if one fails in it, all do.
+
+        For what the processes do beside the training, such as writing a file and reading it. Nothing with one process.
+
+        >>> with training.together():
+        ...     if torch.distributed.get_rank() == 0:
+        ...         write_report()
+
+        Raises:
+            RuntimeError: If another process has failed, does not make the same calls, or is gone; after :meth:`close`; in a
+                forked child.
+        """
+        self._check_usable()
+        with self._ranks.calling_together():
+            yield
+            self._ranks.all_agree(True)
+
     # -- states
 
     def state_dict(self) -> dict[str, Any]:
@@ -538,7 +557,7 @@ class OffloadedTraining:
             RuntimeError: Within a step.
             OSError: From the drive. An earlier file is as it was.
         """
-        with self._ranks.calling_together():
+        with self.together():  # what is done next is no exchange that could tell of a failure
             state = self.state_dict()
         save(state, path, group=self._ranks.group)
 
