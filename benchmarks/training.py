@@ -272,7 +272,10 @@ def loss_differs(ours: Counts, theirs: Counts) -> float:
 
 def compare_micro_batches(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
     """Each block computes all micro-batches in turn, or each micro-batch goes through all blocks."""
-    shape = dataclasses.replace(settings.drive_bound, sequences=MICRO_BATCHES * settings.drive_bound.sequences)
+    # Together as many tokens as where there is one micro-batch: four times as many would be bound by computing on few cores.
+    whole = settings.drive_bound
+    tokens = max(whole.tokens // MICRO_BATCHES, 1)
+    shape = dataclasses.replace(whole, sequences=MICRO_BATCHES * whole.sequences, tokens=tokens)
     title = f"{MICRO_BATCHES} micro-batches, drive-bound: {size_of(shape)}"
 
     def start(accumulation: str) -> contextlib.AbstractContextManager[WorkerProcess]:

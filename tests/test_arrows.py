@@ -31,10 +31,12 @@ ENGINE = BASE | {"engine", "config", "drives", "profiles"}
 TRANSFER = ENGINE | {"memory", "transfer"}
 STORE = TRANSFER | {"store"}
 CHECKPOINT = TRANSFER | {"checkpoint", "checkpoint.formats"}
-TABLES = STORE | CHECKPOINT
 STREAMING = STORE | CHECKPOINT | {"quantization"}
 TABLES = STORE | CHECKPOINT  # of weights that are in a checkpoint
-INTEGRATIONS = STREAMING | {"tables", "streaming", "streaming.weights", "streaming.kv", "offload"}
+ACTIVATIONS = STORE | {"offload.pinned_arena"}
+BLOCKS = ACTIVATIONS | {"quantization", "offload.activations", "offload.optimizer", "offload.training.ranks"}
+OFFLOAD = {"offload", "offload.activations", "offload.optimizer", "offload.tiles", "offload.training"}
+INTEGRATIONS = STREAMING | OFFLOAD | {"tables", "streaming", "streaming.weights", "streaming.kv"}
 DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
 MEASURE = ENGINE | DEEPSPEED | {"memory", "report", "tune.sizes"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -47,8 +49,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transfer": TRANSFER,
     "store": STORE,
     "quantization": ENGINE | {"memory"},
-    "offload": STORE | CHECKPOINT | {"quantization"},  # a training may begin with the weights of a checkpoint
     "tables": TABLES,
+    "offload.pinned_arena": STORE,
+    "offload.optimizer": STORE,
+    "offload.activations": ACTIVATIONS,
+    "offload.tiles": BASE | {"memory"},
+    "offload.training.forward_random_numbers": set(),
+    "offload.training.ranks": BASE
+    | {"memory", "offload.activations", "offload.optimizer", "offload.training.forward_random_numbers"},
+    "offload.training.blocks": BLOCKS,
+    "offload.training": CHECKPOINT  # a training may begin with the weights of a checkpoint
+    | BLOCKS
+    | {"offload.tiles", "offload.training.blocks", "offload.training.forward_random_numbers"},
+    "offload": OFFLOAD - {"offload"},
     "checkpoint.formats": TRANSFER,
     "checkpoint": CHECKPOINT,
     "checkpoint.dcp": CHECKPOINT,

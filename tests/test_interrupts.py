@@ -20,8 +20,8 @@ import torch
 
 from deepnvme import _interrupts as interrupts
 from deepnvme._interrupts import defer_interrupts
-from deepnvme.offload import params as ranks
-from deepnvme.offload import step as step_module
+from deepnvme.offload.optimizer import params as ranks
+from deepnvme.offload.optimizer import step as step_module
 from tests.faults.torture.interruption import Interruption, all_but
 
 from .support.interpreters import Interpreters

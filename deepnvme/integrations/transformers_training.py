@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,15 +28,19 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from deepnvme.offload import OffloadedTraining
-from deepnvme.offload.partition import ELEMENTWISE
+from deepnvme.offload.optimizer.partition import ELEMENTWISE
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from deepnvme.profiles import AnyPath
 
 _OVERRIDDEN = {
     "train": (),
     "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
     "training_step": ("model", "inputs", "num_items_in_batch"),
+    "save_model": ("output_dir", "_internal_call"),
+    "_save_checkpoint": ("model", "trial"),
     "_save": ("output_dir", "state_dict"),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_load_best_model": (),
@@ -56,7 +61,8 @@ def offload_training(
     in memory again after ``close(restore=True)`` of what is returned; the trainer cannot train any more then.
 
     Args:
-        trainer: That has not trained yet, on the CPU, in one process.
+        trainer: That has not trained yet, on the CPU. In several processes, as of ``torchrun``, each has a shard of the model on
+            its drive, and takes the place of ``DistributedDataParallel``: all have to call this, and what trains and saves.
         nvme_path: As of :class:`deepnvme.offload.OffloadedTraining`.
         blocks: As of :class:`deepnvme.offload.OffloadedTraining`.
         **options: Others of :class:`deepnvme.offload.OffloadedTraining`: ``memory_budget``, ``activations``, ... The
@@ -74,6 +80,9 @@ def offload_training(
     """
     _check_version()
     _check(trainer)
+    if trainer.args.world_size > 1:
+        options.setdefault("process_group", torch.distributed.group.WORLD)
+    _check_group(options.get("process_group"), trainer.args.world_size)
     optimizer_class, optimizer_options, param_groups = _optimizer_of(trainer)
     max_norm = trainer.args.max_grad_norm if trainer.args.max_grad_norm > 0 else None
     training = OffloadedTraining(
@@ -87,18 +96,32 @@ def offload_training(
         **options,
     )
     steps = _Steps(training, max_norm)
-    trainer.accelerator.backward, trainer.accelerator.clip_grad_norm_ = steps.backward, steps.clip_grad_norm
-    trainer.optimizer = _StepsOnTheDrive(training)
+    accelerator = trainer.accelerator
+    accelerator.backward, accelerator.clip_grad_norm_ = steps.backward, steps.clip_grad_norm
+    state = _TrainerState(training, options.get("process_group"), trainer.args)
+    if trainer.args.world_size > 1:
+        accelerator.prepare_model = functools.partial(_prepare_model, accelerator.prepare_model, trainer.model)
+    trainer.optimizer = _StepsOnTheDrive(training, state)
     trainer.offloaded_training = training
-    trainer.__class__ = _offloaded(type(trainer), training, steps)
+    trainer.__class__ = _offloaded(type(trainer), training, steps, state)
     return training
 
 
-def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps) -> type:
+def _prepare_model(prepare: Callable[..., Any], ours: nn.Module, model: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """Replace ``accelerator.prepare_model``: the training averages gradients, and not ``DistributedDataParallel``."""
+    if model is ours:  # whose parameters are not to be moved to "cpu:0" either, which makes copies
+        return prepare(model, device_placement=False, evaluation_mode=True)
+    return prepare(model, *arguments, **options)
+
+
+def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, state: _TrainerState) -> type:
     """Return a subclass of a trainer's class, for that trainer."""
 
     class OffloadedTrainer(base):  # type: ignore[misc]
+        """The trainer, with its batches run by the training, and states that are on the drive."""
+
         def train(self, *arguments: Any, **options: Any) -> Any:
+            """Train as the trainer does. After an exception the model is as after the last completed step."""
             try:
                 return super().train(*arguments, **options)
             except BaseException:
@@ -108,24 +131,34 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps) -> type:
                 raise
 
         def get_batch_samples(self, epoch_iterator: Any, num_batches: Any, device: Any) -> Any:
+            """Return the batches of the next step, and have the training know them."""
             batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
             steps.begin(batches)
             return batches, num_items_in_batch
 
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            """Return the loss of a batch. The first call of a step runs all of its batches. Raises OSError."""
             own = super().training_step
             return steps.loss_of(inputs, lambda batch: own(model, batch, num_items_in_batch))
 
+        def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+            with state.gathered():
+                super().save_model(output_dir, _internal_call)
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            with state.gathered():
+                super()._save_checkpoint(model, trial)
+
         def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
-            with _states_on_the_drive(self.model, training):
+            with _states_on_the_drive(self.model, training, state):
                 super()._save(output_dir, state_dict)
 
         def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-            with _states_on_the_drive(self.model, training):
+            with _states_on_the_drive(self.model, training, state):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
         def _load_best_model(self) -> None:
-            with _states_on_the_drive(self.model, training):
+            with _states_on_the_drive(self.model, training, state):
                 super()._load_best_model()
 
         def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
@@ -134,6 +167,64 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps) -> type:
 
     OffloadedTrainer.__name__ = OffloadedTrainer.__qualname__ = base.__name__
     return OffloadedTrainer
+
+
+class _TrainerState:
+    """The state of a training, as its trainer saves it: with whole tensors also in several processes.
+
+    Args:
+        training: The training.
+        group: The processes that train together; None for one.
+        arguments: The trainer's: where the state is written while it is saved, in a directory that all processes share, and
+            whether this process saves.
+    """
+
+    def __init__(self, training: OffloadedTraining, group: ProcessGroup | None, arguments: Any) -> None:
+        self._training, self._group, self._arguments = training, group, arguments
+        self._gathering = False
+        self._gathered: dict[str, Any] | None = None
+
+    def current(self) -> dict[str, Any]:
+        """Return the state: the gathered one, if there is one, or else with tensors mapped from the drive. Raises OSError."""
+        return self._training.state_dict() if self._gathered is None else self._gathered
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have :meth:`current` return whole tensors in this context, which all processes enter, where this process saves.
+
+        They are mapped from a file. It is removed when no process needs it any more: one on another machine that has mapped it
+        from a network file system could not read it after that.
+
+        Raises:
+            OSError: From the drive, or the directory.
+            RuntimeError: If another process has failed, in this context or entering it.
+        """
+        if self._group is None or self._training.closed:
+            yield
+            return
+        if self._gathering:
+            with self._training.together():  # so that none waits elsewhere, in the trainer's own barrier, for one that failed
+                yield
+            return
+        path = os.path.join(self._arguments.output_dir, ".offloaded_training.pt")
+        self._gathering = True
+        try:
+            with self._training.together():
+                os.makedirs(self._arguments.output_dir, exist_ok=True)
+                try:
+                    with self._training.together():
+                        self._training.save(path)
+                        with self._training.together():
+                            if self._arguments.should_save:
+                                self._gathered = torch.load(path, map_location="cpu", mmap=True)
+                        yield
+                finally:
+                    self._gathered = None
+                    if torch.distributed.get_rank(self._group) == 0:
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(path)
+        finally:
+            self._gathering = False
 
 
 class _Thread(threading.local):
@@ -207,10 +298,10 @@ class _StepsOnTheDrive(Optimizer):
     _is_accelerate_prepared = True  # it has no gradients to be scaled, and no states to be moved to a device
     step_was_skipped = False
 
-    def __init__(self, training: OffloadedTraining) -> None:
+    def __init__(self, training: OffloadedTraining, trainer_state: _TrainerState) -> None:
         super().__init__(training.optimizer.param_groups, training.optimizer.defaults)
         self.param_groups = training.optimizer.param_groups
-        self._training = training
+        self._training, self._trainer_state = training, trainer_state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Make the step whose micro-batches were run. Raises like :meth:`OffloadedTraining.step`."""
@@ -218,7 +309,7 @@ class _StepsOnTheDrive(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states and options, with tensors mapped from the drive. Raises OSError."""
-        training_state = self._training.state_dict()
+        training_state = self._trainer_state.current()
         state = training_state["optimizer"]
         index_of = {name: index for index, name in enumerate(_names(state))}
         norm = {name: training_state[name] for name in (_NORM,) if name in training_state}  # no optimizer minds it
@@ -251,12 +342,13 @@ def _names(optimizer_state: Mapping[str, Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _states_on_the_drive(model: nn.Module, training: OffloadedTraining) -> Iterator[None]:
+def _states_on_the_drive(model: nn.Module, training: OffloadedTraining, state: _TrainerState) -> Iterator[None]:
     """Have ``state_dict`` and ``load_state_dict`` of the model be of what is on the drive, unless the training is closed."""
     if training.closed:
         yield
         return
-    now = training.state_dict()
+    now = state.current()
+    now = {**now, "model": dict(now["model"])}
     params = dict(model.named_parameters(remove_duplicate=False))
 
     def load(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
@@ -324,7 +416,6 @@ def _check(trainer: Any) -> None:
     refused = {
         "fp16: use bf16": arguments.fp16,
         f"the model on {arguments.device}: set use_cpu=True": arguments.device.type != "cpu",
-        "several processes": arguments.world_size > 1,
         "DeepSpeed and FSDP": trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
         "torch_compile": arguments.torch_compile,
         "fp16_full_eval and bf16_full_eval": arguments.fp16_full_eval or arguments.bf16_full_eval,
@@ -334,3 +425,13 @@ def _check(trainer: Any) -> None:
     for what, is_so in refused.items():
         if is_so:
             raise ValueError(f"training cannot be offloaded with {what}")
+
+
+def _check_group(group: ProcessGroup | None, world_size: int) -> None:
+    """Raise ValueError if a group cannot train with a trainer that divides its batches over so many processes."""
+    count = 1 if group is None else torch.distributed.get_world_size(group)
+    if count != world_size:
+        raise ValueError(
+            f"the process_group has {count} processes, and the trainer divides its batches over {world_size}: start all of them"
+            " by torchrun, with TrainingArguments(use_cpu=True), and leave process_group out"
+        )

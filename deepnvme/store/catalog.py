@@ -170,11 +170,13 @@ class Catalog:
             operation: The put.
             failures: Each error, with the entries whose transfers failed with it.
         """
+        if not failures and not self._persist:
+            return
         failed: dict[CatalogEntry, OSError] = {entry: error for error, subjects in reversed(failures) for entry in subjects}
         subjects: Sequence[CatalogEntry] = operation.subjects
         entries = [entry for entry in subjects if entry.put is operation and entry is self.entries.get(entry.name)]
         if not self._persist:
-            for entry in entries if failed else ():
+            for entry in entries:
                 entry.damage = failed.get(entry)
             return
         with self.space:

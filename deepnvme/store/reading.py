@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -121,7 +121,8 @@ class SharedBuffer:
         return base.as_strided(shape, _strides(shape), start + offset // dtype.itemsize)
 
 
-@functools.lru_cache(maxsize=1024)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
+    # To ask a tensor on the meta device takes longer than making the view, and ten thousand tensors may have as many shapes.
+    strides = itertools.accumulate(reversed(shape[1:]), lambda stride, size: stride * max(size, 1), initial=1)
+    return tuple(strides)[::-1] if shape else ()

@@ -24,6 +24,8 @@ from .futures import Operation
 
 _zero_page = ctypes.create_string_buffer(ALIGNMENT)
 _ZEROS = ctypes.addressof(_zero_page)
+_BATCH = 1024
+"""Tensors that are prepared at a time. The drive writes them while the next ones are prepared: it need not wait for all."""
 
 
 class _Columns(NamedTuple):
@@ -84,24 +86,27 @@ class Writing:
                 for part, piece in split_tensor(parts, tensor) if len(parts) > 1 else ():
                     self._write([piece], [part], [(subject,)])
         whole.sort(key=places.__getitem__)
-        extents = [places[index][0] for index in whole]
-        columns = _Columns(
-            extents,
-            [tensors[index] for index in whole],
-            [subjects[index] for index in whole],
-            [addresses[index] for index in whole],
-            [nbytes for _, _, nbytes in extents],
-        )
-        small = self._write_large(columns)
-        # It does not wait for the pool: other threads that hold buffers may be waiting for this one.
-        lengths = [-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in small.sizes]  # padded(), without a call for each
-        ring = ChunkRing(self._pool, min(CHUNK, sum(lengths)), wait=False)
+        ring: ChunkRing | None = None
         try:
-            self._gather(small, lengths, ring)
-            ring.release()
-        except BaseException:
-            ring.release()
-            raise
+            for first in range(0, len(whole), _BATCH):
+                batch = whole[first : first + _BATCH]
+                extents = [places[index][0] for index in batch]
+                columns = _Columns(
+                    extents,
+                    [tensors[index] for index in batch],
+                    [subjects[index] for index in batch],
+                    [addresses[index] for index in batch],
+                    [nbytes for _, _, nbytes in extents],
+                )
+                small = self._write_large(columns)
+                lengths = [-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in small.sizes]  # padded(), without a call for each
+                if ring is None:
+                    # It does not wait for the pool: other threads that hold buffers may be waiting for this one.
+                    ring = ChunkRing(self._pool, min(CHUNK, sum(lengths)) if len(whole) <= _BATCH else CHUNK, wait=False)
+                self._gather(small, lengths, ring)
+        finally:
+            if ring is not None:
+                ring.release()
 
     def _write(
         self, tensors: Sequence[torch.Tensor], parts: Sequence[TensorPart], subjects: Iterable[Sequence[Any]]

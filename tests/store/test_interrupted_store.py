@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import gc
 import itertools
 import mmap
@@ -18,14 +19,23 @@ import pytest
 import torch
 
 import deepnvme
+from deepnvme.memory.tensor_bytes import copy_many
+from deepnvme.store import writing
 from deepnvme.swap import BufferPool, TensorStore
 
 from ..faults.torture.interruption import Interruption
+from ..support.engines import FailedTransfer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 Tensors = dict[str, torch.Tensor]
 COUNT = 12
+
+
+@pytest.fixture(autouse=True)
+def several_parts_of_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one is being written when the next is prepared."""
+    monkeypatch.setattr(writing, "_BATCH", 4)
 
 
 def tensors(seed: int, count: int = COUNT) -> Tensors:
@@ -168,6 +178,48 @@ def test_a_put_and_a_commit(world: World, tries: int) -> None:
             world.reopened(old, new)
         del error
         assert world.pool.in_use == 0
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("when", ["prepared", "written"])
+def test_a_put_whose_second_part_cannot_be_written(
+    world: World, error: type[BaseException], when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first part is under way then, and is undone with it. An error of the drive damages only the tensors that it names."""
+    write = world.engine.write
+    prepared = 0
+
+    def failing_prepare(*arguments: Any) -> None:
+        nonlocal prepared
+        prepared += 1
+        if prepared == 2 and when == "prepared":
+            raise error(errno.EIO, "as asked for")
+        copy_many(*arguments)
+
+    def failing_write(*arguments: Any) -> Any:
+        if prepared < 2:
+            return write(*arguments)
+        if error is OSError:
+            return FailedTransfer(OSError(errno.EIO, "as asked for"))
+        raise error
+
+    old, new = world.state, world.next_state()
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "copy_many", failing_prepare)
+        if when == "written":
+            patched.setattr(world.engine, "write", failing_write)
+        with pytest.raises(error):
+            world.store.put_many(new).result()
+    assert prepared >= 2
+    if world.persist and error is OSError and when == "written":
+        found = held(world.store)
+        replaced = [name for name, tensor in found.items() if torch.equal(tensor, new[name])]
+        assert 4 <= len(replaced) < len(new)
+        assert same(found, {**old, **{name: new[name] for name in replaced}})
+        world.put_anew()
+    else:
+        world.check(old, new)
+    assert world.pool.in_use == 0
 
 
 @pytest.mark.parametrize("tries", [15])

@@ -227,6 +227,36 @@ def test_many_small_tensors_are_few_requests(store, engine):
     assert engine.stats().requests - written <= 4
 
 
+@pytest.mark.parametrize("adjacent", [True, False], ids=["one memory", "a memory each"])
+def test_thousands_go_out_in_few_requests_and_in_order(store, engine, adjacent):
+    whole = numbered(3000 * ALIGNMENT)
+    rows = [row if adjacent else row.clone() for row in whole.view(3000, ALIGNMENT)]
+    rows[2999] = rows[2999][:17]
+    before = engine.stats().requests
+    store.put_many({str(index): row for index, row in enumerate(rows)}).result()
+    assert engine.stats().requests - before <= 4
+    got = store.get_many(map(str, range(3000))).result()
+    assert torch.equal(torch.cat(list(got.values())), torch.cat(rows))
+
+
+def test_thousands_go_out_of_less_memory_than_they_take(drive, engine):
+    pool = BufferPool(5 * MIB)
+    tensors = {str(seed): numbered(4000 + seed, seed) for seed in range(2500)}
+    with TensorStore(drive / "store", engine=engine, pool=pool) as store:
+        store.put_many(tensors).result()
+        got = store.get_many(tensors).result()
+        assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+    assert pool.in_use == 0
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1, 1), (3, 4, 5), (6, 1, 2, 1)], ids=str)
+def test_what_is_read_together_has_the_strides_of_a_new_tensor(store, shape):
+    tensor = torch.ones(shape, dtype=torch.float16)
+    store.put_many({"a": tensor, "b": tensor}).result()
+    for found in store.get_many(["a", "b"]).result().values():
+        assert (found.shape, found.stride(), found.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+
+
 def test_small_ones_with_gaps_and_large_ones_between_come_back(striped):
     sizes = [1 + index * 7919 % 90_000 if index % 20 else 300_000 * (1 + index // 20 % 4) for index in range(300)]
     sizes[7] = 5 * MIB

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepnvme.offload import save_on_disk
-from deepnvme.offload.activation_store import ActivationStore
+from deepnvme.offload.activations.store import ActivationStore
 
 from .training import same_bits
 

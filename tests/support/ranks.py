@@ -19,6 +19,7 @@ torch.set_num_threads(1)
 warnings.filterwarnings("ignore", "the drive sets the pace")
 drive = Path({drive!r})
 ranks = {count}
+{before_fork}
 rank, others = 0, []
 for number in range(1, ranks):
     child = os.fork()
@@ -56,11 +57,15 @@ os._exit(0)
 """
 
 
-def run_ranks(count: int, program: str, drive: Path, interpreters: Interpreters) -> None:
-    """Run ``program`` as each of ``count`` ranks, which has ``rank``, ``ranks`` and ``drive``."""
+def run_ranks(count: int, program: str, drive: Path, interpreters: Interpreters, before_fork: str = "") -> None:
+    """Run ``program`` as each of ``count`` ranks, which has ``rank``, ``ranks`` and ``drive``.
+
+    ``before_fork`` is run once, and its modules are there in all ranks.
+    """
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo")
     opening = OPENING.replace("{drive!r}", repr(str(drive))).replace("{count}", str(count))
+    opening = opening.replace("{before_fork}", before_fork)
     interpreters.run(opening + textwrap.indent(textwrap.dedent(program), "    ") + CLOSING, timeout=200).check()

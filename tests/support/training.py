@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 import deepnvme
-from deepnvme.offload.sub_group import MASTER
+from deepnvme.offload.optimizer.sub_group import MASTER
 
 ADAM: dict[str, Any] = {"lr": 1e-2, "fused": True}
 SHAPES = ((41, 300), (7,), (), (0,), (3, 5, 2, 2), (1,), (513,))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import deepnvme
-from deepnvme.offload.sub_group import MASTER
+from deepnvme.offload.optimizer.sub_group import MASTER
 from deepnvme.swap import BufferPool
 
 from ....support.training import Lion, assert_same, assert_same_state, backward, copied, optimizer_in, parameters, same_bits

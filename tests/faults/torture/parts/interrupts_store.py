@@ -7,10 +7,12 @@ import random as random_module
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import deepnvme
+from deepnvme.store import writing
 from deepnvme.swap import BufferPool, TensorStore
 
 from .. import Leaked, Wrong
@@ -27,7 +29,8 @@ Tensors = dict[str, torch.Tensor]
 def attack(random: random_module.Random, directory: Path) -> None:
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None  # interrupts within finalizers, which are lost
     try:
-        _attack(random, directory)
+        with mock.patch.object(writing, "_BATCH", random.choice([4, 1024])):  # a put in several parts, or in one
+            _attack(random, directory)
     finally:
         sys.unraisablehook = before
 

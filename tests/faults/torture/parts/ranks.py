@@ -195,6 +195,6 @@ class _Stepping:
                 raise Wrong(f"after a step that {'succeeded' if new else 'failed'} the weights are others than in memory")
 
     def check_error(self, error: BaseException | None, here: bool, failing: int) -> None:
-        told = isinstance(error, RuntimeError) and f"rank {failing} failed in this step" in str(error)
+        told = isinstance(error, RuntimeError) and f"rank {failing} failed" in str(error)
         if not (_is_named(error) if here else told):
             raise Wrong(f"rank {failing} had a full drive, raised was {error!r}") from error

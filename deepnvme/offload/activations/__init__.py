@@ -1,0 +1,7 @@
+"""Tensors that autograd saves for the backward, in memory as far as a budget allows, otherwise on a drive."""
+
+from .checkpointing import checkpoint_on_disk
+from .report import ActivationReport
+from .saving import save_on_disk
+
+__all__ = ["ActivationReport", "checkpoint_on_disk", "save_on_disk"]

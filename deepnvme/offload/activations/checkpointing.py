@@ -1,0 +1,137 @@
+"""Activation checkpointing of modules whose inputs are saved on a drive."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from .buffer_copies import BufferCopies
+from .saving import save_on_disk
+
+if TYPE_CHECKING:
+    from deepnvme.profiles import AnyPath
+
+
+def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | save_on_disk, **options: Any) -> nn.Module:
+    """Have a module save only its inputs for the backward, on a drive, and compute the rest again: activation checkpointing.
+
+    >>> for block in model.blocks:
+    ...     deepnvme.offload.checkpoint_on_disk(block, "/mnt/nvme/activations", memory_budget=1 << 30)
+
+    The module's ``forward`` then runs by ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` under
+    :class:`save_on_disk`, if gradients are enabled. Random numbers, as of dropout, are the same when it is computed again, and
+    buffers, such as the statistics of a BatchNorm, are changed once.
+
+    Args:
+        module: Changed in place: it gets a ``forward`` of its own. Its parameters keep their names. If it was changed by this
+            function before, only the directories and options are replaced.
+        path: Directories; or a :class:`save_on_disk`, which several modules may share.
+        **options: Those of :class:`save_on_disk`, if a path is given.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: If options are given along with a :class:`save_on_disk`.
+    """
+    if isinstance(path, save_on_disk) and options:
+        raise TypeError(f"a save_on_disk has its options already: {', '.join(options)} cannot be given with it")
+    saver = path if isinstance(path, save_on_disk) else save_on_disk(path, **options)
+    _checkpoint(module, saver)
+    return module
+
+
+def recompute_on_backward(module: nn.Module) -> None:
+    """Have a module save only its inputs, where other modules save theirs, and compute the rest again."""
+    _checkpoint(module, None)
+
+
+def keep_for_backward(module: nn.Module) -> None:
+    """Give a module back the forward that it had before it was checkpointed."""
+    checkpointed: CheckpointedForward = vars(module).pop("forward")
+    if checkpointed.own is not None:
+        module.forward = checkpointed.own
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether one of the functions here has changed a module."""
+    return isinstance(vars(module).get("forward"), CheckpointedForward)
+
+
+def _checkpoint(module: nn.Module, saver: save_on_disk | None) -> None:
+    before = vars(module).get("forward")
+    own = before.own if isinstance(before, CheckpointedForward) else before
+    module.forward = CheckpointedForward(module, own, saver)
+
+
+class CheckpointedForward:
+    """The ``forward`` of a module, checkpointed.
+
+    An object, not a function: a deep copy of the module gets one for its own weights.
+
+    Args:
+        module: The module. Not kept alive.
+        own: The ``forward`` that the module had as its attribute; None for that of its class.
+        saver: Where the inputs go; None for where those of other modules do.
+    """
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, saver: save_on_disk | None) -> None:
+        self.own = own
+        self._module, self._saver = weakref.ref(module), saver
+        self._before_recomputing: Callable[[], None] | None = None
+        self.__signature__ = inspect.signature(self._forward())  # transformers' Trainer chooses a dataset's columns by it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._forward()
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # torch's checkpoint saves only tensors that are arguments themselves, and takes some keywords for its own.
+        leaves, spec = tree_flatten((args, kwargs))
+
+        def compute(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, spec)
+            if torch._C._current_graph_task_id() < 0:
+                return forward(*args, **kwargs)
+            if self._before_recomputing is not None:
+                self._before_recomputing()
+            buffers = BufferCopies(self.module)
+            buffers.take()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                buffers.put_back()  # what a forward changes in them was changed by the first one
+
+        with contextlib.nullcontext() if self._saver is None else self._saver:
+            return checkpoint(compute, *leaves, use_reentrant=False)
+
+    def call_before_recomputing(self, function: Callable[[], None] | None) -> None:
+        """Have a function called in each backward before the forward is computed again, for which hooks of modules are not."""
+        self._before_recomputing = function
+
+    def _forward(self) -> Callable[..., Any]:
+        if self.own is not None:
+            return self.own
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return forward
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, whose attribute this is."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:
+        return CheckpointedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.own, memo), self._saver)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CheckpointedForward, (self.module, self.own, self._saver)

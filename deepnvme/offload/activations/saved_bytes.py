@@ -1,0 +1,257 @@
+"""Bytes of a storage that autograd has saved: a block with its memory, and how it is read and written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from deepnvme._interrupts import defer_interrupts
+from deepnvme.memory.alignment import padded
+from deepnvme.memory.host import give_pages, huge_pages
+from deepnvme.memory.lease import Transfer
+from deepnvme.memory.pool import OutOfBuffers
+from deepnvme.memory.tensor_bytes import flat_bytes
+from deepnvme.offload.pinned_arena import PinnedArena
+from deepnvme.store.futures import StoreFuture, StoreTransfer
+from deepnvme.store.tensor_store import TensorStore
+from deepnvme.transfer.block import Block, Memory
+from deepnvme.transfer.block_memory import OwnMemory
+
+from .saved_tensor import StorageReference, version_of
+
+_MOST_PINNED = 2 << 30
+"""Bytes to read into, at most: enough for some tensors of any size, and pinned in less than a second."""
+
+
+class SavedBytes(Block):
+    """Bytes of a storage, as they were when autograd saved a tensor over them.
+
+    Args:
+        number: Number of storages saved before: identifies the bytes, in the store as well.
+        storage: The storage.
+        span: First byte and end.
+        versioned: The tensor whose version counter tells of changes.
+    """
+
+    __slots__ = (
+        "_computed", "_probe", "begin", "device", "key", "number", "read_back_version", "source", "storage_reference", "tensors",
+        "unpack_count", "version",
+    )  # fmt: skip
+
+    def __init__(
+        self, number: int, storage: torch.UntypedStorage, span: tuple[int, int], versioned: torch.Tensor
+    ) -> None:
+        super().__init__(str(number), span[1] - span[0])
+        source = flat_bytes(storage)[span[0] : span[1]]
+        # A part would keep all of its storage in memory.
+        self.source: torch.Tensor | None = source if source.nbytes == storage.nbytes() else source.clone()
+        """The bytes, until the block has them as its memory."""
+        self.begin = span[0]
+        """Where they begin in the storage that ``storage_reference`` refers to."""
+        self.storage_reference = StorageReference(storage)
+        """The storage that was saved, or the one that the bytes were read into last."""
+        self.key = (storage._cdata, *span)
+        self.number = number
+        self.device = storage.device
+        """Where the bytes are used."""
+        self.tensors: set[object] = set()
+        """Weak references to the saved tensors over these bytes that autograd has."""
+        self.unpack_count = 0
+        """Number of these that autograd has asked for since the bytes were read."""
+        self.version = versioned._version
+        self.read_back_version: int | None = None
+        """Version of tensors over the storage that the bytes were read into; None before they were."""
+        self._probe = version_of(versioned)
+        self._computed = torch.cuda.current_stream(storage.device).record_event() if storage.is_cuda else None
+
+    def wait_until_computed(self) -> None:
+        """Have the current stream of a device wait for what computes the bytes: they are written while another may be current."""
+        if self._computed is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._computed)
+
+    @property
+    def uses(self) -> int:
+        """Number of saved tensors over these bytes that autograd has."""
+        return len(self.tensors)
+
+    @property
+    def current_version(self) -> int:
+        """The version that the tensor has now. Another than ``version`` means that it was changed in place."""
+        return self._probe._version
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Return the storage with the bytes if anything keeps it in memory."""
+        return self.storage_reference.storage()
+
+    def has_bytes_of(self, versioned: torch.Tensor) -> bool:
+        """Return whether the bytes are still those of a tensor over the same storage."""
+        if self.read_back_version is not None:
+            return versioned._version == self.read_back_version
+        return versioned._version == self.version == self.current_version
+
+    def refer_to(self, storage: torch.UntypedStorage, begin: int, version: int) -> None:
+        """Note where the bytes were read to, and the version of tensors over that."""
+        self.storage_reference, self.begin, self.read_back_version = StorageReference(storage), begin, version
+        self.unpack_count = 0
+        self.key = (storage._cdata, 0, storage.nbytes())
+
+
+class SavedMemory:
+    """Memory of saved bytes: that which they were saved in, or pinned memory to read them into.
+
+    To give new memory its pages takes a third as long as the reading. So memory to read into is pinned once, half of the budget,
+    and a forward has the other half.
+
+    Args:
+        budget: Bytes of both.
+    """
+
+    separate_residents = False
+
+    def __init__(self, budget: int) -> None:
+        self._arena = PinnedArena(min(budget // 2, _MOST_PINNED))
+        self.read_ahead_bytes = self._arena.nbytes // 2
+        """Bytes that should be read ahead at most. Beside them, autograd has tensors that it computes with."""
+        self.forward_limit = budget - self._arena.nbytes
+        """Bytes of blocks in a forward."""
+        self.limit = self.forward_limit
+        """Bytes of blocks now."""
+        self._budget = budget
+        self._limited = True
+        self._other_bytes = 0  # of blocks that are not in the arena
+
+    def set_limited(self, limited: bool) -> None:
+        """Set whether blocks have a limit of memory at all."""
+        self._limited = limited
+        self.begin_saving()
+
+    def begin_saving(self) -> None:
+        """Set the limit of a forward."""
+        self.limit = self.forward_limit if self._limited else sys.maxsize
+
+    def begin_unpacking(self) -> None:
+        """Set the limit of a backward."""
+        self.limit = self._budget if self._limited else sys.maxsize
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of blocks outside of the arena, and all of the arena once it is pinned."""
+        return self._other_bytes + self._arena.allocated
+
+    def take(self, block: Block) -> Memory | None:
+        """Return the bytes that were saved, or memory to read them into, within the budget.
+
+        Raises MemoryError if the system has none.
+        """
+        assert isinstance(block, SavedBytes)
+        source, block.source = block.source, None
+        if source is not None:
+            return _CountedMemory(source, self._count)
+        if block.device.type == "cpu":
+            lent = self._lend(block.nbytes)
+            if lent is not None:
+                return OwnMemory(lent)
+        if block.nbytes > self._arena.nbytes:
+            self._arena.trim()
+        if self._limited and self.allocated + block.nbytes > self._budget:
+            return None
+        return self._make(block)
+
+    def _lend(self, nbytes: int) -> torch.Tensor | None:
+        """Return a part of the arena if it has room, and the budget has room for the arena."""
+        if self._limited and not self._arena.allocated and self._other_bytes + self._arena.nbytes > self._budget:
+            return None
+        with contextlib.suppress(OutOfBuffers):  # the system has not so much memory to pin
+            return self._arena.lend(nbytes)
+        return None
+
+    def _make(self, block: SavedBytes) -> Memory:
+        """Return new memory to read into, where the bytes are used. Raises MemoryError."""
+        try:
+            if block.device.type != "cpu":
+                return _CountedMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.device), self._count)
+            memory = huge_pages(padded(block.nbytes))  # whose storage begins with the bytes, as the one that was saved does
+            give_pages(memory.data_ptr(), memory.nbytes)
+            return _CountedMemory(memory[: block.nbytes], self._count)
+        except (OSError, RuntimeError) as error:  # mmap's and torch's
+            raise MemoryError(f"no memory for {block.nbytes} bytes that autograd has saved: {error}") from error
+
+    def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
+        """Like :meth:`take`, but beyond the limit. The arena gives up for it what it does not need."""
+        assert isinstance(block, SavedBytes)
+        with defer_interrupts():  # it would leave bytes counted
+            self._arena.trim()
+            return self.take(block) or self._make(block)
+
+    def trim(self) -> None:
+        """Unpin the memory to read into, if no tensor is in it."""
+        self._arena.trim()
+
+    def _count(self, nbytes: int) -> None:
+        self._other_bytes += nbytes
+
+
+class _CountedMemory(OwnMemory):
+    """Memory that is counted while a block has it."""
+
+    def __init__(self, buffer: torch.Tensor, count: Callable[[int], None]) -> None:
+        super().__init__(buffer)
+        self._count = count
+        count(self.nbytes)
+
+    def release(self) -> None:
+        """End the counting. The memory is freed with the last tensor over it."""
+        self._count(-self.nbytes)
+
+
+class WriteFailed(OSError):
+    """An error of writing. Errors of reading are other OSErrors.
+
+    Args:
+        error: The error.
+        block: What was to be written, and is still in memory.
+    """
+
+    def __init__(self, error: OSError, block: SavedBytes) -> None:
+        super().__init__(error.errno, error.strerror, error.filename)
+        self.block = block
+
+
+class SavedBytesBacking:
+    """Reads and writes saved bytes in a store."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+
+    def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start reading the block's bytes from the store into the buffer."""
+        return StoreTransfer(self._store.get(block.name, out=buffer))
+
+    def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start storing the buffer. Raises WriteFailed."""
+        assert isinstance(block, SavedBytes)
+        if buffer.untyped_storage().nbytes() < buffer.nbytes:  # as FSDP does with what it gathers again for the backward
+            raise WriteFailed(OSError(errno.EFAULT, "the storage of a saved tensor was resized"), block)
+        block.wait_until_computed()
+        try:
+            return _Writing(self._store.put(block.name, buffer), block)
+        except OSError as error:
+            raise WriteFailed(error, block) from None
+
+
+class _Writing(StoreTransfer):
+    """A write to a store."""
+
+    def __init__(self, future: StoreFuture[Any], block: SavedBytes) -> None:
+        super().__init__(future)
+        self._block = block
+
+    def exception(self, timeout: float | None = None) -> OSError | None:
+        """Wait until the transfer has ended, and return its error as a WriteFailed, or None."""
+        error = super().exception(timeout)
+        return error and WriteFailed(error, self._block)

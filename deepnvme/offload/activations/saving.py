@@ -1,0 +1,237 @@
+"""Tensors that autograd saves for the backward, on a drive."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+
+from deepnvme._interrupts import defer_interrupts
+from deepnvme.memory.byte_count import byte_count
+
+from .report import ActivationReport, StepCounts
+from .saved_tensor import KeptTensor, Packed, SavedDTensor, is_distributed, is_kept_by_user, is_plain
+from .store import ActivationStore
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
+    from deepnvme.profiles import AnyPath
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+_MEMORY_BUDGET = 1 << 30
+MIN_BYTES = 1 << 20
+
+
+class save_on_disk:
+    """Context manager under which tensors that autograd saves for the backward go to a drive, and come back in time.
+
+    >>> activations = deepnvme.save_on_disk("/mnt/nvme/activations", memory_budget=4 << 30)
+    >>> for batch in loader:
+    ...     with activations:
+    ...         loss = model(batch).sum()
+    ...     loss.backward()
+
+    It is used like ``torch.autograd.graph.save_on_cpu``. What is saved stays in memory up to the budget. Beyond it, the oldest is
+    written while the forward goes on, and read again, in reverse order, while the backward does. Results are the same bits.
+
+    Not written are parameters and views of them, tensors that their user keeps in memory (from the second time they are saved
+    on), tensors of fewer than ``min_bytes`` bytes, and sparse, quantized and nested ones, or those of a subclass other than
+    DTensor; nor what a backward inside of the context saves, such as layers that ``torch.utils.checkpoint`` with
+    ``use_reentrant=True`` computes again. A storage that several saved tensors share is written once. A tensor that was changed
+    in place after it was saved is an error in the backward, as without hooks. Bytes are freed when autograd drops the tensor:
+    at the end of a backward, or when a graph without one is dropped.
+
+    A device's tensors count with what they take on the device, so there the budget is of its memory.
+
+    An object may be entered once a step, as above, or for parts of the forward; several times at a time, and by several threads.
+    Objects with the same paths and options share their files, so a new one for each step is as good. The files are in a directory
+    of the process's own below each path. They are removed by :meth:`close` and at exit, and those of a process that was killed by
+    the next that uses the path.
+
+    If the drive fails a write, or is full, tensors stay in memory for the rest of the step, with a RuntimeWarning. If it fails a
+    read, the backward raises OSError with errno and file. If the computation waits for the drive for a quarter of several steps,
+    a RuntimeWarning says so, once.
+
+    Args:
+        path: Directory, created if it is missing; or several, on several drives, over which large tensors are striped.
+        memory_budget: Bytes of saved tensors that are in memory at a time: those that stay, and those on the way to and from the
+            drive. More only for a single tensor that is larger.
+        min_bytes: Tensors that span fewer bytes stay in memory, and do not count for the budget.
+        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+
+    Raises:
+        ValueError: If no path is given, or a number of bytes is negative.
+    """
+
+    def __init__(
+        self,
+        path: AnyPath | Iterable[AnyPath],
+        *,
+        memory_budget: int = _MEMORY_BUDGET,
+        min_bytes: int = MIN_BYTES,
+        config: AioConfig | None = None,
+    ) -> None:
+        paths = [path] if isinstance(path, str | bytes | os.PathLike) else list(path)
+        if not paths or not all(map(os.fspath, paths)):
+            raise ValueError(f"save_on_disk needs a directory on the drive, got {path!r}")
+        self._paths = tuple(Path(os.path.abspath(os.fsdecode(each))) for each in paths)
+        self._memory_budget = byte_count(memory_budget, "memory_budget")
+        self._min_bytes = byte_count(min_bytes, "min_bytes")
+        self._config = config
+        self._open = threading.local()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle what it was made with. Objects made with the same share their files."""
+        make = functools.partial(
+            save_on_disk, memory_budget=self._memory_budget, min_bytes=self._min_bytes, config=self._config
+        )
+        return make, (self._paths,)
+
+    def __enter__(self) -> save_on_disk:
+        """Raises OSError if the files cannot be created."""
+        store = _uncompiled(self._shared_store)()
+        pack, unpack = _uncompiled(lambda tensor: self._pack(store, tensor)), _uncompiled(_unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        context = _Context(store, hooks)
+        try:
+            slow = _uncompiled(store.enter)(context)
+            if slow is not None:
+                self._warn_of(slow)
+            with defer_interrupts():
+                hooks.__enter__()
+                self._open_contexts().append(context)
+        except BaseException:
+            self._leave(context)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            context: _Context = self._open.contexts[-1]
+        except (AttributeError, IndexError):
+            raise RuntimeError("save_on_disk is left in another thread than it was entered in") from None
+        try:
+            _uncompiled(self._leave)(context)
+        except BaseException:  # Ctrl-C, possibly before anything was left
+            self._leave(context)
+            raise
+
+    def _leave(self, context: _Context) -> None:
+        """Leave a context, as far as it was entered."""
+        contexts = self._open_contexts()
+        with defer_interrupts():
+            if context in contexts:
+                contexts.remove(context)
+                context.hooks.__exit__()
+        context.store.leave(context)
+
+    def _open_contexts(self) -> list[_Context]:
+        """Return this thread's open contexts, the innermost last."""
+        if not hasattr(self._open, "contexts"):
+            self._open.contexts = []
+        contexts: list[_Context] = self._open.contexts
+        return contexts
+
+    def report(self) -> ActivationReport:
+        """Return what the newest step has done so far. A step is a forward in this context and the backward that follows."""
+        store = _stores.get(self._key())
+        return StepCounts().report(0, 0) if store is None else store.report()
+
+    def close(self) -> None:
+        """Wait for transfers, and remove the files. Idempotent; the object can be used again afterwards.
+
+        A backward that needs tensors on the drive raises RuntimeError then, also if another object with the same paths and
+        options has saved them.
+        """
+        key = self._key()
+        with _sharing:
+            store = _stores.get(key)
+        if store is not None:
+            store.close()  # Ctrl-C can interrupt it: then it is still there to be closed
+            with _sharing:
+                if _stores.get(key) is store:
+                    del _stores[key]
+
+    def _pack(self, store: ActivationStore, tensor: torch.Tensor) -> Packed:
+        in_backward = torch._C._current_graph_task_id() >= 0  # and wants at once what it saves
+        saved: Packed | None = None
+        if in_backward or is_kept_by_user(tensor):
+            pass
+        elif is_plain(tensor):
+            saved = store.pack(tensor, tensor, self._min_bytes)
+        elif is_distributed(tensor) and is_plain(local := tensor.to_local()):
+            saved = store.pack(local, tensor, self._min_bytes)
+            saved = saved and SavedDTensor(tensor, saved)
+        return KeptTensor(tensor) if saved is None else saved
+
+    def _warn_of(self, slow: ActivationReport) -> None:
+        text = (
+            f"the drive sets the pace of save_on_disk: {slow.line()}. A larger memory_budget (now {self._memory_budget}) keeps"
+            f" more in memory, a larger min_bytes (now {self._min_bytes}) leaves small tensors there, activation checkpointing"
+            f" (checkpoint_on_disk) saves less"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def _key(self) -> tuple[object, ...]:
+        return os.getpid(), self._paths, self._memory_budget, self._config
+
+    def _shared_store(self) -> ActivationStore:
+        """Return the store of all objects with these paths and options."""
+        with _sharing:
+            key = self._key()
+            if key not in _stores or _stores[key].closed:
+                _stores[key] = ActivationStore(self._paths, self._memory_budget, self._config)
+            return _stores[key]
+
+
+@dataclass(eq=False)
+class _Context:
+    """A ``with`` statement of :class:`save_on_disk` that is under way."""
+
+    store: ActivationStore
+    hooks: torch.autograd.graph.saved_tensors_hooks
+
+
+def _unpack(packed: Packed) -> torch.Tensor:
+    return packed.unpack()
+
+
+def _uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return a function that torch.compile does not look into, also if what calls it is compiled."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
+        return function
+    disabled: Callable[Parameters, Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+_stores: dict[tuple[object, ...], ActivationStore] = {}
+_sharing = threading.Lock()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Remove the files at the interpreter's exit."""
+    for store in list(_stores.values()):
+        with contextlib.suppress(OSError):
+            store.close()
+
+
+def _renew_lock() -> None:
+    """In a forked child, where a thread that is not there may have it."""
+    global _sharing
+    _sharing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

@@ -1,0 +1,438 @@
+"""The bytes that autograd has saved: in memory as far as a budget allows, otherwise on a drive, and back before the backward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from deepnvme._interrupts import defer_interrupts
+from deepnvme.profiles import engine_for
+from deepnvme.store.own_directory import open_own_store, remove_directories
+from deepnvme.transfer.block import State
+from deepnvme.transfer.block_cache import BlockCache, Use
+
+from .report import ActivationReport, StepCounts
+from .saved_bytes import SavedBytes, SavedBytesBacking, SavedMemory, WriteFailed
+from .saved_tensor import View, check_version, span_of, view_of
+from .unpack_order import UnpackOrder
+from .user_held_storages import UserHeldStorages
+from .write_behind import WriteBehindPolicy
+
+if TYPE_CHECKING:
+    from deepnvme.config import AioConfig
+
+_MOST_READ_AHEAD = 128
+"""Saved storages that are read ahead at a time: to list more takes longer than to read a small one."""
+_MOST_LOOKED_AT = 512
+"""Numbers of saves that are looked at to find those. Some were dropped, or are in memory."""
+_SLOW = 0.25
+"""A step that waits for the drive for a larger part of its time is slow."""
+_SLOW_STEPS = 3
+"""So many slow steps in a row are worth a warning. The first one alone may be slow because it creates the files."""
+_FREE_SECONDS = 0.05
+"""Until what autograd drops is freed if nobody saves or unpacks a tensor meanwhile."""
+_PREFIX = "deepnvme-activations"
+
+
+class SavedTensor:
+    """A tensor that autograd has saved. Its bytes are kept until it is dropped, see :class:`_SavedTensorReference`.
+
+    Args:
+        store: Has the bytes.
+        saved: The bytes.
+        view: How the tensor looks at them.
+    """
+
+    __slots__ = ("__weakref__", "_saved", "_store", "_view")
+
+    def __init__(self, store: ActivationStore, saved: SavedBytes, view: View) -> None:
+        self._store, self._saved, self._view = store, saved, view
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor. Raises like :meth:`ActivationStore.unpack`."""
+        return self._store.unpack(self._saved, self._view)
+
+
+class _SavedTensorReference(weakref.ref[SavedTensor]):
+    """A weak reference to a saved tensor, whose bytes are kept as long as the tensor is there.
+
+    Its callback notes that the tensor was dropped, and must run no Python code. A Ctrl-C that comes while torch computes is
+    raised by the Python code that runs next, and a finalizer would swallow it.
+    """
+
+    __slots__ = ("saved",)
+
+    saved: SavedBytes
+
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def _locked(
+    method: Callable[Concatenate[ActivationStore, Parameters], Result],
+) -> Callable[Concatenate[ActivationStore, Parameters], Result]:
+    """Call a method of the store with its lock held, after freeing what was dropped.
+
+    It raises RuntimeError in a forked child, where the lock may be held by a thread that is not there.
+
+    Not a generator: if Ctrl-C left one suspended, its traceback would keep the lock, which :meth:`ActivationStore.leave` takes
+    while the KeyboardInterrupt is on its way.
+    """
+
+    def locked(self: ActivationStore, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if os.getpid() != self._process:
+            raise RuntimeError("activations on disk are the parent process's: a forked child cannot save or use them")
+        with self._lock:
+            self._free()
+            return method(self, *args, **kwargs)
+
+    functools.update_wrapper(locked, method)
+    return locked
+
+
+class ActivationStore:
+    """Keeps the bytes of saved tensors, in memory and on drives. Thread-safe.
+
+    The oldest are written, as far as the memory is needed; the newest, which a backward wants first, stay. When a backward wants
+    some, those saved before them are read as far as there is room.
+
+    What autograd drops is only noted at first, since that may happen anywhere, in the middle of any method. The next call that
+    takes the lock frees it. If there is none, a thread does, which runs as long as anything is kept.
+
+    Args:
+        paths: Directories, on one or several drives.
+        memory_budget: Bytes in memory, except for what autograd itself keeps.
+        config: Settings of the engine; None for the profile of the drive.
+
+    Raises:
+        OSError: From creating and opening files.
+    """
+
+    def __init__(self, paths: Sequence[Path], memory_budget: int, config: AioConfig | None) -> None:
+        self.closed = False
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._known: dict[tuple[int, int, int], SavedBytes] = {}  # storage, first byte and end -> the newest bytes saved of it
+        self._user_held = UserHeldStorages()
+        self._partly_unpacked: list[SavedBytes] = []  # read for the first of their tensors, the others of which are still wanted
+        self._live: dict[int, SavedBytes] = {}  # number -> what was not dropped yet, in the order of saving
+        self._order = UnpackOrder()
+        self._write_behind = WriteBehindPolicy()
+        self._slow_steps = 0  # in a row
+        self._dropped: deque[_SavedTensorReference] = deque()
+        self._ending: deque[SavedBytes] = deque()  # dropped, and perhaps in transfer
+        self._helper: threading.Thread | None = None  # frees what is dropped
+        self._ended = threading.Event()  # the helper is to end
+        self._saves = 0
+        self._suspended = False
+        self._contexts: weakref.WeakSet[object] = weakref.WeakSet()  # that are open: an interrupted one may never be left
+        self._step = StepCounts()
+        self._unpacked = True  # something, in this step: the next context begins a new one
+        self._engine = engine_for(list(paths), config)
+        try:
+            self._store, self._directories = open_own_store(paths, _PREFIX, self._engine)
+        except BaseException:
+            self._engine.close()
+            raise
+        self._memory = SavedMemory(memory_budget)
+        self._cache = BlockCache(SavedBytesBacking(self._store), self._memory)
+
+    # Steps
+
+    @_locked
+    def enter(self, context: object) -> ActivationReport | None:
+        """Note that a context is open, until it is left or dropped.
+
+        It begins a new step if it is the only one, and something of the last step was unpacked, or nothing of it is left.
+
+        Returns:
+            The report of the last step, if it was one of several slow ones in a row: to warn of, once.
+        """
+        self._contexts.add(context)
+        return self._begin_step() if len(self._contexts) == 1 and (self._unpacked or not self._live) else None
+
+    def _begin_step(self) -> ActivationReport | None:
+        """Begin a step. Returns like :meth:`enter`."""
+        last = self.report()
+        self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
+        self._unpacked = False
+        self._suspended = False
+        self._memory.set_limited(True)
+        self._order.begin_step(self._saves)
+        self._write_behind.begin_step(last.saved_bytes)
+        if not last.saved_bytes:  # of an evaluation, for instance
+            return None
+        if self._slow_steps < _SLOW_STEPS:
+            slow = last.seconds >= 0.1 and last.waiting >= _SLOW * last.seconds
+            self._slow_steps = self._slow_steps + 1 if slow else 0
+            return last if self._slow_steps == _SLOW_STEPS else None
+        return None
+
+    def leave(self, context: object) -> None:
+        """Note that a context was left. Idempotent."""
+        if os.getpid() == self._process:
+            self._leave(context)
+
+    @_locked
+    def _leave(self, context: object) -> None:
+        self._contexts.discard(context)
+        self._cache.poll()
+
+    def report(self) -> ActivationReport:
+        """Return what the newest step has done so far. Takes no lock: signal handlers may ask for it."""
+        return self._step.report(self._cache.bytes_written, self._cache.bytes_read)
+
+    # Saving
+
+    def pack(self, tensor: torch.Tensor, versioned: torch.Tensor, min_bytes: int) -> SavedTensor | None:
+        """Take over the bytes of a plain tensor. May block until others are written.
+
+        Args:
+            tensor: The tensor.
+            versioned: The tensor whose version counter tells of changes of the bytes: the same, or one that wraps it.
+            min_bytes: Bytes from which it is taken over.
+
+        Returns:
+            What stands for the tensor; None if it has fewer than ``min_bytes`` bytes, its user keeps it in memory anyway, or the
+            drive cannot be written.
+
+        Raises:
+            RuntimeError: In a forked child, or after :meth:`close`.
+        """
+        storage = tensor.untyped_storage()
+        span = span_of(tensor, storage)
+        return None if span[1] - span[0] < max(min_bytes, 1) else self._pack(tensor, storage, span, versioned)
+
+    @_locked
+    def _pack(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, span: tuple[int, int], versioned: torch.Tensor
+    ) -> SavedTensor | None:
+        if self.closed:
+            raise RuntimeError("activations cannot be saved: their directory was closed")
+        saved = self._known.get((storage._cdata, *span))
+        new = saved is None or not saved.has_bytes_of(versioned)
+        if self._unpacked and not self._live:  # the context has stayed open since the last step
+            self._begin_step()
+        if new and (self._suspended or storage in self._user_held):
+            return None
+        with defer_interrupts():
+            if new:
+                saved = SavedBytes(self._saves, storage, span, versioned)
+                self._saves += 1
+            assert saved is not None
+            packed = SavedTensor(self, saved, view_of(tensor, saved.begin))
+            reference = _SavedTensorReference(packed, self._dropped.append)  # until `packed` is dropped, also by an error below
+            reference.saved = saved
+            saved.tensors.add(reference)
+            self._live[saved.number] = saved
+            self._start_helper()
+        try:
+            if new:
+                self._take_over(saved)
+        except WriteFailed as error:
+            self._suspend(error)
+            return None
+        return packed
+
+    def _take_over(self, saved: SavedBytes) -> None:
+        """Hold the bytes in memory, once there is room for them."""
+        self._memory.begin_saving()
+        with self._step.waiting_forward:
+            self._write_excess(saved.nbytes)
+            self._obtain(lambda: self._cache.create(saved))
+        with defer_interrupts():
+            self._cache.release([saved], changed=True, write=False)
+            self._known[saved.key] = saved
+            self._write_behind.add(saved)
+        self._step.saved(saved.nbytes, self._memory.allocated)
+
+    def _write_excess(self, nbytes: int) -> None:
+        """Start to write the oldest if there is no room for ``nbytes`` more."""
+        for saved in self._write_behind.due(nbytes, self._step.saved_bytes, self._memory.limit):
+            self._cache.write(saved)
+
+    def _suspend(self, error: OSError) -> None:
+        """Save no more until the next step, and have all that is in memory stay there, since writing has failed."""
+        if not self._suspended:
+            self._suspended = True
+            self._memory.set_limited(False)
+            text = f"activations stay in memory for the rest of this step, since they cannot be written: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    # Unpacking
+
+    @_locked
+    @torch.no_grad()
+    def unpack(self, saved: SavedBytes, view: View) -> torch.Tensor:
+        """Return a tensor as it was saved. Blocks until its bytes are in memory.
+
+        Raises:
+            RuntimeError: If it was changed in place since; in a forked child; or if it is on the drive and the store is closed.
+            OSError: From reading.
+        """
+        check_version(saved.current_version, saved.version, lambda: str(view))
+        in_memory = saved.storage()
+        self._memory.begin_unpacking()
+        try:
+            storage = self._read(saved, view) if in_memory is None else in_memory
+            saved.unpack_count += 1
+            self._order.note(saved.number)
+            if not self.closed:
+                self._cache.expect(self._upcoming(saved))
+        finally:
+            if in_memory is None:
+                self._cache.release([saved], write=False)
+        tensor = view.on(storage, saved.begin)
+        if saved.read_back_version is not None and tensor.is_cuda:  # another stream than this one's may have allocated it
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        self._unpacked = True
+        self._step.unpacked(self._memory.allocated)
+        return tensor
+
+    def _read(self, saved: SavedBytes, view: View) -> torch.UntypedStorage:
+        """Begin a use of bytes that are on the drive, and return a storage with them."""
+        if self.closed and not saved.in_memory:
+            raise RuntimeError(f"the {view} that autograd has saved is gone: its directory was closed")
+        with self._step.waiting_backward:
+            try:
+                self._acquire(saved)
+            except OSError as error:
+                text = f"{error.strerror}: the {view} that autograd has saved cannot be read back"
+                raise OSError(error.errno, text, error.filename) from error
+        with defer_interrupts():
+            buffer = saved.memory.buffer
+            storage = buffer.untyped_storage()
+            self._unlink_storage(saved)
+            saved.refer_to(storage, int(buffer.storage_offset()), view.on(storage, 0)._version)
+            self._known[saved.key] = saved
+            if saved.uses > 1:
+                self._partly_unpacked.append(saved)
+        return storage
+
+    def _acquire(self, saved: SavedBytes) -> None:
+        """Have the bytes in memory. What could not be written stays there."""
+        while True:
+            try:
+                return self._obtain(lambda: self._cache.acquire([saved]))
+            except WriteFailed as error:
+                self._suspend(error)
+
+    def _obtain(self, begin_use: Callable[[], None]) -> None:
+        """Begin a use of a block. Raises WriteFailed if something could not be written that is still wanted."""
+        while True:
+            try:
+                return begin_use()
+            except WriteFailed as error:
+                with defer_interrupts():
+                    self._free_dropped()  # which gives up the memory that was to be written, if nobody wants it
+                if error.block.uses:
+                    raise
+
+    def _upcoming(self, saved: SavedBytes) -> list[Use]:
+        """Return what is wanted next: bytes of which some tensors were unpacked and others not, then what is on the drive."""
+        self._partly_unpacked = [each for each in self._partly_unpacked if each.unpack_count < each.uses and each.in_memory]
+        uses = [Use(each) for each in self._partly_unpacked]
+        room = max(self._memory.read_ahead_bytes, saved.nbytes)
+        for number in itertools.islice(self._order.after(saved.number), _MOST_LOOKED_AT):
+            following = self._live.get(number)
+            if following is None or not (following.stored or following.state is State.WRITING):
+                continue
+            if following.in_memory or following.storage_reference.expired():
+                room -= following.nbytes
+                if room < 0 or len(uses) == _MOST_READ_AHEAD:
+                    break
+                uses.append(Use(following))
+        return uses
+
+    # Freeing
+
+    def _start_helper(self) -> None:
+        """Start the thread that frees, unless it runs. Without it, as where the system has no more threads, callers free."""
+        if self._helper is None and not self._ended.is_set():
+            helper = threading.Thread(target=self._free_behind, name=_PREFIX, daemon=True)
+            with contextlib.suppress(RuntimeError):
+                helper.start()
+                self._helper = helper
+
+    def _free_behind(self) -> None:
+        """Free what is dropped while nobody calls, until nothing is left. Runs in a thread."""
+        while not self._ended.wait(_FREE_SECONDS):
+            with self._lock:
+                self._free()
+                if not self._live and not self._ending:
+                    self._helper = None
+                    return
+
+    def _free(self) -> None:
+        """Free what nobody has any more. Never waits for a transfer. Call with the lock held."""
+        if self._dropped or self._ending:
+            with defer_interrupts():
+                self._free_dropped()  # whose variables go meanwhile too: finalizers of torch's would swallow a Ctrl-C
+
+    def _free_dropped(self) -> None:
+        while self._dropped:
+            reference = self._dropped.popleft()
+            saved = reference.saved
+            saved.tensors.discard(reference)
+            saved.unpack_count = max(saved.unpack_count - 1, 0)
+            if saved.uses == 0:
+                self._write_behind.remove(saved)
+                self._unlink_storage(saved)
+                self._live.pop(saved.number, None)
+                self._ending.append(saved)
+        self._cache.poll()
+        for _ in range(len(self._ending)):
+            if self._ending[0].state in (State.READING, State.WRITING):
+                self._ending.rotate(-1)
+            else:
+                self._free_bytes(self._ending[0])
+                self._ending.popleft()
+
+    def _unlink_storage(self, saved: SavedBytes) -> None:
+        """Do not take these bytes for those of their storage any more."""
+        if self._known.get(saved.key) is saved:
+            del self._known[saved.key]
+
+    def _free_bytes(self, saved: SavedBytes) -> None:
+        """Free bytes that are not in transfer, in memory and on the drive."""
+        self._cache.discard(saved)
+        saved.source = None
+        if saved.read_back_version is None and not saved.storage_reference.expired():
+            self._user_held.add(saved.storage_reference)
+        if not self.closed and saved.name in self._store:
+            self._store.delete(saved.name)
+
+    # The end
+
+    def close(self) -> None:
+        """Wait for transfers, and remove the files. What is in memory can still be unpacked. Idempotent."""
+        if os.getpid() != self._process:
+            return
+        self._end_transfers()
+        self._ended.set()
+        helper = self._helper
+        if helper is not None:
+            helper.join()
+        with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
+            self._store.close()
+        self._engine.close()
+        self._memory.trim()
+        remove_directories(self._directories)
+
+    @_locked
+    def _end_transfers(self) -> None:
+        if not self.closed:
+            self._cache.drain()
+            self.closed = True

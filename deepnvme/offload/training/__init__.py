@@ -1,0 +1,7 @@
+"""Training of a model that is on a drive, with one block after the other in memory: its values, steps, ranks, plan and state."""
+
+from .plan import TrainingPlan
+from .report import TrainingReport
+from .training import OffloadedTraining
+
+__all__ = ["OffloadedTraining", "TrainingPlan", "TrainingReport"]

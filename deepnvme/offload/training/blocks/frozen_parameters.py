@@ -1,0 +1,223 @@
+"""Parameters of a block that are not trained: on the drive as they are or quantised, and only read from there."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepnvme.memory.alignment import padded
+from deepnvme.memory.lease import Lease
+from deepnvme.memory.pool import BufferPool
+from deepnvme.offload.optimizer.sub_group import BlockSection, lay_out
+from deepnvme.offload.pinned_arena import PinnedArena
+from deepnvme.quantization import QuantizedLayout, Scheme, dequantize, is_worth_quantizing, quantize
+
+from .versioned_block import VersionedBlock
+
+
+class ParameterMemory:
+    """Memory for parameters that are not as the drive has them: dequantised weights, or whole ones gathered from shards.
+
+    It is one region, and more only if the blocks used at a time need more.
+
+    Args:
+        pool: Leases the region; None for memory of its own.
+    """
+
+    def __init__(self, pool: BufferPool | None) -> None:
+        self._pool = pool
+        self._lease: Lease | None = None
+        self._arena = PinnedArena(0)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have a region of so many bytes. Blocks while a pool has too little; raises OutOfBuffers if it never will have."""
+        if self._pool is None or not nbytes:
+            self._arena = PinnedArena(nbytes)
+        else:
+            self._lease = self._pool.lease(nbytes)
+            region: Any = self._lease.buffer.numpy()
+            self._arena = PinnedArena(nbytes, memoryview(region))
+
+    def lend(self, nbytes: int) -> torch.Tensor:
+        """Return bytes that are lent again when no tensor over them is left. Raises OutOfBuffers."""
+        lent = self._arena.lend(nbytes)
+        if lent is None:
+            lent = PinnedArena(padded(nbytes)).lend(nbytes)
+            assert lent is not None
+        return lent
+
+    def close(self) -> None:
+        """Give the region back, when no tensor over it is left."""
+        self._arena = PinnedArena(0)
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+
+class FrozenParameters(VersionedBlock):
+    """The parameters of a block that are not trained.
+
+    If weights among them are quantised, the block on the drive has these, and is in memory only while they are dequantised into
+    other memory, where the parameters are then. Otherwise the parameters are in the block.
+
+    Args:
+        index: Identifies the block's versions.
+        params: The parameters, with their numbers in the whole block.
+        scheme: How weights are quantised for which that is worth it; None for no weight.
+        lender: Lends what they are dequantised into.
+    """
+
+    __slots__ = ("_lender", "_schemes", "_stored", "_values", "copy", "layout", "params")
+
+    def __init__(
+        self, index: str, params: Mapping[int, nn.Parameter], scheme: Scheme | None, lender: ParameterMemory
+    ) -> None:
+        self.params = dict(params)
+        self.layout = lay_out([(number, "", param.detach()) for number, param in params.items()])
+        """Where the parameters lie in memory."""
+        self._schemes = {number: quantizes(scheme, param) for number, param in params.items()}
+        self._stored = lay_out(
+            [(number, "", _stored_like(self._schemes[number], param)) for number, param in params.items()]
+        )
+        super().__init__(index, self._stored.nbytes)
+        self._lender = lender
+        self._values: torch.Tensor | None = None
+        self.copy = DequantizedCopy(f"{index}.dequantized")
+        """A copy on the drive of the dequantised values."""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any weight is quantised."""
+        return any(self._schemes.values())
+
+    @property
+    def quantized_sections(self) -> list[BlockSection]:
+        """Where the bytes of the weights that are quantised lie in the block."""
+        return [section for section in self._stored.sections if self._schemes[section.piece] is not None]
+
+    @property
+    def values_nbytes(self) -> int:
+        """Bytes of memory that the parameters need beside the block."""
+        return self.layout.nbytes if self.quantized else 0
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The bytes of the parameters in memory, as :attr:`layout` has them. Raises RuntimeError if they are not there."""
+        if not self.quantized:
+            return self.content
+        if self._values is None:
+            raise RuntimeError(f"{self!r} is not dequantised")
+        return self._values
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the parameters are in memory."""
+        return self._values is not None if self.quantized else self.in_memory
+
+    def begin_values(self) -> None:
+        """Have memory for the parameters, whose content is undefined. Raises OutOfBuffers."""
+        if self.quantized:
+            self._values = self._lender.lend(self.layout.nbytes)
+
+    def end_values(self) -> None:
+        """Give the memory of :meth:`begin_values` back. Idempotent."""
+        self._values = None
+
+    def dequantize(self) -> None:
+        """Have the parameters be what the block has, which is in memory. Blocks."""
+        self.begin_values()
+        for stored, section in self._sections():
+            self._dequantize(stored, section.of(self.values), self._schemes[section.piece])
+
+    def quantize(
+        self,
+        names: Mapping[torch.Tensor, str],
+        given: Mapping[str, torch.Tensor] | None = None,
+        only: Container[nn.Parameter] | None = None,
+    ) -> None:
+        """Have the block be these parameters, quantised, and the parameters be what it is dequantised to. Both are in memory.
+
+        Args:
+            names: Of the parameters.
+            given: Quantised weights by name. One is taken as it is if the parameter is what it is dequantised to.
+            only: Parameters that have changed; None for all.
+
+        Raises:
+            ValueError: If a weight has a value that cannot be quantised.
+        """
+        if not self.quantized:
+            return
+        for stored, section in self._sections():
+            param, scheme, value = self.params[section.piece], self._schemes[section.piece], section.of(self.values)
+            name = names[param]
+            if only is not None and param not in only:
+                continue
+            if scheme is None:
+                stored.copy_(value)
+            elif not self._take(stored, value, scheme, None if given is None else given.get(name)):
+                quantize(value, scheme, stored, name=name)
+                self._dequantize(stored, value, scheme)
+
+    def changed(self, number: int) -> None:
+        """Have the next write be of this version."""
+        super().changed(number)
+        self.copy.outdated = True
+
+    def _sections(self) -> Sequence[tuple[torch.Tensor, BlockSection]]:
+        """Return what the block has of each parameter, and where the parameter is in memory."""
+        pairs = zip(self._stored.sections, self.layout.sections, strict=True)
+        return [(stored.of(self.content), section) for stored, section in pairs]
+
+    def _dequantize(self, stored: torch.Tensor, value: torch.Tensor, scheme: Scheme | None) -> None:
+        if scheme is None:
+            value.copy_(stored)
+        elif value.is_contiguous():
+            dequantize(scheme, stored, value)
+        else:
+            value.copy_(_dequantized(scheme, stored, value))
+
+    def _take(self, stored: torch.Tensor, value: torch.Tensor, scheme: Scheme, given: torch.Tensor | None) -> bool:
+        """Take a quantised weight if it is dequantised to this value. Returns whether it was."""
+        if given is None or given.dtype != torch.uint8 or given.shape != stored.shape:
+            return False
+        stored.copy_(given)
+        return torch.equal(_dequantized(scheme, stored, value), value)
+
+
+class DequantizedCopy:
+    """Names versions on the drive of the values that weights are dequantised to."""
+
+    def __init__(self, index: str) -> None:
+        self.index = index
+        """Identifies its versions."""
+        self.current: int | None = None
+        """Number of the newest version; None if there is none."""
+        self.outdated = True
+        """Whether the newest version, if there is one, has other values than the weights."""
+
+    def written(self, number: int) -> None:
+        """Note that this version has the values."""
+        self.current, self.outdated = number, False
+
+
+def quantizes(scheme: Scheme | None, param: nn.Parameter) -> Scheme | None:
+    """Return how a parameter is quantised; None if it is not."""
+    worth = scheme is not None and not param.requires_grad and is_worth_quantizing(scheme, param.shape, param.dtype)
+    return scheme if worth else None
+
+
+def _stored_like(scheme: Scheme | None, param: nn.Parameter) -> torch.Tensor:
+    """Return a tensor of the dtype, shape and strides with which a parameter is stored."""
+    if scheme is None:
+        return param.detach()
+    return torch.empty(QuantizedLayout.of(scheme, param.shape).nbytes, dtype=torch.uint8, device="meta")
+
+
+def _dequantized(scheme: Scheme, stored: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a quantised weight in new memory, in a dtype and shape."""
+    found = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    dequantize(scheme, stored, found)
+    return found

@@ -1,0 +1,284 @@
+"""The parameters of a module as one block: on the drive, and in memory while the module is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from deepnvme.offload.activations.saved_tensor import View, view_of
+from deepnvme.offload.optimizer.sub_group import lay_out
+from deepnvme.offload.training.ranks import TrainingRanks
+from deepnvme.quantization import Scheme
+
+from .frozen_parameters import FrozenParameters, ParameterMemory, quantizes
+from .versioned_block import VersionedBlock
+
+
+class ParameterBlock(VersionedBlock):
+    """The parameters of one module. Those that are not trained are :attr:`frozen`, a block of their own, if there is one.
+
+    With several processes, the block has this one's shards. The parameters are in other memory while they are used, into which
+    the shards of all are gathered.
+
+    Args:
+        number: Number of the block in the model.
+        params: Its parameters, each once, on the CPU.
+        memory: What quantised weights are dequantised into, and shards gathered into.
+        quantize: How weights that are not trained are quantised; None if they are not.
+        stays: Whether the block is always in memory. Of its parameters then only the quantised ones are frozen.
+        ranks: The processes that the parameters are sharded over; None if this one has all of each, as of the block that stays
+            in memory.
+    """
+
+    __slots__ = (
+        "_absent",
+        "_gathered",
+        "_lender",
+        "_whole",
+        "changes",
+        "frozen",
+        "holds",
+        "layout",
+        "number",
+        "params",
+        "ranks",
+        "shards",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        params: Sequence[nn.Parameter],
+        memory: ParameterMemory,
+        quantize: Scheme | None = None,
+        stays: bool = False,
+        ranks: TrainingRanks | None = None,
+    ) -> None:
+        self.number = number
+        """Number of the block in the model."""
+        self.params = tuple(params)
+        self.ranks = ranks
+        """The processes that the parameters are sharded over; None if this one has all of each."""
+        self.shards = self.params if ranks is None else tuple(_absent_shard(param, ranks) for param in params)
+        """What the block has of each parameter: the parameter itself, or a parameter that is this process's shard."""
+        frozen = {index: self.shards[index] for index in _frozen(params, quantize, stays)}
+        own = [(index, "", shard.detach()) for index, shard in enumerate(self.shards) if index not in frozen]
+        self.layout = lay_out(own)
+        """Where the parameters, or the shards, lie in the block, without the frozen ones."""
+        super().__init__(f"{number}.parameters", self.layout.nbytes)
+        self.frozen = FrozenParameters(f"{number}.frozen", frozen, quantize, memory) if frozen else None
+        """The parameters that are not trained; None if they are in this block, or there are none."""
+        self._absent = [absent_like(param) for param in params]
+        self._lender = memory
+        self._gathered: torch.Tensor | None = None
+        self._whole = None if ranks is None else lay_out([(i, "", _padded(each, ranks)) for i, each in enumerate(params)])
+        self.holds = 0
+        """Number of uses of the parameters that have begun and not ended."""
+        self.changes = 0
+        """Number of steps that have changed the parameters, or were undone."""
+
+    @property
+    def parts(self) -> tuple[VersionedBlock, ...]:
+        """What is on the drive: this block, and the frozen parameters."""
+        return (self,) if self.frozen is None else (self, self.frozen)
+
+    @property
+    def values_nbytes(self) -> int:
+        """Bytes of memory that the parameters need beside the block while they are used."""
+        if self._whole is not None:
+            return self._whole.nbytes
+        return 0 if self.frozen is None else self.frozen.values_nbytes
+
+    def values(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield each parameter and its place in memory."""
+        if self._whole is None:
+            yield from self.stored_values()
+            return
+        for section in self._whole.sections:
+            param = self.params[section.piece]
+            yield param, section.of(self._gathered_bytes)[: len(param)]
+
+    def stored_values(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield each parameter, and the place in memory of what the block and the frozen parameters have of it."""
+        for section in self.layout.sections:
+            yield self.params[section.piece], section.of(self.content)
+        if self.frozen is not None:
+            for section in self.frozen.layout.sections:
+                yield self.params[section.piece], section.of(self.frozen.values)
+
+    @property
+    def _gathered_bytes(self) -> torch.Tensor:
+        if self._gathered is None:
+            raise RuntimeError(f"{self!r} is not gathered")
+        return self._gathered
+
+    def begin_values(self) -> None:
+        """Have memory for the parameters, whose content is undefined, beside the block's. Raises OutOfBuffers."""
+        if self._whole is not None:
+            self._gathered = self._lender.lend(self._whole.nbytes)
+        elif self.frozen is not None:
+            self.frozen.begin_values()
+
+    def gather_shards(self, to_train: bool) -> None:
+        """Have the parameters be the shards of all processes. This one's are in memory. Blocks.
+
+        Args:
+            to_train: Whether it is for a forward or backward of a step.
+
+        Raises:
+            OutOfBuffers: If there is no memory.
+            RuntimeError: If another process has failed, or is gone.
+        """
+        assert self.ranks is not None
+        assert self._whole is not None
+        if self._gathered is None:
+            self.begin_values()
+        shards = dict(self.stored_values())
+        places = [section.of(self._gathered_bytes) for section in self._whole.sections]
+        in_order = [shards[self.params[section.piece]] for section in self._whole.sections]
+        self.ranks.gather(self.number, in_order, places, to_train)
+
+    def keep_own_shards(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Copy this process's rows, those given or those of whole parameters, into the block and that of the frozen ones."""
+        assert self.ranks is not None
+        whole = dict(self.values())
+        for param, place in self.stored_values():
+            place.copy_(given[param] if param in given else self.ranks.shard_of(whole[param]))
+
+    def fill(
+        self,
+        values: Iterable[torch.Tensor],
+        names: Mapping[torch.Tensor, str],
+        quantized: Mapping[str, torch.Tensor] | None = None,
+    ) -> bool:
+        """Copy a value of each parameter to the block's memory, and that of the frozen ones, and quantise it there.
+
+        Args:
+            values: What this process has of each parameter, in order: all of it, or its rows.
+            names: Of the parameters.
+            quantized: As :meth:`FrozenParameters.quantize` takes them.
+
+        Returns:
+            Whether frozen parameters had other values before.
+
+        Raises:
+            ValueError: If a value cannot be quantised.
+        """
+        by_param = dict(zip(self.params, values, strict=True))
+        frozen = set() if self.frozen is None else {self.params[index] for index in self.frozen.params}
+        changed = set()
+        for param, place in self.stored_values():
+            value = by_param[param]
+            # What is quantised would not be the same after a second time.
+            if param not in frozen or value.dtype != place.dtype or not torch.equal(place, value):
+                place.copy_(value)
+                changed.add(param)
+        if self.frozen is not None:
+            self.frozen.quantize(names, quantized, changed)
+        return not frozen.isdisjoint(changed)
+
+    def attach(self) -> None:
+        """Have the parameters be the block's memory."""
+        for param, place in self.values():
+            param.data = place
+
+    def detach(self) -> None:
+        """Have the parameters be without memory. To read one gives NaN, to write one raises RuntimeError."""
+        for param, absent in zip(self.params, self._absent, strict=True):
+            param.data = absent
+        self._gathered = None
+        if self.frozen is not None:
+            self.frozen.end_values()
+
+    def attach_shards(self) -> None:
+        """Have the shards, without the frozen ones, be the block's memory, to be stepped there."""
+        for section in self.layout.sections:
+            self.shards[section.piece].data = section.of(self.content)
+
+    def detach_shards(self) -> None:
+        """Have the shards be without memory, if they are not the parameters."""
+        if self.ranks is not None:
+            for shard in self.shards:
+                shard.data = absent_like(shard)
+
+    def absent_addresses(self) -> set[int]:
+        """Return where the parameters are while they are without memory."""
+        return {absent.data_ptr() for absent in self._absent}
+
+    def view_of(self, tensor: torch.Tensor) -> tuple[bool, View] | None:
+        """Return how a tensor looks at the block's memory; None if it looks elsewhere, or the block has none.
+
+        With the view comes whether it is of the frozen parameters.
+        """
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+            return None
+        content = self._gathered if self.ranks is not None else self.content if self.in_memory else None
+        if content is not None and _is_in(tensor, content):
+            return False, view_of(tensor, int(content.storage_offset()))
+        frozen = self.frozen
+        if frozen is not None and frozen.has_values and _is_in(tensor, frozen.values):
+            return True, view_of(tensor, int(frozen.values.storage_offset()))
+        return None
+
+    def tensor(self, frozen: bool, view: View) -> torch.Tensor:
+        """Return a new tensor that looks at the block's memory, as :meth:`view_of` has found."""
+        content = self.content if self.ranks is None else self._gathered_bytes
+        if frozen:
+            assert self.frozen is not None
+            content = self.frozen.values
+        return view.on(content.untyped_storage(), int(content.storage_offset()))
+
+    # -- its versions on the drive
+
+    def changed(self, number: int) -> None:
+        """Have the next write be of this version, since a step has changed the parameters."""
+        self.changes += 1
+        super().changed(number)
+
+    def commit(self) -> None:
+        """Take the newest version for the last completed step's."""
+        super().commit()
+        if self.frozen is not None:
+            self.frozen.commit()
+
+    def undo(self) -> None:
+        """Have the next read be of the last completed step's version."""
+        super().undo()
+        if self.frozen is not None and self.frozen.uncommitted:
+            self.frozen.undo()
+
+
+def _frozen(params: Sequence[nn.Parameter], quantize: Scheme | None, stays: bool) -> dict[int, nn.Parameter]:
+    """Return the parameters that are to be a block of their own, by their numbers.
+
+    Beside trained ones, those that are not, which then are never written again. Without trained ones, only if some are quantised.
+    """
+    quantized = {index: param for index, param in enumerate(params) if quantizes(quantize, param)}
+    if stays or not (quantized or any(param.requires_grad for param in params)):
+        return quantized
+    return {index: param for index, param in enumerate(params) if not param.requires_grad}
+
+
+def _absent_shard(param: nn.Parameter, ranks: TrainingRanks) -> nn.Parameter:
+    """Return a parameter for a shard of another, without memory."""
+    begin, end = ranks.rows_of(param)
+    shape = torch.empty((end - begin, *param.shape[1:]), dtype=param.dtype, device="meta")
+    return nn.Parameter(absent_like(shape), requires_grad=param.requires_grad)
+
+
+def _padded(param: nn.Parameter, ranks: TrainingRanks) -> torch.Tensor:
+    return torch.empty(ranks.padded_shape(param), dtype=param.dtype, device="meta")
+
+
+def _is_in(tensor: torch.Tensor, content: torch.Tensor) -> bool:
+    """Return whether a tensor begins in a block's bytes."""
+    return 0 <= tensor.data_ptr() - content.data_ptr() < content.nbytes
+
+
+def absent_like(param: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a parameter's shape that takes the memory of one element."""
+    if param.is_floating_point() or param.is_complex():
+        return torch.full((), torch.nan, dtype=param.dtype, device="cpu").expand(param.shape)
+    return torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape)

@@ -1,0 +1,428 @@
+"""Has the parameters of a module in memory while it computes, in the forward and in the backward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from deepnvme.offload.activations.checkpointing import CheckpointedForward, is_checkpointed
+from deepnvme.offload.activations.saved_tensor import View, is_plain
+from deepnvme.transfer.block import Block
+from deepnvme.transfer.block_cache import BlockCache, Use
+
+from .frozen_parameters import FrozenParameters
+from .parameter_block import ParameterBlock
+from .step_order import StepOrder
+from .tile_forward import TileForward
+
+_MOST_EXPECTED = 32
+"""Blocks that are expected at a time: more than fit into memory, mostly, and few enough to list for each use."""
+
+
+class ScheduledBlocks:
+    """A cache of blocks that reads ahead what the last step has used next.
+
+    Args:
+        cache: Has the blocks in memory.
+    """
+
+    def __init__(self, cache: BlockCache) -> None:
+        self.cache = cache
+        self.order = StepOrder()
+
+    def acquire(self, block: Block) -> None:
+        """Begin a use. Blocks while the block is read. Raises like :meth:`BlockCache.acquire`."""
+        self.order.note(block)
+        self.cache.acquire([block], then=self._upcoming(block))
+
+    def create(self, block: Block) -> None:
+        """Begin a use of a block with new content. Raises like :meth:`BlockCache.create`."""
+        self.order.note(block)
+        self.cache.create(block)
+
+    def _upcoming(self, block: Block) -> list[Use]:
+        found = []
+        for following in self.order.following():
+            if following.stored or following.in_memory:
+                found.append(Use(following))
+                if len(found) == _MOST_EXPECTED:
+                    break
+        return found
+
+
+class SavedParameter:
+    """A tensor over a parameter that autograd has saved: how it looks at its block, whose memory is not kept.
+
+    Args:
+        uses: Has the block in memory in the backward.
+        block: The block.
+        frozen: Whether it looks at the block's frozen parameters.
+        view: How the tensor looks at them, or at the others.
+    """
+
+    __slots__ = ("_block", "_changes", "_frozen", "_uses", "_view")
+
+    def __init__(self, uses: ParameterUses, block: ParameterBlock, frozen: bool, view: View) -> None:
+        self._uses, self._block, self._frozen, self._view = uses, block, frozen, view
+        self._changes = block.changes
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor. Reads the block if it is not in memory.
+
+        Raises:
+            RuntimeError: If a step has changed the parameters since.
+            OSError: From reading.
+        """
+        if self._block.changes != self._changes:
+            raise RuntimeError(
+                f"the parameter that the {self._view} looks at was changed by a step since the forward: run the forward again"
+            )
+        self._uses.use_in_backward(self._block)
+        return self._block.tensor(self._frozen, self._view)
+
+
+class ParameterUses:
+    """Begins and ends the uses of blocks of parameters, by hooks on their modules and on what autograd saves.
+
+    In a forward, a block is in memory while its module runs. In a backward, from the first tensor over it that autograd asks for,
+    or from its module's forward if that is computed again, until its gradients are complete and another block is used: then
+    nothing of its module's backward is left to be computed. With frozen parameters there may be, as long as those are used that
+    are in its module. At the end of a backward all uses end.
+
+    A tile of a layer is in memory only while it runs also if the layer is computed again: otherwise all its tiles would be.
+
+    Args:
+        modules: The block of each module.
+        tiles: Modules that are tiles of a layer.
+        blocks: All blocks.
+        schedule: Has them in memory.
+        begun_in_forward: Called with each block whose use in a forward has begun.
+        begun_in_backward: Called with each block whose use in a backward has begun.
+        ended_in_backward: Called with each block whose use in a backward is about to end.
+        begins_between_steps: Called before a forward outside of a step uses its first block.
+        failed_between_steps: Called when such a forward cannot use a block, in this process or another.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[nn.Module, ParameterBlock],
+        tiles: Collection[nn.Module],
+        blocks: Iterable[ParameterBlock],
+        schedule: ScheduledBlocks,
+        begun_in_forward: Callable[[ParameterBlock], None],
+        begun_in_backward: Callable[[ParameterBlock], None],
+        ended_in_backward: Callable[[ParameterBlock], None],
+        begins_between_steps: Callable[[], None],
+        failed_between_steps: Callable[[], None],
+    ) -> None:
+        self.recording = False
+        """Whether a forward with gradients may run: one whose saved tensors go through :meth:`saved`."""
+        self._blocks = tuple(blocks)
+        self._block_of = dict(modules)
+        self._absent = {address for block in self._blocks for address in block.absent_addresses()}
+        self._schedule = schedule
+        self._begun_in_forward = begun_in_forward
+        self._begun_in_backward, self._ended_in_backward = begun_in_backward, ended_in_backward
+        self._begins_between_steps, self._failed_between_steps = begins_between_steps, failed_between_steps
+        self._in_use: dict[ParameterBlock, None] = {}  # those in memory for a use
+        self._in_forward: list[ParameterBlock] = []
+        self._in_backward: dict[ParameterBlock, None] = {}  # the newest last
+        self._complete: set[ParameterBlock] = set()  # of these, those whose gradients have all arrived
+        self._before_use: Callable[[ParameterBlock, bool], None] | None = None
+        self._used_last: ParameterBlock | None = None  # in a forward, and in memory for the next micro-batch
+        self._checkpointed: list[CheckpointedForward] = []
+        self._handles: list[RemovableHandle | TileForward] = []
+        self._around: dict[ParameterBlock, set[ParameterBlock]] = {}  # of a block, those with frozen parameters around it
+        for module, block in modules.items():
+            if not all(param.requires_grad for param in block.params):
+                for inner in module.modules():
+                    if inner is not module and inner in modules:
+                        self._around.setdefault(modules[inner], set()).add(block)
+            tile = module in tiles and TileForward.is_supported() and not is_checkpointed(module)
+            begin, end = (functools.partial(each, block, tile) for each in (self._begin_forward, self._end_forward))
+            self._handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
+            if tile:
+                self._handles.append(TileForward(module, self.saved))
+            for each in module.modules():
+                if is_checkpointed(each):
+                    self._follow_recomputing(each, block)
+            params = set(block.params)
+            for inner in module.modules():
+                if inner is not module and not params.isdisjoint(inner.parameters(recurse=False)):
+                    self._handles.append(inner.register_forward_pre_hook(functools.partial(self._begin_inner_forward, block)))
+
+    def follow_recomputing(self, module: nn.Module) -> None:
+        """Have a module's block in memory whenever that is computed again, since it is checkpointed now."""
+        self._follow_recomputing(module, self._block_of[module])
+
+    def _follow_recomputing(self, module: nn.Module, block: ParameterBlock) -> None:
+        forward: CheckpointedForward = vars(module)["forward"]
+        forward.call_before_recomputing(functools.partial(self.use_in_backward, block, computed_again=True))
+        self._checkpointed.append(forward)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        for checkpointed in self._checkpointed:
+            checkpointed.call_before_recomputing(None)
+
+    @contextlib.contextmanager
+    def calling_before_use(self, function: Callable[[ParameterBlock, bool], None]) -> Iterator[None]:
+        """Call a function before each use of a block by the model, and whether that lasts into the backward, within this context.
+
+        Several micro-batches may run in it. A block then stays in memory until any of them uses another one; and uses in a
+        backward end with the context, not with the first backward.
+        """
+        self._before_use = function
+        try:
+            yield
+        finally:
+            self._before_use = None
+            self._keep_for_next(None)
+
+    # -- uses
+
+    def begin(self, block: ParameterBlock) -> None:
+        """Begin a use: the parameters are in memory from now on. Blocks while they are read. Raises OSError."""
+        if block.holds == 0:
+            if block.ranks is None:
+                self._schedule.acquire(block)
+                try:
+                    self._begin_frozen(block.frozen)
+                except BaseException:
+                    self._schedule.cache.release([block])
+                    raise
+            else:
+                self._gather(block)
+            block.attach()
+            self._in_use[block] = None
+        block.holds += 1
+
+    def gather_again(self, block: ParameterBlock) -> None:
+        """Gather a block in use again, since its shards were stepped. Blocks. Raises OSError, RuntimeError."""
+        self._gather(block)
+        block.attach()
+
+    def _gather(self, block: ParameterBlock) -> None:
+        begun: list[Block] = []
+        try:
+            for part in block.parts:
+                self._schedule.acquire(part)
+                begun.append(part)
+            block.gather_shards(self.recording)
+        finally:
+            self._schedule.cache.release(begun)
+
+    def _begin_frozen(self, frozen: FrozenParameters | None) -> None:
+        if frozen is not None:
+            self._schedule.acquire(frozen)
+            if frozen.quantized:
+                try:
+                    frozen.dequantize()
+                finally:
+                    self._schedule.cache.release([frozen])
+
+    def end(self, block: ParameterBlock) -> None:
+        """End a use. Never blocks."""
+        block.holds -= 1
+        if block.holds == 0:
+            self._in_use.pop(block, None)
+            block.detach()
+            if block.ranks is None:
+                self._schedule.cache.release([block])
+                if block.frozen is not None and not block.frozen.quantized:
+                    self._schedule.cache.release([block.frozen])
+
+    # Two methods and no context: a generator that an interrupt gives up ends when it is collected, after everything was reset.
+
+    def begin_change(self, block: ParameterBlock) -> None:
+        """Have the shards, or the parameters if this process has all of them, in memory. Raises OSError.
+
+        Parameters that were gathered before keep the values that they had.
+        """
+        if block.ranks is None:
+            self.begin(block)
+        else:
+            self._schedule.acquire(block)
+            block.attach_shards()
+
+    def end_change(self, block: ParameterBlock) -> None:
+        """End what :meth:`begin_change` has begun. Never blocks."""
+        if block.ranks is None:
+            self.end(block)
+        else:
+            block.detach_shards()
+            self._schedule.cache.release([block])
+
+    def reset(self) -> None:
+        """End all uses of blocks, also those that an interrupt has come between. Never blocks."""
+        self.recording = False
+        self._in_forward.clear()
+        self._in_backward.clear()
+        self._complete.clear()
+        self._used_last = None
+        self._in_use.clear()
+        for block in self._blocks:
+            block.holds = 0
+            block.detach()
+            block.detach_shards()
+        self._schedule.cache.end_uses()
+
+    def end_all(self) -> None:
+        """End all uses that hooks have begun."""
+        for block in (*self._in_forward, *self._in_backward):
+            self.end(block)
+        self._in_forward.clear()
+        self._in_backward.clear()
+        self._complete.clear()
+
+    # -- forward
+
+    def _begin_forward(self, block: ParameterBlock, tile: bool, *_: object) -> None:
+        computed_again = torch._C._current_graph_task_id() >= 0
+        if computed_again and not tile:
+            self.use_in_backward(block, computed_again=True)
+            return
+        if torch.is_grad_enabled() and not self.recording:
+            raise RuntimeError(
+                "a forward with gradients of a model whose parameters are on the drive has to run in OffloadedTraining.step() or"
+                " micro_batch(); to evaluate, use torch.no_grad()"
+            )
+        self._call_before_use(block, in_backward=False)
+        if computed_again:
+            self._end_complete(block)
+        if self.recording:  # in a step, where failures are told to the other processes, and undone
+            self._use_in_forward(block, computed_again)
+            return
+        if not self._in_forward:
+            self._begins_between_steps()
+        try:
+            with contextlib.nullcontext() if block.ranks is None else block.ranks.reporting_new_failures():
+                self._use_in_forward(block, computed_again)
+        except BaseException:
+            self._failed_between_steps()
+            raise
+
+    def _use_in_forward(self, block: ParameterBlock, computed_again: bool) -> None:
+        self.begin(block)
+        self._in_forward.append(block)
+        if not computed_again:
+            self._begun_in_forward(block)
+
+    def _begin_inner_forward(self, block: ParameterBlock, module: nn.Module, *_: object) -> None:
+        """Have a block in memory when a part of it is computed again by itself, since that part is checkpointed."""
+        if torch._C._current_graph_task_id() >= 0:
+            self.use_in_backward(block, computed_again=True)
+        elif block.holds == 0:
+            raise RuntimeError(
+                f"the parameters of this {type(module).__name__} are on the drive: they are in memory only while the module runs"
+                f" that is their block"
+            )
+
+    def _call_before_use(self, block: ParameterBlock, in_backward: bool) -> None:
+        if self._before_use is not None:
+            self._before_use(block, in_backward)
+            if block is not self._used_last:
+                self._keep_for_next(None)
+
+    def _keep_for_next(self, block: ParameterBlock | None) -> None:
+        """Have a block in memory for the micro-batch that uses it next, in place of the one before."""
+        if block is not None:
+            self.begin(block)
+        before, self._used_last = self._used_last, block
+        if before is not None:
+            self.end(before)
+
+    def _end_forward(self, block: ParameterBlock, tile: bool, module: nn.Module, _: object, output: object) -> None:
+        computed_again = torch._C._current_graph_task_id() >= 0
+        if (tile or not computed_again) and block in self._in_forward:  # also called if the use could not begin
+            self._in_forward.reverse()
+            self._in_forward.remove(block)
+            self._in_forward.reverse()
+            if self._before_use is not None and block is not self._used_last:
+                self._keep_for_next(block)
+            self.end(block)
+            # Autograd saves nothing of an embedding's weight. Without a use, gradients would wait for the end of the backward.
+            embedding = tile and not computed_again and isinstance(module, nn.Embedding)
+            if embedding and isinstance(output, torch.Tensor) and output.requires_grad:
+                hook = functools.partial(self._begin_backward_of_embedding, block)
+                output.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _begin_backward_of_embedding(self, block: ParameterBlock, _: torch.Tensor) -> None:
+        if self.recording:
+            self._call_before_use(block, in_backward=False)  # also if a tied tile has used it in this backward already
+            self.use_in_backward(block)
+
+    # -- backward
+
+    def saved(self, tensor: torch.Tensor) -> SavedParameter | None:
+        """Return what autograd keeps in place of a tensor over a parameter; None for other tensors.
+
+        Raises RuntimeError for a parameter that is not in memory.
+        """
+        if is_plain(tensor):
+            if tensor.numel() and tensor.data_ptr() in self._absent:
+                raise RuntimeError(
+                    f"a parameter, seen in the shape {tuple(tensor.shape)}, was used outside of the forward of its block's module"
+                    " when it is on the drive: name only modules that are called, or give the blocks as modules,"
+                    " so that no others are found"
+                )
+            for block in self._in_use:
+                found = block.view_of(tensor)
+                if found is not None:
+                    return SavedParameter(self, block, *found)
+        return None
+
+    def use_in_backward(self, block: ParameterBlock, computed_again: bool = False) -> None:
+        """Have a block in memory for the backward that runs now. Blocks while it is read. Raises OSError.
+
+        Args:
+            block: The block.
+            computed_again: Whether it is for a forward, whose saved tensors are torch.utils.checkpoint's, and have the memory.
+        """
+        self._call_before_use(block, in_backward=True)
+        if block in self._in_backward:
+            return
+        if not self._in_backward and self._before_use is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        self._end_complete(block)
+        self.begin(block)
+        self._in_backward[block] = None
+        # Of a frozen block no gradient says when the tensors of a checkpoint are no longer used: then it is the backward's end.
+        if not computed_again and not any(param.requires_grad for param in block.params):
+            self._complete.add(block)
+        self._begun_in_backward(block)
+
+    def completed(self, block: ParameterBlock) -> None:
+        """Note that all gradients of a block have arrived."""
+        self._end_complete(block)
+        self.end_with_next(block)
+
+    def end_with_next(self, block: ParameterBlock) -> None:
+        """Have the use of a block in the backward, if there is one, end when another one is used."""
+        if block in self._in_backward:
+            self._complete.add(block)
+
+    def end_backward(self) -> None:
+        """End all uses in a backward."""
+        # That which stays in memory last, as in a process that has all of its gradients: another one may lack some.
+        for block in sorted(self._in_backward, key=lambda each: each is self._blocks[-1]):
+            self._end_in_backward(block)
+
+    def _end_complete(self, used: ParameterBlock) -> None:
+        """End the uses of blocks whose gradients are complete, since another one is used."""
+        around = self._around.get(used, ())
+        for block in [each for each in self._in_backward if each in self._complete and each not in around]:
+            self._end_in_backward(block)
+
+    def _end_in_backward(self, block: ParameterBlock) -> None:
+        self._ended_in_backward(block)
+        del self._in_backward[block]
+        self._complete.discard(block)
+        self.end(block)

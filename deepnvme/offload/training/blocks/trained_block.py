@@ -1,0 +1,330 @@
+"""A block of a model that is trained: its parameters, its optimizer states and its gradients, each a block on the drive."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepnvme.memory.freed_memory import return_freed_memory
+from deepnvme.offload.optimizer.block_versions import BlockVersions, block_name
+from deepnvme.offload.optimizer.counted_io import StoredBlock
+from deepnvme.offload.optimizer.state_dict import take_over
+from deepnvme.offload.optimizer.sub_group import Held, SubGroup, lay_out
+from deepnvme.offload.training.ranks import TrainingRanks
+
+from .parameter_block import ParameterBlock
+from .parameter_uses import ScheduledBlocks
+
+Groups = Sequence[dict[str, Any]]
+
+_KEPT_FREE = 32 << 20
+"""Bytes of freed memory that the C library may keep after a block's states have appeared: they were in its memory before."""
+
+
+class BlockGradients:
+    """The gradients of a block's parameters, summed over the backwards of a step: in ``param.grad``, or in a block of their own.
+
+    Args:
+        name: Identifies the block in the store.
+        params: The parameters that require gradients.
+        schedule: Has the block in memory.
+    """
+
+    def __init__(self, name: str, params: Sequence[nn.Parameter], schedule: ScheduledBlocks) -> None:
+        self._params, self._schedule = tuple(params), schedule
+        self._layout = lay_out([(index, "", param.detach()) for index, param in enumerate(params)])
+        self.block = StoredBlock(name, self._layout.nbytes)
+        """The block, which is new in each step."""
+        self.block.stored = False
+        self._present: set[int] = set()  # indices of the parameters whose gradient the block has
+        self._in_use = False
+        self.norms: dict[int, torch.Tensor] = {}
+        """The 2-norms of the gradients, by the index of the parameter, since :meth:`measure` until :meth:`forget_norms`."""
+
+    @property
+    def any(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return bool(self._present) or any(param.grad is not None for param in self._params)
+
+    def load(self) -> None:
+        """Have ``param.grad`` be the sums so far. Blocks while they are read. Raises OSError."""
+        if self._in_use or not self._present:
+            return
+        self._schedule.acquire(self.block)
+        self._in_use = True
+        for section in self._layout.sections:
+            if section.piece in self._present:
+                self._add(self._params[section.piece], section.of(self.block.content))
+
+    def _add(self, param: nn.Parameter, total: torch.Tensor) -> None:
+        if param.grad is not None:  # of a parameter that no saved tensor has looked at before its gradient arrived
+            total.add_(param.grad)
+        param.grad = total
+
+    def store(self) -> None:
+        """Take the gradients out of ``param.grad``, to memory that can leave for the drive. Raises OSError."""
+        arrived = {index for index, param in enumerate(self._params) if param.grad is not None}
+        if not arrived:
+            return
+        if self._present:
+            self.load()
+        else:
+            self._schedule.create(self.block)
+            self._in_use = True
+        for section in self._layout.sections:
+            param = self._params[section.piece]
+            if section.piece in arrived - self._present:
+                assert param.grad is not None
+                section.of(self.block.content).copy_(param.grad)
+        self._present |= arrived
+        self._let_go(changed=True)
+
+    def measure(self) -> None:
+        """Note the norms of the gradients in ``param.grad``."""
+        for index, param in enumerate(self._params):
+            if param.grad is not None:
+                self.norms[index] = torch.linalg.vector_norm(param.grad)
+
+    def forget_norms(self) -> None:
+        """Forget what :meth:`measure` has noted."""
+        self.norms.clear()
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply the gradients in ``param.grad``."""
+        for index, param in enumerate(self._params):
+            if param.grad is None:
+                continue
+            if index in self._present:
+                param.grad.mul_(factor)
+            else:  # autograd may have given it memory that the gradient of an activation is in as well
+                param.grad = param.grad * factor
+
+    def drop(self) -> None:
+        """Forget all gradients, but not their norms. Waits for a transfer of theirs."""
+        self._let_go(changed=False)
+        self._schedule.cache.discard(self.block)
+        self._present.clear()
+
+    def _let_go(self, changed: bool) -> None:
+        for param in self._params:
+            param.grad = None
+        if self._in_use:
+            self._in_use = False
+            self._schedule.cache.release([self.block], changed=changed, write=False)
+
+
+class BlockStates:
+    """The optimizer states of some parameters of a block, as a block on the drive of their own, and what steps them.
+
+    Args:
+        sub_group: Steps the parameters.
+        schedule: Has blocks in memory.
+        versions: Chooses where on the drive a step writes.
+    """
+
+    def __init__(self, sub_group: SubGroup, schedule: ScheduledBlocks, versions: BlockVersions) -> None:
+        self.sub_group = sub_group
+        self.block: StoredBlock | None = None
+        """None before the first step."""
+        self._schedule, self._versions = schedule, versions
+        self._undo: Callable[[], None] | None = None
+
+    def step(self, groups: Groups, scratch: torch.Tensor) -> None:
+        """Step the parameters, which are in memory, with the gradients in ``param.grad``. Reads the states, and writes them.
+
+        Raises OSError, and whatever the optimizer raises. Undo it then.
+        """
+        self._begin_change()
+        if self.block is not None:
+            self._schedule.acquire(self.block)
+        held = self.sub_group.step(None if self.block is None else self.block.content, {}, scratch, groups)
+        if held is not None:
+            self._lay_out(held)
+            held.clear()
+            return_freed_memory(_KEPT_FREE)
+        self._write()
+
+    def load(self, states: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:
+        """Replace the states by those of ``states`` that belong here. Raises OSError. Undo it then."""
+        self._begin_change()
+        held = take_over(self.sub_group, states, groups)
+        self.block = None
+        if held:
+            self._lay_out(held)
+            self._write()
+
+    def _begin_change(self) -> None:
+        block, bring_back = self.block, self.sub_group.remember()
+
+        def undo() -> None:
+            bring_back()
+            self.block = block
+            if block is not None:
+                block.rename(block_name(self.sub_group))
+
+        self._undo = undo
+
+    def _lay_out(self, held: Held) -> None:
+        """Have a new block for these tensors, which may lie in the one before."""
+        before = self.block
+        layout = self.sub_group.lay_out(held)
+        self.block = StoredBlock("", layout.nbytes)
+        self.block.stored = False
+        self._schedule.create(self.block)
+        layout.fill(self.block.content, [tensor for _, _, tensor in held])
+        if before is not None:
+            self._schedule.cache.reject([before])
+
+    def _write(self) -> None:
+        assert self.block is not None
+        self.sub_group.current_states_are_in(self._versions.next_of(self.sub_group))
+        self.block.rename(block_name(self.sub_group))
+        self._schedule.cache.release([self.block], changed=True)
+
+    def commit(self, groups: Groups) -> None:
+        """End a step whose writes have ended."""
+        if self._undo is not None:
+            self.sub_group.pull(groups)
+            self._undo = None
+
+    def undo(self) -> None:
+        """Go back to the last completed step. Nothing of this may be in memory any more."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+
+class TrainedBlock:
+    """Parameters that are stepped together, their states, and what brings both back if the step is undone.
+
+    Args:
+        parameters: The block of the parameters.
+        sub_groups: Step those that require gradients, one after the other: while one is stepped, the states of the next are read
+            and those of the one before are written.
+        schedule: Has blocks in memory.
+        versions: Chooses where on the drive a step writes.
+    """
+
+    def __init__(
+        self, parameters: ParameterBlock, sub_groups: Iterable[SubGroup], schedule: ScheduledBlocks, versions: BlockVersions
+    ) -> None:
+        self.parameters = parameters
+        self.states = tuple(BlockStates(each, schedule, versions) for each in sub_groups)
+        self.trained = tuple(param for param in parameters.params if param.requires_grad)
+        self.trained_shards = tuple(shard for shard in parameters.shards if shard.requires_grad)
+        """What is stepped of each: the parameter, or this process's shard of it."""
+        self.gradients = BlockGradients(f"{parameters.index}.gradients", self.trained_shards, schedule)
+        self.arrived: Counter[torch.Tensor] = Counter()
+        """How many of the backwards that run now have accumulated the gradient of each parameter."""
+        self.stepped = False
+        """Whether the current step has changed it."""
+        self.averaged = False
+        """Whether the gradients of the backwards that run now were averaged over the processes."""
+        self._cache, self._versions = schedule.cache, versions
+
+    def begin_backwards(self) -> None:
+        """Expect gradients of the backwards that run next."""
+        self.averaged = False
+
+    def average_gradients(self, ranks: TrainingRanks) -> None:
+        """Have the gradients of the shards be the averages over all processes, added to those before. Blocks.
+
+        Raises RuntimeError if another process has failed, or is gone.
+        """
+        shared = self.parameters.ranks is None  # each process has all of the parameters
+        averages = ranks.average_gradients(self.parameters.number, self.trained, whole=shared)
+        for shard, average in zip(self.trained_shards, averages, strict=True):
+            if average is not None:
+                shard.grad = average if shard.grad is None else shard.grad.add_(average)
+        self.averaged = True
+
+    def drop_own_gradients(self) -> None:
+        """Forget gradients that were not summed over the processes yet."""
+        if self.parameters.ranks is not None:
+            for param in self.trained:
+                param.grad = None
+
+    def step(self, groups: Groups, scratch: torch.Tensor) -> None:
+        """Step the parameters, which are in memory, with the gradients in ``param.grad``. Reads the states, and writes both.
+
+        Args:
+            groups: The options of the step.
+            scratch: Memory of :attr:`scratch_bytes`.
+
+        Raises OSError, and whatever the optimizer raises. Undo it then.
+        """
+        self.stepped = True
+        for states in self.states:
+            states.step(groups, scratch)
+        self._write_parameters()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of memory that a step needs beside all else."""
+        return max((states.sub_group.full_gradient_bytes for states in self.states), default=0)
+
+    def load(
+        self,
+        values: Iterable[torch.Tensor],
+        names: Mapping[torch.Tensor, str],
+        quantized: Mapping[str, torch.Tensor] | None,
+        states: Mapping[torch.Tensor, Mapping[str, Any]],
+        groups: Groups,
+    ) -> None:
+        """Replace the parameters, which are in memory, and their states. Undo it if it fails.
+
+        Args:
+            values: For each parameter, its value.
+            names: Of the parameters.
+            quantized: Quantised weights by name, as :meth:`FrozenParameters.quantize` takes them.
+            states: For each parameter, its whole state.
+            groups: The parameter groups that belong to these states.
+
+        Raises:
+            ValueError: If a value cannot be quantised.
+            OSError: From the drive.
+        """
+        self.stepped = True
+        frozen = self.parameters.frozen
+        if frozen is not None:
+            self._cache.acquire([frozen])
+        frozen_changed = self.parameters.fill(values, names, quantized)
+        for each in self.states:
+            each.load(states, groups)
+        self._write_parameters()
+        if frozen is not None:
+            if frozen_changed:
+                frozen.changed(self._versions.next_of(frozen))
+            self._cache.release([frozen], changed=frozen_changed)
+
+    def _write_parameters(self) -> None:
+        self.parameters.changed(self._versions.next_of(self.parameters))
+        self._cache.acquire([self.parameters])
+        self._cache.release([self.parameters], changed=True)  # is written when its use ends
+
+    def to_write(self) -> list[StoredBlock]:
+        """Return what the step has changed."""
+        states = [each.block for each in self.states if each.block is not None]
+        frozen = [part for part in self.parameters.parts[1:] if part.uncommitted]
+        return [self.parameters, *frozen, *states] if self.stepped else []
+
+    def commit(self, groups: Groups) -> None:
+        """End a step whose writes have ended."""
+        if self.stepped:
+            self.parameters.commit()
+        for states in self.states:
+            states.commit(groups)
+        self.stepped = False
+
+    def undo(self) -> None:
+        """Go back to the last completed step. Nothing of this may be in memory any more."""
+        for states in self.states:
+            states.undo()
+        if self.stepped:
+            self.parameters.undo()
+        self.stepped = False
+        self.arrived.clear()

@@ -1,0 +1,123 @@
+"""Which parameters of a model are trained as one block, and which stay in memory."""
+
+from __future__ import annotations
+
+import glob
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from deepnvme._model_structure import ModelBlock, Structure, structure_of, weights_by_name
+from deepnvme.offload.activations.saved_tensor import is_distributed
+from deepnvme.offload.tiles.layers import tile_names
+
+T = TypeVar("T")
+
+
+class ModelPartition(NamedTuple):
+    """How the parameters of a model are divided."""
+
+    modules: list[nn.Module]
+    """The module of each block, of several tiles that are tied the first. One may be inside of another."""
+    params: list[list[nn.Parameter]]
+    """The parameters of each block: those of its module that no block inside of it has. None is empty."""
+    rest: list[nn.Parameter]
+    """Those that stay in memory: in no block, or used by several."""
+    tied: dict[nn.Module, nn.Module]
+    """Tiles that are one block with a tile that they are tied to, which is among :attr:`modules`."""
+    tiles: set[nn.Module]
+    """Of all these modules, those that are tiles of a :class:`TiledLayer`."""
+
+    def by_module(self, blocks: Sequence[T]) -> dict[nn.Module, T]:
+        """Return what belongs to each module, given what belongs to each block."""
+        found = dict(zip(self.modules, blocks, strict=False))
+        return {**found, **{module: found[first] for module, first in self.tied.items()}}
+
+    def with_scalars_in_memory(self) -> ModelPartition:
+        """Return a partition in which parameters without dimensions, which have no rows to share, stay in memory."""
+        params = [[param for param in some if param.dim()] for some in self.params]
+        scalars = [param for some in self.params for param in some if not param.dim()]
+        kept = [index for index, some in enumerate(params) if some]
+        return self._replace(
+            modules=[self.modules[index] for index in kept], params=[params[index] for index in kept], rest=self.rest + scalars
+        )
+
+
+def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None = None) -> ModelPartition:
+    """Divide the parameters of a model into blocks.
+
+    Args:
+        model: On the CPU or the meta device.
+        blocks: None to find them, or names and patterns of some, with the others found beside them: see
+            :func:`deepnvme._model_structure.structure_of`. Tiles of tiled layers are among those found. Or modules of the model,
+            and no other is a block then.
+
+    Raises:
+        TypeError: If there are both modules and names in ``blocks``.
+        ValueError: If a module is not the model's, or is a list that nobody calls; if a name matches nothing; if a parameter
+            cannot be offloaded.
+    """
+    for param in model.parameters():
+        if is_distributed(param):
+            raise ValueError(
+                "the model was wrapped by fully_shard(), and OffloadedTraining gathers and averages itself: build the model anew,"
+                ' with torch.device("meta"), and call OffloadedTraining(model_on_meta, ..., checkpoint=model.state_dict(),'
+                " process_group=mesh.get_group()). Each rank then reads the same shards"
+            )
+        if type(param) is not nn.Parameter or param.device.type not in ("cpu", "meta") or param.layout is not torch.strided:
+            kind = f"a {type(param).__name__} of layout {param.layout} on {param.device}"
+            raise ValueError(f"only parameters that are dense, on the CPU, and of no subclass can be offloaded, got {kind}")
+    structure = _structure(model, None if blocks is None else list(blocks))
+    weights = weights_by_name(model)
+    tiles = {model.get_submodule(name): name for name in tile_names(model)}
+    groups = _tied_groups(structure, set(tiles.values()))
+    needed = [{name for block in group for name in block.weights} for group in groups]
+    users = Counter([*structure.rest, *(name for names in needed for name in names)])
+    alone = {name for name, number in users.items() if number == 1} - set(structure.rest)
+    found = ModelPartition([], [], [], {}, set())
+    for group in groups:
+        names = dict.fromkeys(name for block in group for name in block.weights if name in alone)
+        own = [weight for name in names if isinstance(weight := weights[name], nn.Parameter)]
+        if own:
+            first, *others = (model.get_submodule(block.name) for block in group)
+            found.modules.append(first)
+            found.params.append(own)
+            found.tied.update(dict.fromkeys(others, first))
+            found.tiles.update(each for each in (first, *others) if each in tiles)
+    in_blocks = {param for params in found.params for param in params}
+    found.rest.extend(param for param in model.parameters() if param not in in_blocks)
+    return found
+
+
+def _structure(model: nn.Module, blocks: list[nn.Module | str] | None) -> Structure:
+    modules = [each for each in blocks or () if isinstance(each, nn.Module)]
+    names = [each for each in blocks or () if isinstance(each, str)]
+    if blocks is None or (names and not modules):
+        return structure_of(model, [*names, *map(glob.escape, tile_names(model))])
+    if len(modules) != len(blocks):
+        kinds = ", ".join(sorted({type(each).__name__ for each in blocks}))
+        raise TypeError(f"blocks must be modules, or names of modules, and not both, got {kinds}")
+    inside = {each: name for name, each in model.named_modules()}
+    for module in modules:
+        if module not in inside:
+            raise ValueError(f"blocks: a {type(module).__name__} is no module of the model")
+    with_parameters = [module for module in modules if next(module.parameters(), None) is not None]
+    return structure_of(model, [glob.escape(inside[module]) for module in with_parameters], find=False)
+
+
+def _tied_groups(structure: Structure, tiles: set[str]) -> list[list[ModelBlock]]:
+    """Return the blocks, each by itself but for tiles that have a weight in common: those come and go as one."""
+    groups: list[list[ModelBlock]] = []
+    group_of: dict[str, list[ModelBlock]] = {}
+    for block in structure.blocks:
+        tied = [group_of[name] for name in block.weights if name in group_of] if block.name in tiles else []
+        group = tied[0] if tied else []
+        group.append(block)
+        if block.name in tiles:
+            group_of.update((name, group) for name in block.weights if name not in structure.rest)
+        if not tied:
+            groups.append(group)
+    return groups

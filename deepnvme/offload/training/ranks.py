@@ -1,0 +1,500 @@
+"""Exchanges between the processes that train one model: shards, gradients, norms, and whether a step is made or has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepnvme._interrupts import defer_interrupts
+from deepnvme.memory.alignment import padded
+from deepnvme.offload.activations.saved_tensor import is_distributed, may_share_memory
+from deepnvme.offload.optimizer.params import local_of
+
+from .forward_random_numbers import DrawsDiffer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+class RankFailed(RuntimeError):
+    """Raised if another process has failed in what all do together: a step, which none has made then, or another call."""
+
+
+class Purpose(IntEnum):
+    """What an exchange is for. All ranks have to send the same."""
+
+    FAILURE = 0
+    """The rank has failed. It sends this in place of what the others send."""
+    BROADCAST = 1
+    """Every rank gets the first rank's values."""
+    GATHER = 2
+    """Every rank gets whole parameters, to train."""
+    AVERAGE = 3
+    """Gradients are averaged."""
+    NORM = 4
+    """Norms of whole gradients are computed from those of shards."""
+    COMMIT = 5
+    """All ranks have reached the end of a step."""
+    AGREE = 6
+    """The ranks decide what to do next, or begin a call."""
+    GATHER_TO_READ = 7
+    """Every rank gets whole parameters, and does not train."""
+    COMPARE = 8
+    """The ranks compare what each was given, in the form of a number."""
+
+
+class _Failure(IntEnum):
+    """Whether the sender of a message has failed."""
+
+    NONE = 0
+    FAILED = 1
+    DRAWS_DIFFER = 2
+
+
+class TrainingRanks:
+    """The processes of a group, each with other batches and a shard of each parameter: some of its rows.
+
+    A shard is what ``torch.chunk`` gives: of ``d`` rows, the first dimension, each rank has ``ceil(d / count)``, and the last
+    ranks have fewer, or none. These are the shards of a DTensor with the placement ``Shard(0)``.
+
+    Before each exchange every rank sends one message: what it is about to exchange, and of which block. A rank that has failed
+    sends FAILURE instead, once, and all others raise RankFailed, so that none waits for it. Invariant: every rank has sent as
+    many messages.
+
+    Args:
+        group: The group, which can communicate tensors on the CPU; None for this process alone.
+        most_parameters: Most parameters of one block. A message of averaging says for each whether this rank has a gradient, and
+            all messages have the same size.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, most_parameters: int = 0) -> None:
+        self.group = group if group is not None and dist.get_world_size(group) > 1 else None
+        """The group; None if there is no other process."""
+        self.count = 1 if self.group is None else dist.get_world_size(self.group)
+        """Number of ranks."""
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        """Of this process, in the group."""
+        self.seconds = 0.0
+        """Time in exchanges so far, waiting for other ranks among it."""
+        # Memory that is not torch's: a rank that has none left can still say so.
+        self._message = array("i", bytes(4 * (3 + most_parameters)))
+        self._messages = array("i", bytes(4 * self.count * len(self._message)))
+        self._failure_is_known = False
+        self._failed_rank: int | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other processes."""
+        return self.group is not None
+
+    @functools.cached_property
+    def mesh(self) -> DeviceMesh:
+        """The group as a mesh, for DTensors."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        assert self.group is not None
+        return DeviceMesh.from_group(self.group, "cpu")
+
+    # -- shards
+
+    def rows_of(self, param: torch.Tensor, rank: int | None = None) -> tuple[int, int]:
+        """Return which rows a rank has, this one if none is given: the first, and one past the last."""
+        rows = param.shape[0]
+        each = -(-rows // self.count)
+        rank = self.rank if rank is None else rank
+        return min(rank * each, rows), min((rank + 1) * each, rows)
+
+    def padded_shape(self, param: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of the shards of all ranks together, if each had as many rows as the first."""
+        return (self.count * -(-param.shape[0] // self.count), *param.shape[1:])
+
+    def shard_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows, as a view."""
+        begin, end = self.rows_of(value)
+        return value[begin:end]
+
+    def local_shard(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a value of a parameter, or of a state of its shape. Others are returned as they are.
+
+        Raises ValueError for a DTensor that is not sharded as the parameters here are.
+        """
+        if is_distributed(value):
+            return self.rows_in(value) if value.shape == param.shape else local_of(value)
+        return self.shard_of(value) if value.shape == param.shape else value
+
+    def rows_in(self, value: DTensor, name: str = "") -> torch.Tensor:
+        """Return this rank's rows, which are what it has of a DTensor.
+
+        Raises ValueError for another placement than ``Shard(0)``, or a mesh of other processes.
+        """
+        from torch.distributed.tensor import Shard
+
+        processes = [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
+        mesh, placements = value.device_mesh, value.placements
+        by_rows = len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0
+        if (by_rows or self.count == 1) and mesh.mesh.flatten().tolist() == processes:
+            return local_of(value)
+        placed = ", ".join(map(str, placements))
+        raise ValueError(
+            f"{name or 'a value'} is a DTensor with the placement ({placed}) over the processes {mesh.mesh.tolist()}: it has to"
+            f" be Shard(0) over the process_group, {processes}; or give a whole tensor, as its full_tensor(), or a file"
+        )
+
+    def whole_of(self, value: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a whole tensor, of which a DTensor has the rows of each rank. Others are returned as they are.
+
+        All ranks have to give a DTensor, or none. Blocks; raises like every exchange.
+
+        Args:
+            value: The tensor.
+            number: Of the block that it belongs to.
+
+        Raises:
+            ValueError: If it is not sharded as parameters here are.
+        """
+        if not is_distributed(value):
+            return value
+        shard = self.rows_in(value).cpu().contiguous()
+        if not self.several:
+            return shard
+        place = shard.new_empty(self.padded_shape(value))
+        self.gather(number, [shard], [place], to_train=False)
+        return place[: len(value)]
+
+    def as_dtensor(self, shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """Return a shard of a parameter, or of a state of its shape, as a DTensor."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        shape = param.shape
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(shard, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    # -- meetings
+
+    def _synchronize(self, for_what: Purpose, number: int = 0, values: Sequence[int] = ()) -> list[list[int]]:
+        """Send a message, and return the values in those of all ranks, one row for each. Blocks until all have sent theirs.
+
+        Memory for the data that follows has to be there before: the others wait for that data.
+
+        Raises:
+            RankFailed: If another rank has failed.
+            DrawsDiffer: If its forward drew another number of random numbers than expected.
+            RuntimeError: If a rank is about to exchange something else, or is gone.
+        """
+        messages = self._exchange_messages(for_what, number, _Failure.NONE, values)
+        if any(each[:2] != messages[0][:2] for each in messages):
+            self._failure_is_known = True  # to all ranks, which have the same messages
+            others = ", ".join(f"rank {rank}: {Purpose(each[0]).name} {each[1]}" for rank, each in enumerate(messages))
+            raise RuntimeError(
+                f"the ranks do not use the same blocks in the same order ({others}): each has to run the same modules, also to"
+                " evaluate, and to call step(), gradient_norm(), undo_step(), state_dict(), save(), load_state_dict() and"
+                " close(restore=True) when the others do"
+            )
+        return [each[3 : 3 + len(values)] for each in messages]
+
+    def _exchange_messages(
+        self, for_what: Purpose, number: int, failure: _Failure, values: Sequence[int] = ()
+    ) -> list[list[int]]:
+        length = len(self._message)
+        padding = [0] * (length - 3 - len(values))
+        self._message[:] = array("i", [for_what, number, failure, *values, *padding])
+        with defer_interrupts():
+            received, sent = (torch.frombuffer(each, dtype=torch.int32) for each in (self._messages, self._message))
+            self._all_gather(received, sent)
+            found = self._messages.tolist()
+            messages = [found[begin : begin + length] for begin in range(0, len(found), length)]
+            failures = [each[2] for each in messages]
+            self._failed_rank = failures.index(_Failure.FAILED) if _Failure.FAILED in failures else None
+            if any(failures):
+                self._failure_is_known = True
+        if failure is _Failure.NONE and any(failures):
+            self.raise_failure()
+            raise DrawsDiffer
+        return messages
+
+    def check_alike(self, number: int, what: str) -> None:
+        """Raise ValueError, on all ranks, if they do not give the same number. Blocks; raises like every exchange.
+
+        Args:
+            number: At most 31 bits that say what the rank has.
+            what: Names that in the error.
+        """
+        if self.several:
+            numbers = self._synchronize(Purpose.COMPARE, values=[number])
+            if any(each != numbers[0] for each in numbers):
+                self._failure_is_known = True
+                raise ValueError(f"{what} are not the same on all ranks")
+
+    def raise_failure(self) -> None:
+        """Raise RankFailed if a rank has told in the newest exchange that it has failed."""
+        if self._failed_rank is not None:
+            raise RankFailed(f"rank {self._failed_rank} failed, and its own error says why")
+
+    def _all_gather(self, found: torch.Tensor, given: torch.Tensor) -> None:
+        # The function has another name since torch 2.13, which warns of the older one.
+        gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(found, given, group=self.group)
+
+    def expect_new_failures(self) -> None:
+        """From now on, treat an error of this rank as one that the others have not heard of."""
+        self._failure_is_known = False
+
+    @contextlib.contextmanager
+    def expecting_new_failures(self) -> Iterator[None]:
+        """Within this context, report errors of this rank again; afterwards the earlier failure counts as known."""
+        self._failure_is_known = False
+        try:
+            yield
+        finally:
+            self._failure_is_known = True
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the others that this rank has failed, unless they know of a failure. Blocks until all send a message.
+
+        Has no effect if a rank is gone: the others then fail by themselves.
+        """
+        if self.several and not self._failure_is_known:
+            failure = _Failure.DRAWS_DIFFER if isinstance(error, DrawsDiffer) else _Failure.FAILED
+            with contextlib.suppress(RuntimeError):
+                self._exchange_messages(Purpose.FAILURE, 0, failure)
+
+    @contextlib.contextmanager
+    def reporting_failures(self) -> Iterator[None]:
+        """Tell the others of an exception in this context."""
+        try:
+            yield
+        except GeneratorExit:  # an interrupt came before the context was entered
+            raise
+        except BaseException as error:
+            self.report_failure(error)
+            raise
+
+    @contextlib.contextmanager
+    def reporting_new_failures(self) -> Iterator[None]:
+        """Tell the others of an exception in this context, also if they were told of one before."""
+        self.expect_new_failures()
+        with self.reporting_failures():
+            yield
+
+    @contextlib.contextmanager
+    def calling_together(self) -> Iterator[None]:
+        """Wait until all ranks make the same call, and tell the others of an exception in this context."""
+        with self.reporting_new_failures():
+            self.all_agree(True)
+            yield
+
+    def agree_to_commit(self, step: int, ends: bool) -> None:
+        """Wait until all ranks have reached the commit of a step. Raises like every exchange.
+
+        Args:
+            step: Its number.
+            ends: Whether nothing is left to be done for which another rank would wait: what fails from now on is not reported,
+                until :meth:`expect_new_failures`.
+        """
+        if self.several:
+            with self._exchanging():
+                self._synchronize(Purpose.COMMIT, step)
+                self._failure_is_known = ends
+
+    def all_agree(self, vote: bool) -> bool:
+        """Return whether all ranks say yes. Raises like every exchange."""
+        return all(each for (each,) in self._synchronize(Purpose.AGREE, values=[vote])) if self.several else vote
+
+    @contextlib.contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Measure an exchange, message and data, and have no interrupt come between them: the others are in it as well."""
+        begun = time.perf_counter()
+        try:
+            with defer_interrupts():
+                yield
+        finally:
+            self.seconds += time.perf_counter() - begun
+
+    # -- exchanges
+
+    def broadcast_from_first(self, values: Sequence[torch.Tensor], number: int = 0) -> None:
+        """Have the values that the first rank has. Blocks; raises like every exchange.
+
+        Args:
+            values: Dense tensors, alike on all ranks, which are overwritten.
+            number: Of the block.
+        """
+        if not self.several:
+            return
+        with self._exchanging():
+            sent = [value.detach().contiguous() for value in values]
+            self._synchronize(Purpose.BROADCAST, number)
+            assert self.group is not None
+            first = dist.get_global_rank(self.group, 0)
+            for value, given in zip(values, sent, strict=True):
+                dist.broadcast(_bytes(given), first, group=self.group)
+                value.detach().copy_(given)
+
+    def gather(self, number: int, shards: Sequence[torch.Tensor], places: Sequence[torch.Tensor], to_train: bool) -> None:
+        """Put the shards of all ranks together. Blocks; raises like every exchange.
+
+        Args:
+            number: Of the block.
+            shards: This rank's.
+            places: Where each whole parameter belongs, with the memory of :meth:`padded_shape`.
+            to_train: Whether it is for a forward or backward of a step.
+        """
+        with self._exchanging():
+            short = [place.nbytes for shard, place in zip(shards, places, strict=True) if self._is_short(shard, place)]
+            padding = torch.empty(max(short, default=0) // self.count, dtype=torch.uint8, device="cpu")
+            self._synchronize(Purpose.GATHER if to_train else Purpose.GATHER_TO_READ, number)
+            for shard, place in zip(shards, places, strict=True):
+                self._gather(shard, place, padding)
+
+    def _is_short(self, shard: torch.Tensor, place: torch.Tensor) -> bool:
+        """Return whether this rank, one of the last, has fewer rows than the first."""
+        return len(shard) < len(place) // self.count
+
+    def _gather(self, shard: torch.Tensor, place: torch.Tensor, padding: torch.Tensor) -> None:
+        """Put shards together. ``padding`` is memory for one with as many rows as the first rank's."""
+        if not place.numel():
+            return
+        if self._is_short(shard, place):
+            with_padding = padding[: place.nbytes // self.count].view(place.dtype).view(-1, *place.shape[1:])
+            with_padding[len(shard) :].zero_()
+            with_padding[: len(shard)].copy_(shard)
+            shard = with_padding
+        self._all_gather(_bytes(place), _bytes(shard))
+
+    def average_gradients(self, number: int, params: Sequence[nn.Parameter], whole: bool) -> list[torch.Tensor | None]:
+        """Average the gradients of all ranks, and take them out of ``param.grad``. Blocks; raises like every exchange.
+
+        Each is divided by the number of ranks, and they are summed in the order of the ranks, in their own dtype: with 2, 4 or 8
+        ranks these are the bits of as many micro-batches in one process. A gradient that a rank does not have counts as zero.
+
+        Args:
+            number: Of the block.
+            params: Its parameters that require gradients.
+            whole: Whether to return whole gradients, and not this rank's rows of them.
+
+        Returns:
+            For each parameter the gradient; None if no rank has one.
+
+        Raises:
+            TypeError: For a sparse gradient.
+        """
+        with self._exchanging():
+            # Autograd may have given a gradient memory that the gradient of an activation is in as well.
+            shared = [param.grad is not None and may_share_memory(param.grad) for param in params]
+            gradients = [None if param.grad is None else _dense(param.grad.detach()) for param in params]
+            averages = [
+                None if each is None else self._place_of_average(each, whole, also_elsewhere)
+                for each, also_elsewhere in zip(gradients, shared, strict=True)
+            ]
+            memory = self._memory_to_average(gradients, whole)
+            present = self._synchronize(Purpose.AVERAGE, number, [each is not None for each in gradients])
+            anywhere = [any(of_ranks) for of_ranks in zip(*present, strict=True)]
+            if any(has and not all(of_ranks) for has, of_ranks in zip(anywhere, zip(*present, strict=True), strict=True)):
+                for index, param in enumerate(params):
+                    if anywhere[index] and gradients[index] is None:
+                        gradients[index] = zeros = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
+                        averages[index] = self._place_of_average(zeros, whole, False)
+                memory = self._memory_to_average(gradients, whole)
+                self._synchronize(Purpose.AVERAGE, number)  # all ranks have the memory
+            for index, (param, average) in enumerate(zip(params, averages, strict=True)):
+                gradient = gradients[index]
+                param.grad = gradients[index] = None  # each is freed once it is averaged
+                if gradient is not None and average is not None:
+                    self._average(gradient, average, memory, whole)
+            return averages
+
+    def _place_of_average(self, gradient: torch.Tensor, whole: bool, shared: bool) -> torch.Tensor:
+        if whole:
+            return torch.empty_like(gradient) if shared else gradient
+        return torch.empty_like(self.shard_of(_rows(gradient)))
+
+    def _memory_to_average(self, gradients: Sequence[torch.Tensor | None], whole: bool) -> torch.Tensor:
+        """Return memory for what the ranks send of one gradient, and for what is gathered of it, with padding of a shard."""
+        most = 0
+        for rows in (_rows(each) for each in gradients if each is not None):
+            received = self.count * padded(self.shard_of(rows).nbytes)
+            gathered = (self.count + 1) * padded(self._bytes_of_first(rows)) if whole else 0
+            most = max(most, received + gathered)
+        return torch.empty(most, dtype=torch.uint8, device="cpu")
+
+    def _bytes_of_first(self, rows: torch.Tensor) -> int:
+        """Return the bytes that the first rank has, and no rank more."""
+        return math.prod(self.padded_shape(rows)) * rows.element_size() // self.count
+
+    def _average(self, gradient: torch.Tensor, average: torch.Tensor, memory: torch.Tensor, whole: bool) -> None:
+        """Average one gradient. Allocates nothing: the others wait for what it sends.
+
+        Args:
+            gradient: This rank's.
+            average: Where the average belongs: all of it, or this rank's rows.
+            memory: As :meth:`_memory_to_average` returns it.
+            whole: Whether the average is all of it.
+        """
+        rows = _rows(gradient)
+        own = self.shard_of(rows)
+        if not rows.numel():
+            return
+        sizes = [end - begin for begin, end in (self.rows_of(rows, rank) for rank in range(self.count))]
+        received, rest = memory[: self.count * own.nbytes], memory[self.count * padded(own.nbytes) :]
+        sent = _bytes_of_rows(rows)
+        dist.all_to_all_single(
+            received.view(self.count * len(own), sent.shape[1]), sent, [len(own)] * self.count, sizes, group=self.group
+        )
+        parts = received.view(rows.dtype).view(self.count, *own.shape)
+        total = parts[0].div_(self.count)
+        for part in parts[1:]:
+            total.add_(part.div_(self.count))
+        if not whole:
+            average.copy_(total)
+            return
+        first = self._bytes_of_first(rows)
+        place = rest[: self.count * first].view(rows.dtype).view(self.padded_shape(rows))
+        self._gather(total, place, rest[self.count * padded(first) :])
+        average.view(rows.shape).copy_(place[: len(rows)])
+
+    def norms_of_shards(self, norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the 2-norms of whole tensors, given those of this rank's shards. Blocks; raises like every exchange."""
+        if not self.several or not norms:
+            return list(norms)
+        with self._exchanging():
+            squares = torch.stack([norm.double().square() for norm in norms])
+            found = squares.new_empty(self.count * len(squares))
+            self._synchronize(Purpose.NORM, len(norms))
+            self._all_gather(found, squares)
+            total, *others = found.view(self.count, len(squares))
+            for each in others:
+                total.add_(each)
+            return [norm.to(before.dtype) for norm, before in zip(total.sqrt(), norms, strict=True)]
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with its elements in order. Raises TypeError for a sparse one."""
+    if gradient.layout is not torch.strided:
+        raise TypeError(f"a gradient of layout {gradient.layout} cannot be summed over several processes")
+    return gradient.contiguous()
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with at least one dimension."""
+    return tensor if tensor.dim() else tensor.view(1)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor: there are dtypes that cannot be communicated."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _bytes_of_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor that has elements, one row for each of its rows."""
+    return _bytes(tensor).view(len(tensor), -1)

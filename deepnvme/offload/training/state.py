@@ -1,0 +1,246 @@
+"""The model and the optimizer of an offloaded training as a ``state_dict``: mapped from the drive, and loaded block by block."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from deepnvme._shortened_lists import listed
+from deepnvme.memory.alignment import PAGE
+from deepnvme.offload.activations.saved_tensor import is_distributed
+from deepnvme.offload.optimizer.block_versions import BlockVersions, Versioned
+from deepnvme.offload.optimizer.params import local_of
+from deepnvme.offload.optimizer.state_dict import OffloadedStates
+from deepnvme.offload.optimizer.sub_group import BlockLayout, BlockSection
+
+from .blocks.frozen_parameters import FrozenParameters
+from .blocks.parameter_block import ParameterBlock
+from .blocks.trained_block import TrainedBlock
+from .model import TrainedModel
+from .ranks import TrainingRanks
+
+
+class TrainingState:
+    """Returns and replaces the state of a training as of its last completed step.
+
+    Modules whose parameters are on the drive refuse to be asked for their ``state_dict()`` by anybody else.
+
+    Args:
+        model: The model.
+        trained: Its blocks.
+        optimizer: Has the options of each step in its ``param_groups``.
+        versions: Maps blocks.
+        states: The optimizer's states.
+        modules: Modules whose parameters come and go.
+        ranks: The processes that train the model together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trained: TrainedModel,
+        optimizer: Optimizer,
+        versions: BlockVersions,
+        states: OffloadedStates,
+        modules: Iterable[nn.Module],
+        ranks: TrainingRanks,
+    ) -> None:
+        self._ranks = ranks
+        self._model, self._trained, self._optimizer = model, trained, optimizer
+        self._versions, self._states = versions, states
+        self._guarding = True
+        self._guards = [
+            module.register_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
+            for module in {model, *(each for module in modules for each in module.modules())}
+        ]
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks from the modules."""
+        for handle in self._guards:
+            handle.remove()
+
+    def _refuse(self, *_: object) -> None:
+        if self._guarding:
+            raise RuntimeError("the parameters are on the drive: take 'model' of OffloadedTraining.state_dict()")
+
+    @contextlib.contextmanager
+    def _unguarded(self) -> Iterator[None]:
+        self._guarding = False
+        try:
+            yield
+        finally:
+            self._guarding = True
+
+    def get(self) -> dict[str, Any]:
+        """Return what :meth:`OffloadedTraining.state_dict` does. Raises OSError."""
+        names = self._names()
+        values: dict[torch.Tensor, torch.Tensor] = {}
+        quantized: dict[str, torch.Tensor] = {}
+        for block in self._trained.blocks:
+            parameters, frozen = block.parameters, block.parameters.frozen
+            layouts: list[tuple[Versioned, BlockLayout]] = [(parameters, parameters.layout)]
+            if frozen is not None:
+                layouts.append((self._dequantized(parameters, frozen), frozen.layout))
+                for section in frozen.quantized_sections:
+                    quantized[names[parameters.params[section.piece]]] = self._mapped(frozen, section)
+            for of, layout in layouts:
+                for section in layout.sections:
+                    param = parameters.params[section.piece]
+                    values[param] = self._distributed(parameters, param, self._mapped(of, section))
+        with self._unguarded():
+            model = self._model.state_dict(keep_vars=True)
+        groups = [{**group, "params": [names[each] for each in group["params"]]} for group in self._optimizer.param_groups]
+        model = {name: values.get(value, value) if isinstance(value, torch.Tensor) else value for name, value in model.items()}
+        found: dict[str, Any] = {
+            "model": model,
+            "optimizer": {"state": self._optimizer_state(names), "param_groups": groups},
+            "steps": self._trained.steps,
+        }
+        if quantized:
+            found["quantized"] = quantized
+        if self._trained.previous_norm is not None:
+            found["gradient_norm"] = self._trained.previous_norm.clone()
+        return found
+
+    def _optimizer_state(self, names: Mapping[torch.Tensor, str]) -> dict[str, dict[str, Any]]:
+        """Return the optimizer's states by names."""
+        found = {}
+        for parameters in (block.parameters for block in self._trained.blocks):
+            for param, shard in zip(parameters.params, parameters.shards, strict=True):
+                if shard in self._states:
+                    found[names[param]] = {
+                        key: self._distributed(parameters, param, value) if _is_like(value, shard) else value
+                        for key, value in self._states[shard].items()
+                    }
+        return found
+
+    def _distributed(self, parameters: ParameterBlock, param: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor of what each process has of a parameter, or of a state of its shape; what cannot be shared as it is.
+
+        Of a parameter that is whole in each process it has some rows as well: it can be loaded into a model of FSDP2.
+        """
+        if not self._ranks.several or not param.dim():
+            return local
+        return self._ranks.as_dtensor(local if parameters.ranks is not None else self._ranks.shard_of(local), param)
+
+    def _mapped(self, of: Versioned, section: BlockSection) -> torch.Tensor:
+        """Map one tensor of a block by itself: a ``.pt`` cannot hold a storage that is seen in several dtypes."""
+        if not section.nbytes:
+            return torch.empty(section.shape, dtype=section.dtype, device="cpu")
+        inside = section.offset % PAGE
+        mapped = self._versions.map([(of, section.offset - inside, section.nbytes + inside)])
+        return mapped[inside:].view(section.dtype).as_strided(section.shape, section.stride)
+
+    def _dequantized(self, parameters: ParameterBlock, frozen: FrozenParameters) -> Versioned:
+        """Return what on the drive has the values of frozen parameters. Writes a copy if they are quantised there."""
+        if not frozen.quantized:
+            return frozen
+        if frozen.copy.outdated:
+            number = self._versions.next_of(frozen.copy)
+            self._trained.uses.begin(parameters)
+            try:
+                self._versions.write(frozen.copy, number, frozen.values)
+            finally:
+                self._trained.uses.end(parameters)
+            frozen.copy.written(number)
+        return frozen.copy
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Do what :meth:`OffloadedTraining.load_state_dict` does. Raises ValueError, OSError."""
+        names, model, optimizer = self._names(), state["model"], state["optimizer"]
+        self._check_fits(model, names)
+        self._check_shards(model, optimizer["state"], names)
+        options = {name: group for group in optimizer["param_groups"] for name in group["params"]}
+        missing = [name for param, name in names.items() if param.requires_grad and name not in options]
+        if missing:
+            raise ValueError(f"the optimizer's param_groups do not have {listed(missing, 8)}")
+        groups = self._optimizer.param_groups
+        before = [dict(group) for group in groups]
+        with self._trained.undone_if_it_fails():
+            try:
+                for group in filter(lambda each: each["params"], groups):
+                    group.update({key: value for key, value in options[names[group["params"][0]]].items() if key != "params"})
+                for block in self._trained.blocks:
+                    self._load_block(block, names, model, state.get("quantized"), optimizer["state"])
+                norm = state.get("gradient_norm")
+                self._trained.commit(int(state["steps"]), None if norm is None else torch.as_tensor(norm).clone())
+            except BaseException:
+                for group, values in zip(groups, before, strict=True):
+                    group.clear()
+                    group.update(values)
+                raise
+            for name, buffer in self._model.named_buffers():
+                if name in model:
+                    buffer.copy_(model[name])
+
+    def _load_block(
+        self,
+        block: TrainedBlock,
+        names: Mapping[torch.Tensor, str],
+        model: Mapping[str, Any],
+        quantized: Mapping[str, Any] | None,
+        states: Mapping[str, Any],
+    ) -> None:
+        if not block.parameters.params:
+            return
+        found: dict[torch.Tensor, Any] = {}
+        for param, shard in zip(block.trained, block.trained_shards, strict=True):
+            state = states.get(names[param])
+            if state is not None:
+                found[shard] = {key: self._own(block.parameters, value, param) for key, value in state.items()}
+        values = [self._own(block.parameters, model[names[param]], param) for param in block.parameters.params]
+        self._trained.uses.begin_change(block.parameters)
+        try:
+            block.load(values, names, quantized, found, self._optimizer.param_groups)
+        finally:
+            self._trained.uses.end_change(block.parameters)
+
+    def _own(self, parameters: ParameterBlock, value: Any, param: torch.Tensor) -> Any:
+        """Return what this process has of a parameter's value, or of a state: its rows, or all. May gather it."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if parameters.ranks is not None:
+            return parameters.ranks.local_shard(value, param)
+        return self._ranks.whole_of(value, parameters.number) if value.shape == param.shape else local_of(value)
+
+    def _check_shards(
+        self, model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], names: Mapping[torch.Tensor, str]
+    ) -> None:
+        """Raise ValueError if DTensors are not sharded as here, or are not the same ones on all ranks. Blocks."""
+        distributed = []
+        for param, name in names.items():
+            for key, value in {"": model[name], **states.get(name, {})}.items():
+                if isinstance(value, torch.Tensor) and is_distributed(value) and value.shape == param.shape:
+                    self._ranks.rows_in(value, f"{key} of {name}" if key else name)
+                    distributed.append(f"{name} {key}")
+        self._ranks.check_alike(crc32("\n".join(distributed).encode()) >> 1, "the names of the DTensors in the state")
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        """Return the first name of each parameter."""
+        return {param: name for name, param in reversed(list(self._model.named_parameters(remove_duplicate=False)))}
+
+    def _check_fits(self, state: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> None:
+        """Raise ValueError if a state has not all parameters of the model, in their shapes."""
+        wrong = [
+            f"{name}: {tuple(state[name].shape) if name in state else 'missing'} instead of {tuple(param.shape)}"
+            for param, name in names.items()
+            if name not in state or state[name].shape != param.shape
+        ]
+        wrong += [
+            f"{name}: {tuple(state[name].shape)} instead of {tuple(buffer.shape)}"
+            for name, buffer in self._model.named_buffers()
+            if name in state and state[name].shape != buffer.shape
+        ]
+        if wrong:
+            kind = type(self._model).__name__
+            raise ValueError(f"this is the state of another model than this {kind}: {listed(wrong, 8)}")
+
+
+def _is_like(value: Any, shard: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == shard.shape

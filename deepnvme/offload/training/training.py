@@ -1,0 +1,701 @@
+"""Train a model whose parameters, gradients and optimizer states are on a drive, and in memory one block after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from deepnvme.checkpoint.saving import save
+from deepnvme.memory.byte_count import byte_count
+from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.offload.activations.checkpointing import is_checkpointed, keep_for_backward, recompute_on_backward
+from deepnvme.offload.activations.saved_tensor import KeptTensor
+from deepnvme.offload.activations.saving import save_on_disk
+from deepnvme.offload.optimizer.block_versions import BlockVersions
+from deepnvme.offload.optimizer.counted_io import CountedIO
+from deepnvme.offload.optimizer.partition import ELEMENTWISE, SubGroupPlanner
+from deepnvme.offload.optimizer.resident_sub_groups import ResidentBlocks
+from deepnvme.offload.optimizer.state_dict import OffloadedStates
+from deepnvme.offload.optimizer.sub_group import SubGroup
+from deepnvme.profiles import engine_for
+from deepnvme.quantization import SCHEMES, Scheme
+from deepnvme.store.own_directory import open_own_store, remove_directories
+from deepnvme.transfer.block_cache import BlockCache
+from deepnvme.transfer.block_memory import PooledMemory
+
+from .activations import TrainingActivations, unpack
+from .blocks.arena_memory import ArenaMemory
+from .blocks.frozen_parameters import ParameterMemory
+from .blocks.limits import BlockLimits, shortage
+from .blocks.parameter_block import ParameterBlock
+from .blocks.parameter_uses import ScheduledBlocks
+from .blocks.tied_gradients import tied_parameters
+from .blocks.trained_block import TrainedBlock
+from .forward_random_numbers import DrawsDiffer
+from .initial_values import Checkpoint, InitialValues
+from .micro_batches import MicroBatch, SideBySide, micro_batches_of
+from .model import StepOptions, TrainedModel
+from .model_partition import ModelPartition, partition_model
+from .plan import TrainingPlan
+from .planner import TrainingPlanner
+from .ranks import TrainingRanks
+from .report import StepMeter, TrainingReport
+from .state import TrainingState
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from deepnvme.config import AioConfig
+    from deepnvme.profiles import AnyPath
+
+
+_PREFIX = "deepnvme-training"
+_ACTIVATIONS = ("auto", "memory", "nvme", "recompute")
+_WHOLE = 1 << 62
+"""Elements of a sub-group: all of a block's."""
+_PART = 1 << 21
+"""Elements of a sub-group, where a block's can be stepped one after the other: 24 MiB of states with AdamW and master weights.
+
+Some are read and others written while one is stepped. Where a block of 154 MB of states was one sub-group, in memory
+for less than two such blocks, reading and writing took turns: a step took 0.84 instead of 0.72 s."""
+
+
+class _OptimizerOptions(Optimizer):
+    """The options of the steps, for schedulers of the learning rate: ``param_groups`` has one group for each block."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing: called when a step was made, for hooks and schedulers."""
+
+
+class OffloadedTraining:
+    """Trains a model whose parameters, gradients and optimizer states are on a drive, in plain PyTorch.
+
+    >>> training = OffloadedTraining(model, torch.optim.AdamW, nvme_path="/mnt/nvme", lr=1e-4)
+    >>> for batch in loader:
+    ...     loss = training.step(batch)
+
+    A block's parameters are in memory while it computes. They are read ahead in the order of the last step. When the backward has
+    all gradients of a block, it is stepped, and written while the next one computes. Parameters outside of the blocks stay in
+    memory, and their states are on the drive. Results are the same bits as in memory.
+
+    A step is made as a whole, or undone: after an exception parameters and states are as after the last completed step.
+
+    Args:
+        model: On the CPU, and its parameters get their values from the drive from now on. Or on the meta device, as a whole or in
+            part: those parameters and buffers are replaced by ones with values of ``checkpoint``, or else of their modules'
+            ``reset_parameters()`` and a transformers model's ``_init_weights``, one block at a time. After an error of the drive
+            make the model anew.
+        optimizer_class: A torch optimizer that steps each parameter by itself.
+        nvme_path: Directory on the drive, created if it is missing; or several, over which blocks are striped.
+        blocks: What comes and goes as one: None for the layers, and what is large beside them. Or names of modules, or patterns
+            such as "model.layers.*.mlp", that are blocks as well. Or modules, and then no others are. A parameter belongs to the
+            innermost block around it. One that several blocks use, or the model beside them, stays in memory.
+        checkpoint: Where the values are from: a .safetensors file, a .pt or .bin of a state_dict, the index.json of several, a
+            directory with one of these, or a mapping such as ``torch.load(path, mmap=True)``. It is read one block at a time, and
+            converted to the dtypes of the model. If a part of the model is on the meta device, what is not, as adapters, may be
+            missing in it. None for the values in memory, or for new ones. With a ``process_group``, a mapping may have DTensors,
+            as the ``state_dict()`` of a model that ``fully_shard`` has wrapped: each process reads its own rows.
+        memory_budget: Bytes of parameters, gradients, states and saved activations that are in memory. More only if a single
+            block needs more. What a forward computes with beside these is not counted.
+        parameters: "nvme"; or "memory" to have them stay in memory beside being on the drive, and only states come and go.
+        quantize: "int8" or "int4" to have weights that are frozen, that is, do not require gradients, quantised on the drive, as
+            :meth:`deepnvme.streaming.WeightStore.build` does. A block's are dequantised into their own dtypes when it is used:
+            the results are the bits of a training with these values. None to keep all as they are.
+        activations: "memory" to have them stay there, beside the budget; or "nvme" to have :class:`save_on_disk` keep those that
+            ``activation_budget`` has no room for; or "recompute" to have only the blocks' inputs kept so, and the rest computed
+            again in the backward; or "auto" for what takes the least time: as "nvme", with some blocks computed again.
+        activation_budget: Bytes of the memory budget for activations, unless all stay in memory; None to have them chosen by
+            what the third step has measured, see :meth:`plan`, and a quarter until then.
+        master_weights: Whether parameters in bfloat16 and float16 have a float32 weight in the states.
+        micro_batches: Backwards in a step, whose gradients are summed.
+        accumulation: "vertical" to have :meth:`step` run each block for all micro-batches before the next one, so that it is read
+            once for all of them; "horizontal" to run the micro-batches one after the other. The results are the same bits.
+        max_norm: To clip gradients to, as ``clip_grad_norm_`` does. Parameters are stepped after the last backward then.
+        clip_by: With ``max_norm``, which norm decides about the gradients of a step: "current" for their own, as in memory; or
+            "previous" for that of the gradients of the step before, so that blocks are stepped during the backward and no
+            gradient waits on the drive. The first step is clipped by its own. The norm is part of :meth:`state_dict`.
+        deferred: Whether :meth:`step` returns before all of it is on the drive, and leaves to the next forward what it can:
+            blocks whose gradients are clipped are stepped when they are used. The results are the same bits. If the drive then
+            fails, that step is undone too: see :attr:`steps`.
+        param_groups: The trained parameters in groups with options of their own, as torch's optimizers take them. None for one
+            group for each block, all with the same options.
+        process_group: Processes that train the model together, as ``torch.distributed.group.WORLD``: each with other batches,
+            whose gradients are averaged, and a shard of each block on its own drive. They have to make the same calls, and to run
+            the same modules. All begin with the parameters and buffers of the first. The optimizer has to work element by
+            element then, as AdamW and SGD do. None for one process.
+        pool: Where the memory of blocks is leased; None for a pinned region of its own.
+        config: Settings of the engine; None for the profile of the drive.
+        **optimizer_kwargs: The optimizer's.
+
+    Raises:
+        ValueError: For parameters or options that cannot be offloaded, a checkpoint of another model, values that cannot be
+            quantised, or what is on the meta device and would get no value.
+        OSError: From the drive, or from the checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: type[Optimizer],
+        *,
+        nvme_path: AnyPath | Sequence[AnyPath],
+        blocks: Iterable[nn.Module | str] | None = None,
+        checkpoint: Checkpoint | None = None,
+        memory_budget: int = 1 << 30,
+        parameters: str = "nvme",
+        quantize: Scheme | None = None,
+        activations: str = "memory",
+        activation_budget: int | None = None,
+        accumulation: str = "vertical",
+        master_weights: bool = False,
+        micro_batches: int = 1,
+        max_norm: float | None = None,
+        clip_by: str = "current",
+        deferred: bool = False,
+        param_groups: Iterable[dict[str, Any]] | None = None,
+        process_group: ProcessGroup | None = None,
+        pool: BufferPool | None = None,
+        config: AioConfig | None = None,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        _check_choices(parameters, activations, accumulation, micro_batches, max_norm, clip_by)
+        memory_budget = byte_count(memory_budget, "memory_budget")
+        self.model = model
+        self._closed = False
+        self._process = os.getpid()
+        partition = partition_model(model, blocks)
+        sharded = partition.with_scalars_in_memory()
+        self._ranks = TrainingRanks(process_group, max(map(len, (*sharded.params, sharded.rest))))
+        with self._ranks.reporting_failures():
+            if self._ranks.several:
+                partition = sharded
+                _check_for_several(optimizer_class, activations, quantize)
+                activation_budget = memory_budget // 4 if activation_budget is None else activation_budget  # nothing is chosen
+            initial = InitialValues(model, checkpoint, self._ranks)
+            size = _PART if optimizer_class in ELEMENTWISE else _WHOLE
+            if quantize is not None and quantize not in SCHEMES:
+                raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {quantize!r}")
+            planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, size)
+            defaults = planner.defaults()
+            paths = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else list(nvme_path)
+            directories = [Path(os.path.abspath(os.fsdecode(each))) for each in paths]
+            partition = initial.place(partition)
+            modules, params, rest = partition.modules, partition.params, partition.rest
+            self.optimizer = _OptimizerOptions(_grouped([*params, rest], param_groups), defaults)
+            """Has the options of each step in its ``param_groups``: for a scheduler."""
+            self._dequantized = ParameterMemory(pool)
+            sharing = self._ranks if self._ranks.several else None
+            parameter_blocks = [
+                ParameterBlock(number, some, self._dequantized, quantize, some is rest, None if some is rest else sharing)
+                for number, some in enumerate([*params, rest])
+            ]
+            sub_groups = self._sub_groups(parameter_blocks, planner)
+            self._engine = engine_for(directories, config)
+            try:
+                self._store, self._directories = open_own_store(directories, _PREFIX, self._engine)
+            except BaseException:
+                self._engine.close()
+                raise
+            self._io = CountedIO(self._store, verbose=False)
+            self._versions = BlockVersions(self._store)
+            # A tile is one operation, of which only the input is saved anyway.
+            recomputable = [each for each in modules if not is_checkpointed(each) and each not in partition.tiles]
+            self._recomputed = recomputable if activations == "recompute" else []
+            for module in self._recomputed:
+                recompute_on_backward(module)
+            if activations == "memory":
+                activation_budget = 0
+            first_activation_budget = memory_budget // 4 if activation_budget is None else activation_budget
+            stay = parameters == "memory"
+            values = [each.values_nbytes for each in parameter_blocks]
+            dequantized_bytes = values[-1] + max(values[:-1], default=0)
+            limits = BlockLimits(
+                sub_groups,
+                parameter_blocks,
+                planner,
+                memory_budget - dequantized_bytes,
+                stay,
+                self._ranks.several,
+                tied_parameters(partition.tiles),
+            )
+            limit = limits.beside(first_activation_budget)
+            memory = ArenaMemory(limit, self._io.record_ended) if pool is None else PooledMemory(pool, limit, shortage)
+            self._schedule = ScheduledBlocks(BlockCache(self._io, memory, helper="deepnvme-training"))
+            self._meter = StepMeter(self._io, self._schedule.cache, self._ranks)
+            blocks_of_model = [
+                TrainedBlock(parameter_block, stepping, self._schedule, self._versions)
+                for parameter_block, stepping in zip(parameter_blocks, sub_groups, strict=True)
+            ]
+            self._trained = TrainedModel(
+                model,
+                partition.by_module([block.parameters for block in blocks_of_model]),
+                partition.tiles,
+                blocks_of_model,
+                self._schedule,
+                self._versions,
+                self._meter,
+                self._ranks,
+                self.optimizer,
+                StepOptions(micro_batches, max_norm, clip_by == "previous", deferred),
+            )
+            residents = ResidentBlocks(self._io, self._versions, buffer_pool() if pool is None else pool)  # there are none
+            check = self._check_between_steps
+            states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, residents, check)
+            parts = [*modules, *partition.tied]
+            self._state = TrainingState(model, self._trained, self.optimizer, self._versions, states, parts, self._ranks)
+            chosen = activation_budget is None
+            self._make_saver = functools.partial(TrainingActivations, self._trained.uses, directories, chosen, config)
+            self._saver: save_on_disk | None = None
+            if activations != "memory":
+                self._saver = self._make_saver(first_activation_budget)
+            self._names = {module: name for name, module in model.named_modules() if module in set(modules)}
+            self._planner = TrainingPlanner(
+                memory_budget,
+                lambda activation_bytes: limits.beside(activation_bytes) if limits.suffices_beside(activation_bytes) else None,
+                activation_budget,
+                {each: name for each, name in self._names.items() if activations == "auto" and each in recomputable},
+                [self._names[each] for each in self._recomputed],
+                blocks_of_model,
+                self._schedule,
+                self._io,
+            )
+            self._rounds = 0  # how often the step has saved activations
+            self._memory = memory
+            self._side_by_side = SideBySide(self._trained, self._saved_tensors)
+            self._vertical = accumulation == "vertical"
+            try:
+                self._dequantized.reserve(dequantized_bytes)
+                self._to_drive(initial, partition, stay)
+                self._ranks.all_agree(True)  # the first one that is done does not go on before all are
+            except BaseException:
+                self.close()
+                raise
+
+    def _sub_groups(self, blocks: Sequence[ParameterBlock], planner: SubGroupPlanner) -> list[list[SubGroup]]:
+        """Return what steps the parameters of each block, or their shards; nothing for a block without trained ones."""
+        found: list[list[SubGroup]] = []
+        for block in blocks:
+            stepped = dict(zip(block.params, block.shards, strict=True))
+            groups = [
+                {**group, "params": [stepped[each] for each in group["params"] if each in stepped]}
+                for group in self.optimizer.param_groups
+            ]
+            trained = any(group["params"] for group in groups)
+            found.append(planner.sub_groups_of(groups, 0, sum(map(len, found))) if trained else [])
+        return found
+
+    def _to_drive(self, initial: InitialValues, partition: ModelPartition, stay: bool) -> None:
+        """Write the model's parameters to the drive, and free their memory; blocks of them may stay in the cache."""
+        cache = self._schedule.cache
+        blocks = self._trained.blocks
+        by_module = partition.by_module([block.parameters for block in blocks])
+        initial.write(by_module, blocks[-1].parameters, cache)
+        parts = [part for block in blocks for part in block.parameters.parts]
+        cache.flush(parts)
+        if stay:
+            cache.keep(dict.fromkeys(parts, True))
+        self._trained.keep_rest()
+
+    # -- steps
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
+    def steps(self) -> int:
+        """Number of completed steps."""
+        return self._trained.steps
+
+    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """Make a step. Blocks until it is on the drive, unless steps are ``deferred``.
+
+        With arguments: run the model's forward and backward with them before. A single mapping, tuple or list is taken apart, as
+        loaders of data give them. If there are several ``micro_batches``, tensors are divided along their first dimension, and
+        each part's loss counts as its share of the rows. Without arguments: after as many :meth:`micro_batch`.
+
+        Returns:
+            The loss, detached: the model's output, or its ``loss``, summed over the micro-batches. None without arguments.
+
+        Raises:
+            ValueError: If the arguments cannot be divided.
+            RuntimeError: If there were fewer micro-batches than there should be; after :meth:`close`; in a forked child.
+            FloatingPointError: With ``clip_by="previous"``, if the norm of the gradients is not finite. The step was undone.
+            OSError: From the drive. The step was undone.
+        """
+        self._check_usable()
+        micro_batches: list[MicroBatch] = []
+        if (args or kwargs) and self._trained.micro_batches_run:
+            raise RuntimeError("step() with arguments runs all micro-batches of a step itself: end the one under way first")
+        with self._trained.undone_if_it_fails():
+            if args or kwargs:
+                micro_batches = micro_batches_of(*_taken_apart(args, kwargs), self._trained.micro_batches)
+            losses = self._run([functools.partial(self._loss, each) for each in micro_batches]) if micro_batches else []
+            self._trained.finish_step()
+        self._meter.end(self.steps, None if self._saver is None else self._saver.report())
+        self._planner.end_step(self._meter.last, self._rounds)
+        return _sum(losses) if losses else None
+
+    def report(self) -> TrainingReport:
+        """Return what the last completed step did, and what it waited for. Raises RuntimeError before the first step."""
+        return self._meter.last
+
+    def plan(self) -> TrainingPlan:
+        """Return how the memory is divided, which blocks are computed again, what a step should take, and by which measurements.
+
+        ``print(training.plan())`` shows it. What is left to choose is chosen after the third step, and again when a step saves
+        more activations than that was made for. Blocks while the drive is measured, for the first plan.
+
+        Raises:
+            RuntimeError: Before the end of the third step; after :meth:`close`; in a forked child.
+            OSError: From the drive.
+        """
+        self._check_usable()
+        return self._planner.plan()
+
+    def _begin_step(self) -> None:
+        """Follow a new plan, if there is one and this is the beginning of a step. Raises OSError."""
+        if self._trained.micro_batches_run == 0:
+            self._rounds = 0
+            plan = self._planner.begin_step(self._saver)
+            if plan is not None:
+                self._trained.change_memory(functools.partial(self._follow, plan))
+                self._planner.followed(plan)
+
+    def _follow(self, plan: TrainingPlan) -> None:
+        self._memory.set_limit(plan.block_bytes)
+        before, self._saver = self._saver, self._make_saver(plan.activation_bytes)
+        if before is not None:
+            before.close()
+        for module, name in self._names.items():
+            if name in plan.recomputed and module not in self._recomputed:
+                recompute_on_backward(module)
+                self._recomputed.append(module)
+                self._trained.uses.follow_recomputing(module)
+            elif name not in plan.recomputed and module in self._recomputed:
+                self._recomputed.remove(module)
+                keep_for_backward(module)
+
+    def run_micro_batches(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """Run the forward, which returns the loss, and the backward of each micro-batch of a step. Call :meth:`step` after it.
+
+        >>> training.run_micro_batches([functools.partial(model, batch) for batch in batches])
+        >>> training.step()
+
+        These are all of the step's, however many ``micro_batches`` other steps have. With vertical accumulation, forwards run
+        side by side, each in a thread of its own, and may be called a second time.
+
+        Returns:
+            The losses, detached.
+
+        Raises:
+            RuntimeError: If a step is under way; after :meth:`close`; in a forked child.
+            OSError: From the drive. The step was undone.
+        """
+        self._check_usable()
+        if self._trained.micro_batches_run:
+            raise RuntimeError("a step is under way: call step() or undo_step() before run_micro_batches()")
+        with self._trained.undone_if_it_fails():
+            return self._run(forwards)
+
+    def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        random_numbers = self._side_by_side.random_numbers
+        if self._vertical and len(forwards) > 1 and self._ranks.all_agree(random_numbers.predictable):
+            self._begin_step()
+            begin = torch.get_rng_state()
+            try:
+                with self._trained.undone_if_it_fails():
+                    losses = self._side_by_side.run(forwards)
+                    self._rounds = 1
+                    return losses
+            except DrawsDiffer:
+                self._ranks.raise_failure()
+                torch.set_rng_state(begin)
+        losses = []
+        for forward in forwards:
+            with self._one_micro_batch(len(forwards)):
+                begin = torch.get_rng_state()
+                loss = forward()
+                end = torch.get_rng_state()
+                losses.append(loss.detach())
+                loss.backward()  # type: ignore[no-untyped-call]
+        if self._vertical and len(forwards) > 1 and random_numbers.predictable:
+            random_numbers.learn(begin, end)
+        return losses
+
+    def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
+        output = self.model(*micro_batch.args, **micro_batch.kwargs)
+        loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
+        return loss if micro_batch.share == 1 else loss * micro_batch.share
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Run one forward and one backward of a step in this context.
+
+        >>> with training.micro_batch():
+        ...     loss = model(batch)
+        ...     loss.backward()
+        >>> training.step()
+
+        An exception undoes the step, with the micro-batches before. Blocks are read for each micro-batch: :meth:`step` with
+        arguments reads them once for all.
+
+        Raises:
+            RuntimeError: If all micro-batches of the step were run; after :meth:`close`; in a forked child.
+            OSError: From the drive. The step was undone.
+        """
+        with self._one_micro_batch():
+            yield
+
+    @contextlib.contextmanager
+    def _one_micro_batch(self, of: int | None = None) -> Iterator[None]:
+        self._check_usable()
+        with self._trained.undone_if_it_fails():
+            self._begin_step()
+            with self._trained.running(of=of), self._saved_tensors():
+                yield
+            self._rounds += 1
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the 2-norm of all gradients, before they are clipped: between the last micro-batch and :meth:`step`. Blocks.
+
+        It is that of the step under way, also with ``clip_by="previous"``, and may not be finite.
+
+        Raises:
+            RuntimeError: At another time, or without ``max_norm``, since norms are not measured then.
+            OSError: From the drive. The step was undone.
+        """
+        self._check_usable()
+        with self._trained.undone_if_it_fails():
+            return self._trained.gradient_norm()
+
+    def undo_step(self) -> None:
+        """Go back to the last completed step, if micro-batches of another one were run.
+
+        Raises:
+            RuntimeError: After :meth:`close`; in a forked child.
+            OSError: From the drive. Call it again then.
+        """
+        self._check_usable()
+        self._trained.finish_undo()
+        self._trained.abandon_step()
+
+    def _saved_tensors(self) -> contextlib.AbstractContextManager[object]:
+        if self._saver is not None:
+            return self._saver
+        uses = self._trained.uses
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: uses.saved(tensor) or KeptTensor(tensor), unpack)
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError("this training is the parent process's: a forked child cannot use it")
+        if self._closed:
+            raise RuntimeError("this training is closed")
+
+    def _check_between_steps(self) -> None:
+        self._check_usable()
+        self._trained.check_between_steps()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Wait until all processes are in this context, and at its end until all are done; if one fails in it, all do.
+
+        For what the processes do beside the training, such as writing a file and reading it. Nothing with one process.
+
+        >>> with training.together():
+        ...     if torch.distributed.get_rank() == 0:
+        ...         write_report()
+
+        Raises:
+            RuntimeError: If another process has failed, does not make the same calls, or is gone; after :meth:`close`; in a
+                forked child.
+        """
+        self._check_usable()
+        with self._ranks.calling_together():
+            yield
+            self._ranks.all_agree(True)
+
+    # -- states
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the model and the optimizer as of the last completed step, with tensors mapped from the drive.
+
+        The tensors take no memory. They keep their values when steps are made, and occupy space on the drive while they live.
+        With ``quantize`` the first call writes the dequantised weights, which occupy space from then on.
+
+        Returns:
+            "model": what ``model.state_dict()`` would be. "optimizer": "state" by the names of parameters, and "param_groups",
+            whose "params" are names: what ``torch.distributed.checkpoint.state_dict`` uses. "steps": the number of steps.
+            "quantized", only with ``quantize``: the bytes of quantised weights by name. "model" has the dequantised values.
+            "gradient_norm", only with ``clip_by="previous"``, after the first step: the norm that the next one is clipped by.
+
+        Raises:
+            RuntimeError: Within a step.
+            OSError: If an earlier step still has to be undone and cannot be; or if dequantised weights cannot be written.
+        """
+        self._check_between_steps()
+        return self._state.get()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`state_dict` to a file as ``torch.save`` does, see :func:`deepnvme.save`. Blocks until it is on the drive.
+
+        The file replaces an earlier one once it is whole. To go on from it with little memory:
+
+        >>> training.load_state_dict(torch.load(path, mmap=True))
+
+        Raises:
+            RuntimeError: Within a step.
+            OSError: From the drive. An earlier file is as it was.
+        """
+        with self.together():  # what is done next is no exchange that could tell of a failure
+            state = self.state_dict()
+        save(state, path, group=self._ranks.group)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the model, the optimizer's states and options, and :attr:`steps`. One block at a time is in memory.
+
+        Args:
+            state: As :meth:`state_dict` returns it. Its tensors may be mapped from a file. Without "gradient_norm", the next step
+                is clipped by its own norm.
+
+        Raises:
+            ValueError: If names or shapes are not those of the model, or a value cannot be quantised. Nothing is changed then.
+            RuntimeError: Within a step.
+            OSError: From the drive. Nothing is changed then.
+        """
+        self._check_between_steps()
+        with self._ranks.calling_together():
+            self._state.load(state)
+
+    @torch.no_grad()
+    def close(self, restore: bool = False) -> None:
+        """Remove the hooks and the files. Idempotent.
+
+        Args:
+            restore: Whether to give the parameters the values of the last completed step, in memory. Otherwise those in blocks
+                have none any more, and the others if there is no memory for a copy.
+
+        Raises:
+            OSError: From reading them. Nothing is closed then.
+        """
+        if self._closed or os.getpid() != self._process:
+            return
+        uses, blocks = self._trained.uses, self._trained.blocks
+        rest = blocks[-1].parameters
+        restored: dict[torch.Tensor, torch.Tensor] = {}
+        if restore:
+            self._trained.undo()
+            with self._ranks.calling_together():
+                for block in blocks:
+                    uses.begin(block.parameters)
+                    restored.update((param, param.data.clone()) for param in block.parameters.params)
+                    uses.end(block.parameters)
+        elif rest.holds:
+            with contextlib.suppress(RuntimeError):  # without memory for a copy they are without values, as those in blocks
+                restored.update((param, param.data.clone()) for param in rest.params)
+            uses.end(rest)
+        self._closed = True
+        self._trained.remove_hooks()
+        self._planner.remove_hooks()
+        self._state.remove_hooks()
+        for module in self._recomputed:
+            keep_for_backward(module)
+        uses.end_all()
+        self._schedule.cache.clear()
+        for param, value in restored.items():
+            param.data = value
+        if self._saver is not None:
+            self._saver.close()
+        self._dequantized.close()
+        self._store.close()
+        self._engine.close()
+        remove_directories(self._directories)
+
+    def __enter__(self) -> OffloadedTraining:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("an OffloadedTraining owns files and cannot be copied or pickled; use state_dict()")
+
+
+def _check_choices(
+    parameters: str, activations: str, accumulation: str, micro_batches: int, max_norm: float | None, clip_by: str
+) -> None:
+    """Raise ValueError for an option that is none of its choices, or contradicts another."""
+    if parameters not in ("memory", "nvme"):
+        raise ValueError(f'parameters must be "memory" or "nvme", got {parameters!r}')
+    if activations not in _ACTIVATIONS:
+        raise ValueError(f"activations must be one of {', '.join(_ACTIVATIONS)}, got {activations!r}")
+    if accumulation not in ("vertical", "horizontal"):
+        raise ValueError(f'accumulation must be "vertical" or "horizontal", got {accumulation!r}')
+    if clip_by not in ("current", "previous"):
+        raise ValueError(f'clip_by must be "current" or "previous", got {clip_by!r}')
+    if clip_by == "previous" and max_norm is None:
+        raise ValueError('clip_by="previous" clips to max_norm: set it')
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches must be positive, got {micro_batches}")
+
+
+def _check_for_several(optimizer_class: type[Optimizer], activations: str, quantize: Scheme | None) -> None:
+    """Raise ValueError for what several processes cannot do."""
+    if optimizer_class not in ELEMENTWISE:
+        names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
+        raise ValueError(f"with a process_group the optimizer must be one of {names}, got {optimizer_class.__name__}")
+    if activations == "auto":
+        raise ValueError('activations="auto" is for one process, whose measurements decide: choose them with a process_group')
+    if quantize is not None:
+        raise ValueError(f"quantize={quantize!r} is for one process: leave it out with a process_group")
+
+
+def _pieces(blocks: Iterable[TrainedBlock]) -> dict[torch.Tensor, list[tuple[SubGroup, int]]]:
+    """Return where each parameter is stepped: for each of its pieces, the sub-group and its place there."""
+    found: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
+    for sub_group in (states.sub_group for block in blocks for states in block.states):
+        for index, piece in enumerate(sub_group.pieces):
+            found.setdefault(piece.param, []).append((sub_group, index))
+    return found
+
+
+def _grouped(
+    params: Sequence[Sequence[nn.Parameter]], param_groups: Iterable[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer: those given, or one for each block. Raises ValueError."""
+    trained = [[param for param in some if param.requires_grad] for some in params]
+    if param_groups is None:
+        return [{"params": some} for some in trained if some]
+    groups = [{**group, "params": list(group["params"])} for group in param_groups]
+    if Counter(param for group in groups for param in group["params"]) != Counter(param for some in trained for param in some):
+        raise ValueError("param_groups must have each parameter of the model that requires a gradient once, and no other")
+    return groups
+
+
+def _taken_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of a forward, given a batch as loaders of data give it."""
+    if len(args) == 1 and not kwargs:
+        (batch,) = args
+        if isinstance(batch, Mapping):
+            return (), batch
+        if isinstance(batch, tuple | list):
+            return batch, {}
+    return args, kwargs
+
+
+def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total

@@ -1,0 +1,645 @@
+"""save_on_disk where something goes wrong: the gradients are right or there is an error, and the next step works.
+
+Ctrl-C is in test_interrupts.py; faults at random, and longer, in tests/faults/torture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import itertools
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepnvme.offload import checkpoint_on_disk, save_on_disk
+
+from ...support.activations import KIB, SAVED, Training, files_below, held_by, training_in
+from ...support.disks import MIB, Disk
+from ...support.engines import FailedTransfer, FailingDrive, failing, transfers_are
+from ...support.interpreters import REPOSITORY, Interpreters
+
+STAYS = "activations stay in memory for the rest of this step, since they cannot be written"
+
+
+@pytest.fixture
+def training(drive: Path) -> Iterator[Training]:
+    with training_in(drive / "activations") as made:
+        yield made
+    assert files_below(drive) == []
+
+
+def warnings_of(call: Any) -> list[str]:
+    """What a call warns of, which is not that the drive is slow."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in caught if "the drive sets the pace" not in str(each.message)]
+
+
+@pytest.fixture(autouse=True)
+def slow_drives_are_no_matter() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the drive sets the pace", RuntimeWarning)
+        yield
+
+
+# Writing fails.
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "later"])
+def test_whichever_write_fails_the_gradients_are_right_and_the_next_step_writes_again(training: Training, at_once: bool) -> None:
+    training.step()
+    for number in itertools.count():
+        with failing("write", number, at_once=at_once) as engine:
+            said = warnings_of(training.step)
+        if not engine.failed:
+            assert said == []
+            break
+        assert len(said) <= 1  # none if it failed in the backward, where nobody needs its memory
+        assert all(STAYS in each for each in said)
+        training.check_nothing_is_held()
+        assert warnings_of(training.step) == []
+        assert training.activations.report().bytes_read > 0
+    assert number > SAVED // 2
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "later"])
+def test_a_drive_that_fails_every_write_is_told_once_a_step(training: Training, at_once: bool) -> None:
+    with failing("write", 0, 1 << 30, at_once=at_once) as engine:
+        for _ in range(3):
+            before = engine.failed
+            (said,) = warnings_of(training.step)
+            assert STAYS in said
+            assert os.strerror(errno.EIO) in said or "write of" in said
+            assert before < engine.failed <= before + SAVED // 2  # and not one for each tensor
+            assert training.activations.report().bytes_read == 0
+        training.check_nothing_is_held()
+    assert warnings_of(training.step) == []
+    assert training.activations.report().bytes_read > 0
+
+
+def test_a_failed_write_in_a_forward_without_a_backward_is_tried_again_by_the_next_forward(training: Training) -> None:
+    with failing("write", 0, 1 << 30), pytest.warns(RuntimeWarning, match=STAYS):
+        training.forward()
+    assert warnings_of(training.step) == []
+    assert training.activations.report().bytes_read > 0
+
+
+def test_the_warning_as_an_error_ends_the_forward_and_leaves_nothing(training: Training) -> None:
+    with failing("write", 0, 1 << 30), pytest.raises(RuntimeWarning, match=STAYS):
+        training.forward()
+    training.check_nothing_is_held()
+    training.step()
+
+
+class LateFailure(FailedTransfer):
+    """A transfer that fails when ``ended`` is set."""
+
+    def __init__(self, ended: threading.Event) -> None:
+        super().__init__(OSError(errno.EIO, "late", "drive"))
+        self._ended = ended
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def exception(self, timeout: float | None = None) -> OSError:
+        if not self._ended.wait(timeout):
+            raise TimeoutError
+        return super().exception(timeout)
+
+
+def test_a_write_that_fails_when_the_backward_has_begun_is_a_warning_and_no_error_of_it(training: Training) -> None:
+    said = []
+    for number in range(SAVED):
+        ended, writes = threading.Event(), itertools.count()
+
+        def replaced(name: str, sound: Any, number: int = number, ended: Any = ended, writes: Any = writes) -> Any:
+            def write(*given: Any) -> Any:
+                return LateFailure(ended) if next(writes) == number else sound(*given)
+
+            return write if name == "write" else sound
+
+        timer = threading.Timer(0.05, ended.set)
+        timer.start()
+        with transfers_are(replaced):
+            said.append(warnings_of(training.step))
+        timer.join()
+        training.check_nothing_is_held()
+    assert sum(map(len, said)) > 3
+    assert all(STAYS in each for each in itertools.chain(*said))
+
+
+@pytest.mark.root
+def test_a_full_drive_is_no_end_and_is_used_again_when_there_is_room(small_disk: Disk) -> None:
+    with training_in(small_disk / "activations", nbytes=MIB, memory_budget=2 * MIB) as training:
+        training.step()
+        filler = small_disk / "filler"
+        with filler.open("wb") as file, contextlib.suppress(OSError):
+            for _ in range(1000):
+                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, 64 * KIB)
+        assert small_disk.bytes_free() < 2 * MIB
+        training.activations.close()
+        for _ in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                training.step()
+        filler.unlink()
+        assert warnings_of(training.step) == []
+        assert training.activations.report().bytes_written >= 8 * MIB
+        training.check_nothing_is_held()
+    assert files_below(small_disk.path) == ["lost+found"]
+
+
+@pytest.mark.root
+def test_more_than_the_drive_has_stays_in_memory_with_one_warning(small_disk: Disk) -> None:
+    with training_in(small_disk / "activations", nbytes=4 * MIB) as training:
+        for _ in range(2):
+            (said,) = warnings_of(training.step)
+            assert STAYS in said
+            assert "free" in said
+            assert str(small_disk / "activations") in said
+            report = training.activations.report()
+            assert 0 < report.bytes_written < 32 * MIB
+            training.check_nothing_is_held()
+        training.batch = training.batch[: len(training.batch) // 4]
+        training.expected = training.gradients(training.model(training.batch))
+        assert warnings_of(training.step) == []
+        assert training.activations.report().bytes_written > 0
+    assert files_below(small_disk.path) == ["lost+found"]
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_of_entering_and_no_hook_stays(drive: Path) -> None:
+    (drive / "file").touch()
+    activations = save_on_disk(drive / "file" / "below")
+    for _ in range(2):
+        with pytest.raises(NotADirectoryError) as caught, activations:
+            pass
+        assert str(caught.value.filename).startswith(str(drive / "file"))
+        assert not hooks_left()
+
+
+def hooks_left() -> bool:
+    """Whether tensors that autograd saves in this thread are packed."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+# Reading fails.
+
+
+def error_of(call: Any) -> tuple[int | None, str, str] | None:
+    """Errno, filename and text of the OSError that a call raises. Not the error itself, whose traceback has the graph."""
+    try:
+        call()
+    except OSError as error:
+        return error.errno, error.filename, str(error)
+    return None
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "later"])
+def test_whichever_read_fails_the_backward_says_which_tensor_and_the_next_step_works(training: Training, at_once: bool) -> None:
+    for number in itertools.count():
+        output = training.forward()
+        with failing("read", number, 1 << 30, at_once=at_once) as engine:
+            said = error_of(lambda output=output: training.check(training.gradients(output)))
+        del output
+        training.check_nothing_is_held()
+        if said is None:
+            assert not engine.failed
+            break
+        assert said[:2] == (errno.EIO, "drive")
+        assert f"the float32 tensor of shape {tuple(training.batch.shape)} that autograd has saved cannot be read back" in said[2]
+        training.step()
+    assert number > 3
+
+
+def test_one_error_of_reading_ahead_is_no_error_of_the_backward(training: Training) -> None:
+    """It is read once more when it is needed."""
+    for number in range(1, 4):  # 0 is needed at once
+        output = training.forward()
+        with failing("read", number) as engine:
+            training.check(training.gradients(output))
+        assert engine.failed
+
+
+def test_a_drive_that_reads_nothing_fails_every_backward_until_it_does(training: Training) -> None:
+    output = training.forward()
+    with failing("read", 0, 1 << 30):
+        for _ in range(3):
+            with pytest.raises(OSError, match="cannot be read back"):
+                training.gradients(output, retain_graph=True)
+    training.check(training.gradients(output, retain_graph=True))
+    training.check(training.gradients(output))
+    del output
+    training.check_nothing_is_held()
+    assert training.activations.report().peak_bytes <= 3 * 16 * KIB + 2 * 16 * KIB
+
+
+def data_files(directory: Path) -> list[Path]:
+    return [each for each in directory.rglob("*.data") if each.stat().st_size]
+
+
+def test_a_file_that_is_truncated_is_named_by_the_backward(training: Training, drive: Path) -> None:
+    training.step()
+    output = training.forward()
+    (data,) = data_files(drive)
+    os.truncate(data, 0)
+    with pytest.raises(OSError, match="cannot be read back") as caught:
+        training.gradients(output)
+    assert caught.value.filename == str(data)
+    assert caught.value.errno is not None
+    del output, caught  # whose traceback has the graph too
+    training.check_nothing_is_held()
+    training.step()
+
+
+def test_files_that_are_removed_under_it_are_missed_by_nobody(training: Training, drive: Path) -> None:
+    training.step()
+    output = training.forward()
+    for each in [*data_files(drive)]:
+        each.unlink()
+    training.check(training.gradients(output))
+    training.step()
+
+
+def test_bytes_do_not_come_back_in_part(training: Training) -> None:
+    """Reads that return other bytes, and say they have failed, are not taken for the tensor's when they are tried again."""
+    fails = itertools.cycle([True, False, False])
+    with FailingDrive(lambda operation: operation == "read" and next(fails)) as engine:
+        for _ in range(3):
+            with contextlib.suppress(OSError):
+                training.step()
+    assert engine.failed
+
+
+# Exceptions, no backward, close.
+
+
+class Raises(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise FloatingPointError("of a layer")
+
+
+@pytest.mark.parametrize("place", [0, 1, 7, 12])
+def test_an_exception_in_the_forward_leaves_nothing(training: Training, place: int) -> None:
+    sound = training.model
+    training.model = torch.nn.Sequential(*sound[:place], Raises(), *sound[place:])
+    for _ in range(3):
+        with pytest.raises(FloatingPointError) as caught:
+            training.forward()
+        assert not hooks_left()
+        del caught
+        training.check_nothing_is_held()
+    training.model = sound
+    training.step()
+
+
+def test_an_exception_of_a_hook_in_a_backward_harms_no_other_step(training: Training) -> None:
+    """Part of the graph stays, as torch has it without save_on_disk too."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise FloatingPointError("of a hook")
+
+    handle = training.params[4].register_hook(fail)
+    with pytest.raises(FloatingPointError):
+        training.gradients(training.forward())
+    handle.remove()
+    for _ in range(3):
+        training.step()
+
+
+def test_forwards_without_a_backward_are_freed_with_their_graphs(training: Training, drive: Path) -> None:
+    training.step()
+    size = sum(each.stat().st_size for each in data_files(drive))
+    for _ in range(5):
+        output = training.forward()
+        assert held_by(training.activations)
+        del output
+        training.check_nothing_is_held()
+    assert sum(each.stat().st_size for each in data_files(drive)) == size
+    kept = [training.forward() for _ in range(3)]
+    training.activations.close()
+    assert files_below(drive) == []
+    del kept
+
+
+def test_a_graph_that_only_the_garbage_collector_finds_is_freed(training: Training) -> None:
+    class Node:
+        pass
+
+    node: Any = Node()
+    node.itself, node.output = node, training.forward()
+    del node
+    assert held_by(training.activations)
+    gc.collect()
+    training.check_nothing_is_held()
+    training.step()
+
+
+def test_after_close_what_is_in_memory_is_usable_and_what_is_on_the_drive_is_an_error(training: Training, drive: Path) -> None:
+    output = training.forward()
+    training.activations.close()
+    assert files_below(drive) == []
+    with pytest.raises(RuntimeError, match=r"float32 tensor of shape .* that autograd has saved is gone: its directory was"):
+        training.gradients(output, retain_graph=True)
+    with training.activations:
+        hidden = training.model[:-2](training.batch)
+        output = training.model[-2:](hidden)  # of which only the newest tensor is saved
+    training.activations.close()
+    (last,) = torch.autograd.grad(output, hidden, torch.ones_like(output))
+    hidden = hidden.detach().requires_grad_()
+    assert torch.equal(last, torch.autograd.grad(training.model[-2:](hidden).sum(), hidden)[0])
+    training.step()
+    training.check_nothing_is_held()
+
+
+def test_a_report_before_the_first_step_or_after_close_creates_no_files(drive: Path) -> None:
+    with training_in(drive / "activations") as training:
+        assert training.activations.report().saved_bytes == 0
+        assert files_below(drive) == []
+        training.step()
+        training.activations.close()
+        assert training.activations.report().bytes_written == 0
+        assert files_below(drive) == []
+
+
+def test_close_of_a_graph_that_is_all_in_memory_harms_nothing(drive: Path) -> None:
+    with training_in(drive, memory_budget=MIB) as training:
+        output = training.forward()
+        training.activations.close()
+        training.check(training.gradients(output))
+
+
+def test_close_within_the_context_ends_saving_and_the_next_context_saves_again(training: Training) -> None:
+    with training.activations:
+        first = training.model[:4](training.batch)
+        training.activations.close()
+        with pytest.raises(RuntimeError, match="cannot be saved: their directory was closed"):
+            training.model[4:](first)
+    assert not hooks_left()
+    training.step()
+
+
+@pytest.mark.parametrize("fails", ["write", "read"])
+def test_close_while_transfers_fail_raises_nothing_and_leaves_nothing(training: Training, drive: Path, fails: str) -> None:
+    with failing(fails, 2, 1 << 30), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = training.forward()
+        with contextlib.suppress(OSError):
+            training.gradients(output, retain_graph=True)
+        training.activations.close()
+    assert files_below(drive) == []
+    del output
+    training.step()
+
+
+def test_a_checkpointed_block_whose_input_cannot_be_read_says_so(drive: Path) -> None:
+    with training_in(drive) as training:
+        for layer in training.model[:-1]:
+            checkpoint_on_disk(layer, training.activations)
+        training.check(training.gradients(training.model(training.batch)))
+        output = training.model(training.batch)
+        with failing("read", 0, 1 << 30), pytest.raises(OSError, match="cannot be read back") as caught:
+            training.gradients(output)
+        assert caught.value.errno == errno.EIO
+        del output, caught
+        training.check(training.gradients(training.model(training.batch)))
+        training.check_nothing_is_held()
+
+
+# Threads.
+
+
+def in_threads(*calls: Any) -> None:
+    """Call each in a thread of its own, and raise what the first of them raises."""
+    raised: list[BaseException] = []
+
+    def run(call: Any) -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread hangs"
+    if raised:
+        raise raised[0]
+
+
+@pytest.mark.parametrize("shared", ["object", "store", "nothing"])
+def test_two_models_in_two_threads(drive: Path, shared: str) -> None:
+    first = Training(drive / "a")
+    second = Training(drive / ("b" if shared == "nothing" else "a"))
+    if shared == "object":
+        second.activations = first.activations
+
+    def train(training: Training) -> None:
+        for _ in range(25):
+            training.step()
+            training.forward()  # and no backward
+
+    in_threads(lambda: train(first), lambda: train(second))
+    for training in (first, second):
+        training.check_nothing_is_held()
+        training.activations.close()
+    assert files_below(drive) in ([], ["a"], ["a", "b"])
+
+
+def test_backward_in_another_thread_than_the_forward(training: Training) -> None:
+    for _ in range(5):
+        output = training.forward()
+        in_threads(lambda output=output: training.check(training.gradients(output)))
+        del output
+        training.check_nothing_is_held()
+    outputs: list[torch.Tensor] = []
+    in_threads(lambda: outputs.append(training.forward()))
+    training.check(training.gradients(outputs.pop()))
+    training.check_nothing_is_held()
+
+
+def test_faults_of_one_thread_leave_the_other_its_gradients(drive: Path) -> None:
+    """They share a store whose writes fail now and then."""
+    trainings = [Training(drive / "a") for _ in range(2)]
+    fails = itertools.cycle([False] * 9 + [True])
+
+    def train(training: Training) -> None:
+        for _ in range(15):
+            training.step()
+
+    with warnings.catch_warnings(), FailingDrive(lambda operation: operation == "write" and next(fails)) as engine:
+        warnings.simplefilter("ignore")
+        in_threads(*(lambda each=each: train(each) for each in trainings))
+    assert engine.failed
+    trainings[0].check_nothing_is_held()
+    trainings[0].activations.close()
+
+
+def test_a_graph_dropped_by_another_thread_in_the_midst_of_a_forward_is_freed(training: Training) -> None:
+    outputs = [training.forward() for _ in range(8)]
+    in_threads(lambda: [training.step() for _ in range(10)], outputs.clear)
+    training.check_nothing_is_held()
+
+
+# Processes.
+
+PROGRAM = f"""
+import faulthandler, gc, os, sys, signal, threading, time, torch
+sys.path.insert(0, {str(REPOSITORY)!r})
+torch.set_num_threads(1)
+import warnings
+warnings.filterwarnings("ignore", "the drive sets the pace", RuntimeWarning)
+from tests.support.activations import Training
+"""
+
+
+def ended_silently(interpreters: Interpreters, program: str, returncode: int = 0, wanted: str = "") -> None:
+    ended = interpreters.run(PROGRAM + program)
+    assert (ended.returncode, ended.stderr.strip()) == (returncode, wanted)
+
+
+MOMENTS = {
+    "with an open context and a live graph": "training.activations.__enter__()\noutput = training.model(training.batch)",
+    "with a live graph": "output = training.forward()",
+    "in a cycle": "class Node: pass\nnode = Node()\nnode.itself, node.output = node, training.forward()",
+    "after a step": "training.step()",
+    "in the midst of writes": "training = Training(path, nbytes=1 << 22)\noutput = training.forward()",
+    "in the midst of reads": "training = Training(path, nbytes=1 << 22)\noutput = training.forward()\n"
+    "torch.autograd.grad(output, training.params[-1:], torch.ones_like(output))",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_interpreter_ends_without_a_word_and_leaves_no_files(interpreters: Interpreters, drive: Path, moment: str) -> None:
+    program = f"path = {str(drive)!r}\ntraining = Training(path)\n{MOMENTS[moment]}\n"
+    ended_silently(interpreters, program)
+    assert files_below(drive) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["if True", "with training.activations"])
+def test_sys_exit_in_the_midst_of_writes_leaves_no_files(interpreters: Interpreters, drive: Path, context: str) -> None:
+    program = f"training = Training({str(drive)!r}, nbytes=1 << 22)\noutput = training.forward()\n"
+    program += f"{context}:\n    training.model(training.batch)\n    sys.exit(3)\n"
+    ended_silently(interpreters, program, returncode=3)
+    assert files_below(drive) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [key for key in MOMENTS if "cycle" not in key])
+def test_what_a_killed_process_leaves_is_removed_by_the_next_that_uses_the_path(
+    interpreters: Interpreters, drive: Path, moment: str
+) -> None:
+    program = f"path = {str(drive)!r}\ntraining = Training(path)\n{MOMENTS[moment]}\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    assert interpreters.run(PROGRAM + program).returncode == -signal.SIGKILL
+    assert data_files(drive)
+    with training_in(drive) as training:
+        training.step()
+        assert len(data_files(drive)) == 1
+    assert files_below(drive) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paths", [1, 2])
+def test_what_several_killed_processes_leave_is_removed_and_what_a_live_one_has_stays(
+    interpreters: Interpreters, drive: Path, paths: int
+) -> None:
+    where = [str(drive / name) for name in ("one", "two")[:paths]]
+    interpreters.run("")  # so that there is an output to wait for
+    child = interpreters.start(
+        PROGRAM + f"""
+        children = []
+        for number in range(4):
+            read, write = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                training = Training({where!r})
+                output = training.forward()
+                os.write(write, b"x")
+                time.sleep(60)
+                os._exit(1)
+            assert os.read(read, 1) == b"x"
+            children.append(pid)
+        for pid in children[:3]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        print("killed", {str(drive)!r}, children[3], "all the same", flush=True)
+        os.waitpid(children[3], 0)
+        """.replace("\n        ", "\n")
+    )
+    interpreters.wait_for(f"killed {drive}")
+    interpreters.wait_for("all the same")
+    last = int(interpreters.stdout().read_text().split()[2])
+    try:
+        assert len(data_files(drive)) == 4 * paths
+        with training_in(where) as training:
+            training.step()
+            assert len(data_files(drive)) == 2 * paths
+        (living,) = {each.parent.name for each in data_files(drive)}
+        assert living == "deepnvme-activations-3"
+        os.kill(last, signal.SIGKILL)
+    except BaseException:
+        os.kill(last, signal.SIGKILL)
+        raise
+    finally:
+        interpreters.wait(child)
+    with training_in(where) as training:
+        training.step()
+    assert [each for each in files_below(drive) if "/" in each] == []
+
+
+@pytest.mark.slow
+def test_a_forked_child_is_told_and_its_parent_goes_on(interpreters: Interpreters, drive: Path) -> None:
+    interpreters.run(
+        PROGRAM + f"""
+        training = Training({str(drive)!r})
+        def in_child(call, wanted):
+            pid = os.fork()
+            if pid == 0:
+                faulthandler.dump_traceback_later(10, exit=True)
+                try:
+                    call()
+                except RuntimeError as error:
+                    os._exit(0 if wanted in str(error) else print(error, flush=True) or 1)
+                os._exit(0 if wanted is None else 2)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        refused = "the parent process's: a forked child cannot save or use them"
+        output = training.forward()
+        with training.activations:
+            half = training.model[:5](training.batch)
+            in_child(lambda: training.model[5:](half), refused)
+            in_child(lambda: training.gradients(output), refused)
+            whole = training.model[5:](half)
+        files = sorted(os.listdir({str(drive)!r}))
+        def drops():
+            global output, whole, half
+            del output, whole, half
+            gc.collect()
+            training.activations.close()
+        in_child(drops, None)
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(0)  # with what runs at exit
+        assert os.waitpid(pid, 0)[1] == 0
+        in_child(lambda: (training.step(), training.activations.close()), None)  # with a store of its own
+        assert sorted(os.listdir({str(drive)!r})) == files
+        training.check(training.gradients(output))
+        training.check(training.gradients(whole))
+        del output, whole, half
+        training.check_nothing_is_held()
+        training.step()
+        """.replace("\n        ", "\n")
+    ).check()
+    assert [each for each in data_files(drive) if "activations-0" in str(each)] == []

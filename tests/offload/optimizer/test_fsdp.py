@@ -1,0 +1,360 @@
+"""FSDP2 in two processes: each rank has the states of its shards, and the losses are those with states in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ...support.interpreters import Interpreters
+from ...support.torch_versions import fsdp_on_cpu
+from ...support.two_ranks import run_two
+
+pytestmark = pytest.mark.slow
+
+
+@fsdp_on_cpu
+def test_training_and_checkpoints_are_those_of_fsdp_with_states_in_memory(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+        )
+        import torch.distributed.checkpoint as dcp
+
+        model, other = sharded(), sharded()
+        plain = torch.optim.AdamW(model.parameters(), **ADAM)
+        optimizer = offloaded(other, dram_budget=50_000)
+        assert train(other, optimizer, range(10)) == train(model, plain, range(10))
+        assert_same(other, model)
+        assert os.listdir(os.path.join(drive, "states", f"rank{rank}"))
+
+        # each rank has the states of its shards
+        assert_same_states(optimizer.state_dict(), plain.state_dict())
+        own = sum(param.to_local().numel() for param in other.parameters())
+        assert optimizer.report().bytes_written < 4 * 4 * own
+
+        # by names, as torch.distributed.checkpoint wants them, and in one piece
+        expected = get_optimizer_state_dict(model, plain)
+        assert_same_states(get_optimizer_state_dict(other, optimizer), expected)
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        complete = get_optimizer_state_dict(other, optimizer, options=whole)
+        assert_same_states(complete, get_optimizer_state_dict(model, plain, options=whole))
+
+        # saved by one, loaded by the other, both ways
+        folder = os.path.join(drive, "checkpoint")
+        dcp.save({"optimizer": get_optimizer_state_dict(other, optimizer)}, checkpoint_id=folder)
+        for use_offloaded in (True, False):
+            third = sharded()
+            again = offloaded(third, "again") if use_offloaded else torch.optim.AdamW(third.parameters(), **ADAM)
+            states = {"optimizer": get_optimizer_state_dict(third, again)}
+            dcp.load(states, checkpoint_id=folder)
+            set_optimizer_state_dict(third, again, states["optimizer"])
+            assert_same_states(get_optimizer_state_dict(third, again), expected)
+            if use_offloaded:
+                broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                set_optimizer_state_dict(third, again, complete, options=broadcast)
+                assert_same_states(get_optimizer_state_dict(third, again), expected)
+            third.load_state_dict(model.state_dict())
+            fourth = sharded()
+            fourth.load_state_dict(model.state_dict())
+            reference = torch.optim.AdamW(fourth.parameters(), **ADAM)
+            reference.load_state_dict(copy.deepcopy(plain.state_dict()))
+            assert train(third, again, range(10, 13)) == train(fourth, reference, range(10, 13))
+            assert_same(third, fourth)
+            if use_offloaded:
+                again.close()
+        optimizer.close()
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@fsdp_on_cpu
+def test_gradients_offloaded_or_used_in_backward_and_master_weights(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        model = sharded()
+        plain = torch.optim.AdamW(model.parameters(), **ADAM)
+        expected = train(model, plain, range(5))
+        for options in ({"offload_gradients": True}, {"step_in_backward": True}):
+            other = sharded()
+            with offloaded(other, dram_budget=30_000, **options) as optimizer:
+                assert train(other, optimizer, range(5)) == expected, options
+                assert_same(other, model)
+
+        norms = [[], []]
+        model, other = sharded(), sharded()
+        plain = torch.optim.AdamW(model.parameters(), **ADAM)
+        def clip(model, optimizer):
+            norms[0].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor())
+        expected = train(model, plain, range(4), clip)
+        with offloaded(other, offload_gradients=True) as optimizer:
+            found = train(other, optimizer, range(4), lambda _, optimizer: norms[1].append(optimizer.clip_grad_norm_(1.0)))
+        torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+
+        # what a model in float32 does whose weights are rounded for forward and backward
+        other, masters = sharded(torch.bfloat16), sharded(torch.bfloat16)
+        full = [torch.nn.Parameter(param.to_local().detach().float()) for param in masters.parameters()]
+        plain = torch.optim.AdamW(full, **ADAM)
+        class Rounded:
+            def zero_grad(self):
+                masters.zero_grad()
+            @torch.no_grad()
+            def step(self):
+                for master, param in zip(full, masters.parameters(), strict=True):
+                    master.grad = param.grad.to_local().float()
+                plain.step()
+                for master, param in zip(full, masters.parameters(), strict=True):
+                    param.to_local().copy_(master)
+        from unittest import mock
+        from deepnvme.offload.optimizer import spare_memory
+        on_the_drive = mock.patch.object(spare_memory, "available_memory", lambda: 0)  # so that they count as written
+        with on_the_drive, offloaded(other, master_weights=True) as optimizer:
+            assert train(other, optimizer, range(5)) == train(masters, Rounded(), range(5))
+            assert_same(other, masters)
+            # FSDP's own changes of the parameters count for none of other code: these make a step write more, to undo it with
+            usual = optimizer.report().bytes_written
+            with torch.no_grad():
+                for param in other.parameters():
+                    param.to_local().mul_(1)
+            train(other, optimizer, [5])
+            assert optimizer.report().bytes_written > usual
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@fsdp_on_cpu
+def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        from unittest import mock
+        from tests.support.engines import failing
+
+        def fail(*arguments):
+            raise OSError(5, "as asked for")
+
+        for options in ({}, {"dram_budget": 1 << 40}, {"offload_gradients": True}):
+            model, other = sharded(), sharded()
+            plain = torch.optim.AdamW(model.parameters(), **ADAM)
+            with offloaded(other, **options) as optimizer:
+                train(other, optimizer, range(2))
+                train(model, plain, range(2))
+                for unable in (0, 1):
+                    step = 2 + unable
+                    expected = train(model, plain, [step])
+                    # once, so that the step can be undone; with states in memory what fails is the first one, which has a copy
+                    in_memory = "dram_budget" in options
+                    fault = mock.patch.object(torch.optim.AdamW, "step", fail) if in_memory else failing("read", 0)
+                    before = [param.to_local().clone() for param in other.parameters()]
+                    try:
+                        with fault if rank == unable else contextlib.nullcontext():
+                            train(other, optimizer, [step])
+                    except (OSError, RuntimeError) as error:
+                        said = str(error) + "".join(getattr(error, "__notes__", []))
+                        own = "as asked for" if in_memory else "read of"
+                        assert (own if rank == unable else f"rank {unable} failed in this step") in said, said
+                        assert f"as after step {step}" in said, said
+                    else:
+                        raise AssertionError(f"rank {rank} has made a step that rank {unable} could not make")
+                    assert optimizer.steps == step
+                    for param, old in zip(other.parameters(), before, strict=True):
+                        assert torch.equal(param.to_local(), old)
+                    assert train(other, optimizer, [step]) == expected
+                    assert_same(other, model)
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@fsdp_on_cpu
+def test_states_in_memory_that_change_their_form_are_undone_too(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        from unittest import mock
+
+        class Growing(torch.optim.Optimizer):
+            # Keeps a tensor more for each parameter when "more" is set.
+            def __init__(self, params, lr=0.1, more=False):
+                super().__init__(params, {"lr": lr, "more": more})
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                for group in self.param_groups:
+                    for param in group["params"]:
+                        for name in ("sum", "more") if group["more"] else ("sum",):
+                            sums = self.state[param].setdefault(name, torch.zeros_like(param))
+                            param.sub_(sums.add_(param.grad), alpha=group["lr"])
+
+        model, other = sharded(), sharded()
+        plain = Growing(model.parameters())
+        directory = os.path.join(drive, "states")
+        with deepnvme.OffloadedOptimizer(
+            other.parameters(), Growing, nvme_path=directory, sub_group_size=4096, dram_budget=1 << 40
+        ) as optimizer:
+            train(model, plain, range(2))
+            train(other, optimizer, range(2))
+            states = optimizer.state_dict()["state"]
+            states = {key: {name: value.clone() for name, value in each.items()} for key, each in states.items()}
+            def fail(*arguments):
+                raise OSError(5, "as asked for")
+            optimizer.param_groups[0]["more"] = True
+            try:
+                with mock.patch.object(Growing, "step", fail) if rank == 1 else contextlib.nullcontext():
+                    train(other, optimizer, [2])
+            except (OSError, RuntimeError) as error:
+                assert ("as asked for" if rank == 1 else "rank 1 failed in this step") in str(error), error
+            else:
+                raise AssertionError(f"rank {rank} has made a step that rank 1 could not make")
+            optimizer.param_groups[0]["more"] = False
+            assert_same(other, model)
+            assert_same_states(optimizer.state_dict()["state"], states)
+            for each in (plain, optimizer):
+                each.param_groups[0]["more"] = True
+            assert train(other, optimizer, range(2, 4)) == train(model, plain, range(2, 4))
+            assert_same(other, model)
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@fsdp_on_cpu
+def test_a_rank_that_cannot_undo_votes_all_the_same(drive: Path, interpreters: Interpreters) -> None:
+    """The other waits for its vote."""
+    run_two(
+        """
+        from unittest import mock
+        from deepnvme.offload.optimizer import spare_memory
+        from tests.support.engines import transfers_are
+
+        spare_memory.available_memory = lambda: 0  # copies that are in memory can always be undone from
+        step = torch.optim.AdamW.step
+        failed, interrupted = OSError(5, "of the drive"), KeyboardInterrupt("while it is undone")
+        for number, undoing in enumerate(([failed, failed], [interrupted], [failed, interrupted])):
+            model, other = sharded(), sharded()
+            plain = torch.optim.AdamW(model.parameters(), **ADAM)
+            optimizer = offloaded(other, f"states-{number}", offload_gradients=True)
+            train(model, plain, [0])
+            train(other, optimizer, [0])
+            stepped = []
+            def step_some(inner, *arguments):
+                if len(stepped) == 5:  # more than there is memory for: the copy of the first is read to undo it
+                    raise OSError(5, "as asked for")
+                stepped.append(inner)
+                return step(inner, *arguments)
+            def read(operation, sound):
+                def read(*arguments):
+                    if len(stepped) == 5:
+                        raise undoing[0]
+                    return sound(*arguments)
+                return read if operation == "read" else sound
+            def cannot(_, optimizer):
+                for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(0.1))[: len(undoing)]:
+                    try:
+                        if rank == 1:
+                            with mock.patch.object(torch.optim.AdamW, "step", step_some), transfers_are(read):
+                                call()
+                        else:
+                            call()
+                        found = None
+                    except BaseException as error:
+                        found = error
+                    if rank == 0:
+                        assert "rank 1 failed in this step" in str(found), repr(found)
+                    elif undoing[0] is failed:
+                        assert "could not be undone yet" in str(found), repr(found)
+                    else:
+                        assert found is interrupted, repr(found)
+                    undoing.append(undoing.pop(0))
+            if interrupted not in undoing:
+                assert train(other, optimizer, [1], cannot) == train(model, plain, [1])
+                assert_same(other, model)
+                optimizer.close()
+            else:
+                try:
+                    train(other, optimizer, [1], cannot)
+                except RuntimeError:
+                    pass
+        """,
+        drive,
+        interpreters,
+    )
+
+
+@fsdp_on_cpu
+def test_an_interrupt_between_the_vote_on_clipping_and_the_norms_of_all_ranks_waits(
+    drive: Path, interpreters: Interpreters
+) -> None:
+    run_two(
+        """
+        import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        all_reduce = dist.all_reduce
+        def interrupted(*arguments, **named):
+            signal.raise_signal(signal.SIGINT)
+            met.append(all_reduce(*arguments, **named))
+        met = []
+        def clip(_, optimizer):
+            if rank == 0:
+                dist.all_reduce = interrupted
+            try:
+                norm = optimizer.clip_grad_norm_(0.1)
+                assert rank == 1 and norm > 0
+            except KeyboardInterrupt:
+                assert rank == 0 and len(met) == 2, met
+            dist.all_reduce = all_reduce
+        other = sharded()
+        with offloaded(other, offload_gradients=True) as optimizer:
+            train(other, optimizer, [0], clip)
+        """,
+        drive,
+        interpreters,
+    )
+
+
+def test_clipping_waits_for_no_rank_without_gradients_and_fails_on_all_or_none(drive: Path, interpreters: Interpreters) -> None:
+    run_two(
+        """
+        from tests.support.engines import failing
+
+        model, other = sharded(), sharded()
+        plain = torch.optim.AdamW(model.parameters(), **ADAM)
+        def clip(model, optimizer):
+            if rank == 1:
+                model.zero_grad()
+                for param in model.parameters():
+                    param.grad = torch.zeros_like(param)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            expected.append(sum(param.grad.to_local().norm() ** 2 for param in model.parameters()) ** 0.5)
+        expected, norms = [], []
+        with offloaded(other, offload_gradients=True) as optimizer:
+            train(model, plain, [0], clip)
+            def clip_offloaded(_, optimizer):
+                if rank == 1:
+                    optimizer.zero_grad()
+                norms.append(optimizer.clip_grad_norm_(0.1))
+                norms.append(optimizer.clip_grad_norm_(0.1))
+            train(other, optimizer, [0], clip_offloaded)
+            total = expected[0].clone().square()
+            dist.all_reduce(total)
+            torch.testing.assert_close(norms[1], total.sqrt(), rtol=1e-4, atol=0)
+
+            def clip_and_fail(_, optimizer):
+                try:
+                    with failing("read", 0) if rank == 0 else contextlib.nullcontext():
+                        optimizer.clip_grad_norm_(0.1)
+                except (OSError, RuntimeError) as error:
+                    assert ("read of" if rank == 0 else "rank 0 failed in this step") in str(error), error
+                else:
+                    raise AssertionError("clipped by half of the norm")
+            train(other, optimizer, [1], clip_and_fail)
+        """,
+        drive,
+        interpreters,
+    )

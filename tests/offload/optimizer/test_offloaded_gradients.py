@@ -1,0 +1,400 @@
+"""offload_gradients: gradients leave memory during backward, and the step has the bits of one with them in memory."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepnvme.offload.optimizer.gradients import OPEN
+from deepnvme.swap import BufferPool, Lease
+
+from ...support import training
+from ...support.engines import FailingDrive, failing, transfers_are
+from ...support.training import (
+    ADAM,
+    assert_same,
+    assert_same_state,
+    backward,
+    give_gradients,
+    in_memory,
+    parameters,
+    snapshot,
+)
+from ...support.training import FULL_SHAPES as SHAPES
+
+optimizer_in = functools.partial(training.optimizer_in, offload_gradients=True, **ADAM)
+
+
+@pytest.mark.parametrize("dram_budget", [0, 150_000, 1 << 40])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "masters"])
+def test_the_same_bits_with_several_backwards_and_clipping(precision: str, dram_budget: int, drive: Path) -> None:
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    plain, params = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
+    masters = precision == "masters"
+    reference = in_memory(plain, torch.optim.AdamW, masters=masters, **ADAM)
+    with optimizer_in(drive, params, master_weights=masters, dram_budget=dram_budget) as optimizer:
+        for step in range(8):
+            optimizer.zero_grad()
+            reference.zero_grad()
+            for number in range(1 + step % 3):
+                missing = (1, 3) if number == 0 and step > 4 else ()
+                backward(plain, 10 * step + number, missing)
+                backward(params, 10 * step + number, missing)
+                assert all(param.grad is None for param in params)
+            if step % 2:
+                # several backwards make norms of cut parameters from their pieces, which may round otherwise
+                norms = (
+                    torch.nn.utils.clip_grad_norm_(plain, 1e6 if step % 3 else 5.0),
+                    optimizer.clip_grad_norm_(1e6 if step % 3 else 5.0),
+                )
+                torch.testing.assert_close(norms[1], norms[0], rtol=0 if step % 3 == 0 else 1e-6, atol=0)
+            reference.step()
+            optimizer.step()
+            assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_norms_are_those_in_memory(norm_type: float, drive: Path) -> None:
+    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    with optimizer_in(drive, params) as optimizer:
+        backward(plain, 0)
+        backward(params, 0)
+        expected = torch.nn.utils.get_total_norm([p.grad for p in plain if p.grad is not None], norm_type)
+        torch.testing.assert_close(optimizer.clip_grad_norm_(1.0, norm_type), expected, rtol=1e-5, atol=0)
+        # they are scaled when they are used
+        torch.testing.assert_close(optimizer.clip_grad_norm_(1.0, norm_type), torch.tensor(1.0), rtol=1e-5, atol=0)
+
+
+def test_a_norm_without_gradients_is_zero(drive: Path) -> None:
+    with optimizer_in(drive, parameters()) as optimizer:
+        assert optimizer.clip_grad_norm_(1.0) == 0
+
+
+def test_gradients_given_by_hand_and_of_parameters_thawed_later_count(drive: Path) -> None:
+    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    for each in (plain, params):
+        each[3].requires_grad_(False)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params) as optimizer:
+        for each in (plain, params):
+            each[3].requires_grad_(True)
+            backward(each, 0)
+            assert each[0].grad is None or each is plain
+            each[2].grad = torch.ones(513)
+        plain[2].grad = torch.ones(513) + gradient_of(plain[2], 0)
+        expected = torch.nn.utils.clip_grad_norm_(plain, 3.0)
+        assert optimizer.clip_grad_norm_(3.0) == expected
+        reference.step()
+        optimizer.step()
+        assert_same(params, plain)
+
+
+def gradient_of(param: torch.nn.Parameter, step: int) -> torch.Tensor:
+    params = parameters(shapes=SHAPES)
+    backward(params, step)
+    gradient = next(each.grad for each in params if each.shape == param.shape)
+    assert gradient is not None
+    return gradient
+
+
+def test_a_backward_after_clipping_is_refused_with_what_helps(drive: Path) -> None:
+    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 5)
+        optimizer.clip_grad_norm_(0.1)
+        for use in (lambda: backward(params, 6), optimizer.step):
+            with pytest.raises(RuntimeError, match=r"were clipped, and others have come: call zero_grad\(\)"):
+                use()
+        optimizer.zero_grad()
+        backward(plain, 0)
+        backward(params, 0)
+        reference.step()
+        optimizer.step()
+        assert_same(params, plain)
+
+
+def test_zero_grad_drops_them(drive: Path) -> None:
+    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 5)
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.zero_grad()
+        backward(plain, 0)
+        backward(params, 0)
+        reference.step()
+        optimizer.step()
+        assert_same(params, plain)
+
+
+def test_a_step_that_fails_keeps_them_for_the_next_try(drive: Path) -> None:
+    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params, dram_budget=60_000) as optimizer:
+        number = 0
+        for step in range(40):
+            backward(plain, step)
+            backward(params, step)
+            torch.nn.utils.clip_grad_norm_(plain, 2.0)
+            optimizer.clip_grad_norm_(2.0)
+            before = snapshot(params)
+            with failing(("read", "write")[step % 2], number) as engine:
+                error: OSError | None = None
+                try:
+                    optimizer.step()
+                except OSError as caught:
+                    error = caught
+            if engine.failed:
+                assert error is not None
+                assert f"as after step {step}" in str(error)
+                assert_same(params, before)
+                optimizer.step()
+            elif step % 2:
+                break
+            reference.step()
+            reference.zero_grad()
+            optimizer.zero_grad()
+            assert_same(params, plain)
+            number += step % 2
+        assert number > 4
+
+
+@pytest.mark.parametrize("during", ["backward", "clipping"])
+def test_what_fails_on_its_way_out_is_told_and_a_new_backward_mends_it(during: str, drive: Path) -> None:
+    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params) as optimizer:
+        with failing("write", 1):
+            backward(params, 0)
+            if during == "clipping":
+                with pytest.raises(OSError, match="a gradient is lost with it"):
+                    optimizer.clip_grad_norm_(1.0)
+        with pytest.raises(RuntimeError if during == "clipping" else OSError, match="run backward again"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="run backward again"):
+            optimizer.step()
+        assert_same(params, plain)
+        assert optimizer.steps == 0
+        optimizer.zero_grad()
+        backward(plain, 1)
+        backward(params, 1)
+        reference.step()
+        optimizer.step()
+        assert_same(params, plain)
+
+
+def test_a_lost_gradient_is_told_of_also_if_the_states_have_come_into_memory_since(drive: Path) -> None:
+    """Whichever it is: the first, or one that nobody has looked for yet."""
+    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    backward(plain, 0)
+    reference.step()
+    number, failed = 1, 1
+    while failed:
+        with optimizer_in(drive, params, dram_budget=1 << 40) as optimizer:
+            with failing("write", number) as engine:
+                backward(params, 0)
+            failed = engine.failed
+            optimizer.load_state_dict(reference.state_dict())
+            if failed:
+                with pytest.raises(OSError, match="a gradient is lost with it"):
+                    optimizer.step()
+        number += 1
+    assert number > 4
+
+
+@pytest.mark.parametrize("clipping", [False, True])
+def test_a_gradient_whose_writing_could_not_be_started_is_there_for_each_try(drive: Path, clipping: bool) -> None:
+    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    writes, last = 0, None
+
+    def is_the_last(operation: str) -> bool:
+        nonlocal writes
+        writes += operation == "write"
+        return operation == "write" and writes == last
+
+    with optimizer_in(drive, params) as optimizer:
+        with FailingDrive(is_the_last):
+            backward(params, 0)
+        optimizer.step()
+        backward(plain, 0)
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        writes, last = 0, writes
+        with FailingDrive(is_the_last, at_once=lambda: True) as engine, pytest.raises(OSError, match="write of"):
+            backward(params, 1)
+        backward(plain, 1)
+        assert engine.failed == 1
+        if clipping:
+            optimizer.clip_grad_norm_(0.1)
+            torch.nn.utils.clip_grad_norm_(plain, 0.1)
+        for _ in range(2):
+            with failing("read", 3, 1000), pytest.raises(OSError, match=r"as after step 1|the next call undoes it"):
+                optimizer.step()
+        optimizer.step()
+        reference.step()
+        if clipping:  # the norm of a parameter that was taken in twice is that of its pieces, and rounded differently
+            torch.testing.assert_close(params, plain, rtol=1e-6, atol=1e-7)
+        else:
+            assert_same(params, plain)
+
+
+class ShortPool(BufferPool):
+    """Refuses the lease of this number, counted from 1."""
+
+    refused = 0
+
+    def try_lease(self, nbytes: int) -> Lease | None:
+        self.refused -= 1
+        if self.refused == 0:
+            raise MemoryError("none left")
+        return super().try_lease(nbytes)
+
+
+def test_a_gradient_that_could_not_be_taken_in_is_there_once_after_the_next_try(drive: Path) -> None:
+    """Also one of a cut parameter that is in another order of memory than that."""
+    plain, params = parameters(shapes=[(300, 41)]), parameters(shapes=[(300, 41)])
+    reference = torch.optim.AdamW(plain, **ADAM)
+    pool = ShortPool(1 << 30)
+    with optimizer_in(drive, params, pool=pool) as optimizer:
+        for step in range(2):
+            params[0].grad = torch.randn(41, 300, generator=torch.Generator().manual_seed(step)).t()
+            plain[0].grad = params[0].grad.contiguous()
+            for refused in (2, 3):
+                pool.refused = refused
+                with pytest.raises(MemoryError, match="none left"):
+                    optimizer.step()
+                assert pool.refused == 0
+            reference.step()
+            optimizer.step()
+            assert_same(params, plain)
+
+
+def test_few_are_in_memory_at_a_time(drive: Path) -> None:
+    params = parameters(shapes=[(4096,)] * 24)
+    pool = BufferPool(1 << 20)
+    with optimizer_in(drive, params, pool=pool) as optimizer:
+        most = 0
+
+        def look(_: torch.Tensor) -> None:
+            nonlocal most
+            most = max(most, pool.in_use)
+
+        for param in params:
+            param.register_post_accumulate_grad_hook(look)
+        for step in range(2):
+            backward(params, step)
+        assert 0 < most <= OPEN * 4096 * 4 * 9 // 8
+        optimizer.step()
+
+
+def test_gradients_are_told_of_in_the_report(drive: Path) -> None:
+    params = parameters(shapes=[(4096,)] * 8)
+    numel = 8 * 4096
+    with optimizer_in(drive, params) as optimizer:
+        for step in range(3):
+            optimizer.zero_grad()
+            begun = time.perf_counter()
+            backward(params, step)
+            optimizer.step()
+            seconds = time.perf_counter() - begun
+            report = optimizer.report()
+            # gradients, two states, and in the first step parameters to undo it, which memory is to spare for later
+            assert report.bytes_written == (1 + 2 + (step == 0)) * 4 * numel
+            assert report.bytes_read == 4 * numel + (0, 7, 5)[step] * 2 * 4 * 4096
+            assert 0 < report.computing + report.waiting <= report.seconds <= seconds
+            assert max(report.reading, report.writing) <= report.seconds
+
+
+def test_gradients_are_read_ahead_of_the_step(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters(shapes=[(4096,)] * 8)
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 0)
+        optimizer.step()
+        backward(params, 1)
+        sizes, ahead = [], []
+        step = torch.optim.AdamW.step
+
+        def noted(operation: str, sound: Callable[..., Any]) -> Callable[..., Any]:
+            def transfer(tensor: torch.Tensor, *arguments: Any) -> Any:
+                sizes.append(tensor.nbytes)
+                return sound(tensor, *arguments)
+
+            return transfer if operation == "read" else sound
+
+        def look(inner: torch.optim.Optimizer) -> None:
+            ahead.append(sizes.count(4 * 4096))  # gradients; what is read of a sub-group's states is twice as much
+            step(inner)
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", look)
+        with transfers_are(noted):
+            optimizer.step()
+        assert ahead[-1] == 8
+        assert sum(begun > number for number, begun in enumerate(ahead[:-1], 1)) >= 4  # on a busy machine not all of them
+
+
+def test_hooks_of_several_devices_take_turns(drive: Path) -> None:
+    """Each device has a thread of its own in backward; here two stand for them."""
+    under_way: set[int] = set()
+    most = 0
+
+    class Watched(torch.nn.Parameter):
+        """Whose gradient takes a while to be looked at. It is under way from then on until it is removed."""
+
+        @property
+        def grad(self) -> torch.Tensor | None:
+            nonlocal most
+            under_way.add(id(self))
+            time.sleep(0.002)
+            most = max(most, len(under_way))
+            return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None:
+            torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+            under_way.discard(id(self))
+
+    plain = parameters(shapes=[(4096,)] * 8)
+    params = [Watched(param.detach().clone()) for param in plain]
+    with optimizer_in(drive, params) as optimizer:
+        under_way.clear()
+        most = 0
+        threads = [threading.Thread(target=backward, args=(half, 0)) for half in (params[:4], params[4:])]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert most == 1
+        optimizer.step()
+    reference = torch.optim.AdamW(plain, **ADAM)
+    backward(plain[:4], 0)
+    backward(plain[4:], 0)
+    reference.step()
+    assert_same(params, plain)
+
+
+def test_sparse_gradients_are_refused(drive: Path) -> None:
+    embedding = torch.nn.Embedding(50, 8, sparse=True)
+    with optimizer_in(drive, embedding.parameters()) as optimizer:
+        with torch.sparse.check_sparse_tensor_invariants(), pytest.raises(TypeError, match="set offload_gradients to False"):
+            embedding(torch.tensor([1, 2])).sum().backward()
+        del optimizer
+
+
+def test_without_hooks_left_when_it_is_closed(drive: Path) -> None:
+    params = parameters()
+    optimizer_in(drive, params).close()
+    backward(params, 0)
+    assert all(param.grad is not None for param in params if param.numel())
+    give_gradients(params, 0)

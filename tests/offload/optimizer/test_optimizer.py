@@ -1,0 +1,947 @@
+"""OffloadedOptimizer: what the optimizer in memory does, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import deepnvme
+from deepnvme.offload.optimizer import partition
+from deepnvme.offload.optimizer.partition import ELEMENTWISE
+from deepnvme.store.data_file import DATA_NAME
+from deepnvme.swap import BufferPool, OutOfBuffers
+
+from ...support.engines import failing
+from ...support.interpreters import Interpreters
+from ...support.torch_versions import ALONE
+from ...support.training import (
+    ADAM,
+    SHAPES,
+    InMemory,
+    Lion,
+    assert_same,
+    assert_same_state,
+    copied,
+    give_gradients,
+    in_memory,
+    optimizer_in,
+    parameters,
+    snapshot,
+)
+
+STEPS = 50
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+    "fused Adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "fused": True}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-2}),
+    "fused Adam": (torch.optim.Adam, ADAM),
+    "AdamW with amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
+    "fused AdamW": (torch.optim.AdamW, ADAM),
+    "AdamW with foreach": (torch.optim.AdamW, {"foreach": True}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "ASGD": (torch.optim.ASGD, {"lr": 1e-2, "t0": 20}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-2}),
+    "SGD with momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "Lion": (Lion, {}),
+}
+FUSED_SGD = {"lr": 1e-2, "momentum": 0.9, "fused": True}
+CASES = [(name, precision) for name in OPTIMIZERS for precision in ("float32", "bfloat16", "bfloat16 with masters")]
+# torch's fused SGD itself rounds momenta in bfloat16 differently from run to run
+OPTIMIZERS["fused SGD"] = (torch.optim.SGD, FUSED_SGD)
+CASES += [("fused SGD", "float32"), ("fused SGD", "bfloat16 with masters")]
+QUICKLY = ("fused AdamW", "SGD with momentum", "Lion", "Adafactor")
+"""In each precision also in a quick run, which has the others in float32."""
+BUDGETS = (0, 100_000, 1 << 40)
+"""No states in memory, about half, all."""
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [case if case[0] in QUICKLY or case[1] == "float32" else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
+def test_many_steps_give_the_bits_of_the_optimizer_in_memory(name: str, precision: str, drive: Path) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    masters = precision.endswith("masters")
+    steps = STEPS if precision != "bfloat16" else 15
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    shapes = [shape for shape in SHAPES if shape != (0,) or optimizer_class is not torch.optim.Adafactor]  # it divides by that
+    plain, params = parameters(dtype, shapes), parameters(dtype, shapes)
+    reference = in_memory(plain, optimizer_class, masters=masters, **options)
+    budget = BUDGETS[(list(OPTIMIZERS).index(name) + len(precision)) % 3]
+    with optimizer_in(drive, params, optimizer_class, master_weights=masters, dram_budget=budget, **options) as optimizer:
+        for step in range(steps):
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            reference.step()
+            optimizer.step()
+            if step in (0, 1, 2, steps - 1):
+                assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_whatever_the_default_device(offload_gradients: bool, drive: Path) -> None:
+    plain, params = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    options = {"lr": 1e-2, "momentum": 0.9}
+    reference = in_memory(plain, torch.optim.SGD, masters=True, **options)
+    with torch.device("meta"):
+        optimizer = optimizer_in(
+            drive, params, torch.optim.SGD, master_weights=True, offload_gradients=offload_gradients, **options
+        )
+    with optimizer:
+        for step in range(3):
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            reference.step()
+            with torch.device("meta"):
+                optimizer.step()
+            assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["Adam", "fused AdamW", "Adadelta", "Adagrad", "NAdam", "Rprop", "fused SGD"])
+def test_a_parameter_in_many_sub_groups_is_rounded_as_one(name: str, threads: int, drive: Path) -> None:
+    torch.set_num_threads(threads)
+    optimizer_class, options = OPTIMIZERS[name]
+    shapes = [(100_003,), (317, 229)]  # more than torch gives to one thread
+    plain, params = parameters(shapes=shapes), parameters(shapes=shapes)
+    reference = optimizer_class(plain, **options)
+    with optimizer_in(drive, params, optimizer_class, sub_group_size=3 * 4096 + 5, **options) as optimizer:
+        for step in range(4):
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            reference.step()
+            optimizer.step()
+        assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, (kind, _) in OPTIMIZERS.items() if kind in ELEMENTWISE])
+def test_a_sub_group_is_stepped_in_portions_of_its_gradients(
+    name: str, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In which gradients are missing too, also all of a portion."""
+    optimizer_class, options = OPTIMIZERS[name]
+    monkeypatch.setattr(partition, "PORTION", 600)
+    portions: list[int] = []
+    step_portion = optimizer_class.step
+
+    def noted(inner: torch.optim.Optimizer) -> None:
+        params = [param for group in inner.param_groups for param in group["params"]]
+        portions.append(sum(param.numel() for param in params if param.grad is not None))
+        step_portion(inner)
+
+    shapes = [(20, 20), (100,), (600,), (9,), (500,), (40, 10)]
+    plain, params = parameters(torch.bfloat16, shapes), parameters(torch.bfloat16, shapes)
+    reference = in_memory(plain, optimizer_class, masters=True, **options)
+    with optimizer_in(drive, params, optimizer_class, master_weights=True, **options) as optimizer:
+        for step in range(6):
+            missing = {2: {2}, 4: {0, 1}}.get(step, set())
+            give_gradients(plain, step, missing.__contains__)
+            give_gradients(params, step, missing.__contains__)
+            reference.step()
+            with monkeypatch.context() as patch:
+                patch.setattr(optimizer_class, "step", noted)
+                optimizer.step()
+            assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+    assert portions[:4] == [500, 600, 509, 400]
+    assert max(portions) == 600
+    assert len(portions) == 6 * 4 - 2  # those without any gradient
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("name", ["Adam", "fused AdamW", "fused SGD"])
+def test_parameters_in_another_order_of_memory(name: str, masters: bool, drive: Path) -> None:
+    """Fused kernels take elements in the order of memory, whatever that is: all tensors of a parameter must have the same."""
+    optimizer_class, options = OPTIMIZERS[name]
+    dtype = torch.bfloat16 if masters else torch.float32
+
+    def channels_last() -> list[torch.nn.Parameter]:
+        conv, linear = parameters(dtype, [(8, 5, 3, 3), (300, 40)])
+        params = [conv.detach().to(memory_format=torch.channels_last), linear.detach().t()]
+        return [torch.nn.Parameter(param) for param in params]
+
+    plain, params = channels_last(), channels_last()
+    reference = in_memory(plain, optimizer_class, masters=masters, **options)
+    with optimizer_in(drive, params, optimizer_class, master_weights=masters, **options) as optimizer:
+        for step in range(4):
+            for each in (plain, params):
+                give_gradients(each, step)
+                for param in each:
+                    assert param.grad is not None
+                    param.grad = torch.empty_like(param).copy_(param.grad)
+            reference.step()
+            optimizer.step()
+        assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+def test_gradients_in_another_order_of_memory_than_their_cut_parameter(drive: Path) -> None:
+    plain, params = parameters(shapes=[(300, 41)]), parameters(shapes=[(300, 41)])
+    reference = torch.optim.Adam(plain, lr=1e-2)
+    with optimizer_in(drive, params, torch.optim.Adam, lr=1e-2) as optimizer:
+        for each in (plain, params):
+            each[0].grad = torch.randn(41, 300, generator=torch.Generator().manual_seed(1)).t()
+        reference.step()
+        optimizer.step()
+        assert_same(params, plain)
+
+
+class InNewPlaces(torch.optim.Optimizer):
+    """Has the tensors that it keeps in other places after a step: what ``way`` says."""
+
+    def __init__(self, params: Any, way: str, lr: float = 0.1) -> None:
+        super().__init__(params, {"way": way, "lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["a"], state["b"] = torch.zeros_like(param), torch.ones_like(param)
+                    if param.dim() == 2 and param.shape[0] == param.shape[1]:
+                        state["c"] = param.clone()
+                state["a"].lerp_(param.grad, 0.1)
+                if group["way"] == "swapped":
+                    state["a"], state["b"] = state["b"], state["a"]
+                elif group["way"] == "shifted":
+                    state["b"] = state["a"]
+                    state["a"] = param.grad.clone()
+                elif group["way"] == "shifted back":
+                    state["a"] = state["b"]
+                    state["b"] = param.grad.clone()
+                elif group["way"] == "transposed" and "c" in state:
+                    state["c"] = state["c"].t()
+                update = state["a"] * 0.5 + state["b"] + (state["c"].contiguous() if "c" in state else 0)
+                if group["way"] == "parameter":
+                    param.data = param.data - group["lr"] * update
+                elif group["way"] == "parameter and state":
+                    param.data, state["b"] = param.data - group["lr"] * update, param.data
+                else:
+                    param.sub_(update, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("dram_budget", [0, 1 << 40])
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("way", ["swapped", "shifted", "shifted back", "transposed", "parameter", "parameter and state"])
+def test_tensors_that_an_optimizer_puts_in_each_others_places(way: str, masters: bool, dram_budget: int, drive: Path) -> None:
+    dtype, shapes = torch.bfloat16 if masters else torch.float32, [(40, 40), (500,), (7,), (1,), (70, 60)]
+    plain, params = parameters(dtype, shapes), parameters(dtype, shapes)
+    reference = in_memory(plain, InNewPlaces, masters=masters, way=way)
+    with optimizer_in(drive, params, InNewPlaces, master_weights=masters, dram_budget=dram_budget, way=way) as optimizer:
+        for step in range(5):
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            reference.step()
+            optimizer.step()
+            assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+def test_three_blocks_are_in_memory_between_steps_and_no_copies_of_parameters(drive: Path) -> None:
+    pool = BufferPool(1 << 20)
+    params = parameters(shapes=[(4096,)] * 8)
+    with optimizer_in(drive, params, torch.optim.AdamW, pool=pool, **ADAM) as optimizer:
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+        assert 2 * 2 * 4 * 4096 < pool.in_use <= 3 * 2 * 4 * 4096 * 9 // 8
+
+
+# What goes with an optimizer.
+
+
+Models = tuple[torch.nn.Module, torch.nn.Module]
+
+
+def models(seed: int = 0) -> Models:
+    """Twice the same."""
+
+    def one() -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(40, 150), torch.nn.Tanh(), torch.nn.Linear(150, 60), torch.nn.Linear(60, 1))
+
+    return one(), one()
+
+
+def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(step)
+    inputs = torch.randn(16, 40, generator=random)
+    return (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: Iterable[int], after_backward: Any = lambda: None) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        after_backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dram_budget", BUDGETS)
+def test_losses_and_weights_are_the_same_with_any_budget(dram_budget: int, drive: Path) -> None:
+    model, offloaded = models()
+    plain = torch.optim.AdamW(model.parameters(), **ADAM)
+    with optimizer_in(drive, offloaded.parameters(), torch.optim.AdamW, dram_budget=dram_budget, **ADAM) as optimizer:
+        assert train(offloaded, optimizer, range(STEPS)) == train(model, plain, range(STEPS))
+        assert_same(offloaded.parameters(), model.parameters())
+        assert optimizer.report().resident_bytes <= dram_budget
+
+
+def test_states_striped_over_directories(drive: Path) -> None:
+    params, plain = parameters(shapes=[(1200, 1000)]), parameters(shapes=[(1200, 1000)])
+    reference = torch.optim.AdamW(plain, **ADAM)
+    path = {drive / "a": 3.0, drive / "b": 1.0}
+    with deepnvme.OffloadedOptimizer(params, torch.optim.AdamW, nvme_path=path, **ADAM) as optimizer:
+        for step in range(3):
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            reference.step()
+            optimizer.step()
+        assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+        sizes = [(directory / "deepnvme-store.data").stat().st_size for directory in path]
+        assert sizes[0] >= 2 * sizes[1] > 0
+    assert not any(directory.exists() for directory in path)
+
+
+SCHEDULERS: dict[str, Any] = {
+    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=20),
+    "ReduceLROnPlateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
+    "SequentialLR": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)],
+        [4],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR of torch 2.6 itself
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_learning_rates_follow_their_scheduler(name: str, tensor_lr: bool, drive: Path) -> None:
+    model, offloaded = models()
+
+    def options() -> dict[str, Any]:
+        return {"lr": torch.tensor(0.02) if tensor_lr else 0.02, "fused": True}
+
+    plain = torch.optim.AdamW(model.parameters(), **options())
+    with optimizer_in(drive, offloaded.parameters(), torch.optim.AdamW, dram_budget=60_000, **options()) as optimizer:
+        pairs = [(model, plain, SCHEDULERS[name](plain)), (offloaded, optimizer, SCHEDULERS[name](optimizer))]
+        for step in range(12):
+            for each, its_optimizer, scheduler in pairs:
+                (loss,) = train(each, its_optimizer, [step])
+                scheduler.step(*([loss] if name == "ReduceLROnPlateau" else []))
+        assert_same(offloaded.parameters(), model.parameters())
+        assert pairs[0][2].get_last_lr() == pairs[1][2].get_last_lr()
+
+
+def test_param_groups_with_options_of_their_own_and_one_added_midway(drive: Path) -> None:
+    def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+        first, _, second, _ = model.children()
+        decayed = [first.weight, second.weight]
+        return [{"params": decayed, "weight_decay": 0.1, "amsgrad": True}, {"params": [first.bias, second.bias], "lr": 0.1}]
+
+    model, offloaded = models()
+    plain = torch.optim.AdamW(groups(model), lr=0.01)
+    with optimizer_in(drive, groups(offloaded), torch.optim.AdamW, lr=0.01, dram_budget=60_000) as optimizer:
+        for step in range(9):
+            if step == 3:
+                for each, its_optimizer in ((model, plain), (offloaded, optimizer)):
+                    its_optimizer.add_param_group({"params": list(each[3].parameters()), "lr": 0.05})
+            if step == 6:
+                for its_optimizer in (plain, optimizer):
+                    its_optimizer.param_groups[0]["lr"] = 0.003
+                    its_optimizer.param_groups[1]["betas"] = (0.5, 0.9)
+            assert train(offloaded, optimizer, [step]) == train(model, plain, [step])
+        assert_same(offloaded.parameters(), model.parameters())
+        assert_same_state(optimizer.state_dict(), plain.state_dict())
+        assert optimizer.report().resident_bytes <= 60_000
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"step_in_backward": True}], ids=str)
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_states_through_distributed_checkpoints(options: dict[str, bool], drive: Path) -> None:
+    model, offloaded = models()
+    with optimizer_in(drive / "one", model.parameters(), torch.optim.AdamW, **ADAM, **options) as optimizer:
+        train(model, optimizer, range(3))
+        states = get_optimizer_state_dict(model, optimizer)
+        dcp.save({"model": model.state_dict(), "states": states}, checkpoint_id=drive / "saved", **ALONE)
+        with optimizer_in(drive / "two", offloaded.parameters(), torch.optim.AdamW, **ADAM, **options) as other:
+            found = {"model": offloaded.state_dict(), "states": get_optimizer_state_dict(offloaded, other)}
+            dcp.load(found, checkpoint_id=drive / "saved", **ALONE)
+            offloaded.load_state_dict(found["model"])
+            set_optimizer_state_dict(offloaded, other, found["states"])
+            assert train(offloaded, other, range(3, 6)) == train(model, optimizer, range(3, 6))
+            assert_same(offloaded.parameters(), model.parameters())
+            assert_same_state(other.state_dict(), optimizer.state_dict())
+
+
+def test_a_group_that_cannot_be_added_leaves_all_as_it_was(drive: Path) -> None:
+    params = parameters()
+    with optimizer_in(drive, params, torch.optim.AdamW, pool=BufferPool(4 << 20)) as optimizer:
+        with pytest.raises(OutOfBuffers):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, 1 << 20).t())]})
+        assert len(optimizer.param_groups) == 1
+        give_gradients(params, 0)
+        optimizer.step()
+        assert len(optimizer.state_dict()["state"]) == len(params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1024.0, 1e38])
+def test_a_grad_scaler(scale: float, drive: Path) -> None:
+    """Of which the second overflows at first, and skips steps."""
+    model, offloaded = models()
+    plain = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses: list[list[float]] = [[], []]
+    with optimizer_in(drive, offloaded.parameters(), torch.optim.AdamW, **ADAM) as optimizer:
+        for each, its_optimizer, its_losses in ((model, plain, losses[0]), (offloaded, optimizer, losses[1])):
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+            for step in range(8):
+                its_optimizer.zero_grad()
+                loss = loss_of(each, step)
+                scaler.scale(loss).backward()
+                scaler.unscale_(its_optimizer)
+                torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+                scaler.step(its_optimizer)
+                scaler.update()
+                its_losses.append(loss.item())
+        assert losses[0] == losses[1]
+        assert_same(offloaded.parameters(), model.parameters())
+        assert 0 < optimizer.steps <= 8
+
+
+@pytest.mark.parametrize("option", ["offload_gradients", "step_in_backward"])
+def test_a_grad_scaler_whose_gradients_are_taken_away_says_so(option: str, drive: Path) -> None:
+    _, model = models()
+    with optimizer_in(drive, model.parameters(), torch.optim.AdamW, dram_budget=60_000, **{option: True}) as optimizer:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(loss_of(model, 0)).backward()
+        with pytest.raises(RuntimeError, match=f"{option} takes them away"):
+            scaler.step(optimizer)
+
+
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(0.5, 2.0), (0.1, 1.0), (0.1, float("inf")), (1e9, 2.0)])
+def test_clipped_gradients(max_norm: float, norm_type: float, drive: Path) -> None:
+    model, offloaded = models()
+    plain = torch.optim.AdamW(model.parameters(), **ADAM)
+    with optimizer_in(drive, offloaded.parameters(), torch.optim.AdamW, **ADAM) as optimizer:
+        norms: list[list[torch.Tensor]] = [[], []]
+        train(
+            model,
+            plain,
+            range(3),
+            lambda: norms[0].append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)),
+        )
+        train(offloaded, optimizer, range(3), lambda: norms[1].append(optimizer.clip_grad_norm_(max_norm, norm_type)))
+        assert norms[0] == norms[1]
+        assert_same(offloaded.parameters(), model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": True}, {"offload_gradients": True}], ids=str)
+def test_a_closure_is_called_once_and_its_loss_returned(options: dict[str, bool], drive: Path) -> None:
+    model, offloaded = models()
+    plain = torch.optim.AdamW(model.parameters(), **ADAM)
+    with optimizer_in(drive, offloaded.parameters(), torch.optim.AdamW, **ADAM, **options) as optimizer:
+        for step in range(3):
+            losses = []
+            for each, its_optimizer in ((model, plain), (offloaded, optimizer)):
+                calls = []
+
+                def closure(each: Any = each, its_optimizer: Any = its_optimizer, calls: Any = calls, step: int = step) -> Any:
+                    calls.append(step)
+                    its_optimizer.zero_grad()
+                    loss = loss_of(each, step)
+                    loss.backward()
+                    return loss
+
+                losses.append(its_optimizer.step(closure).item())
+                assert calls == [step]
+            assert losses[0] == losses[1]
+        assert_same(offloaded.parameters(), model.parameters())
+
+
+def test_an_optimizer_of_many_evaluations_is_refused(drive: Path) -> None:
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss several times a step"):
+        optimizer_in(drive, parameters(), torch.optim.LBFGS)
+
+
+def test_hooks_are_called_once_a_step_and_see_the_optimizer(drive: Path) -> None:
+    params = parameters()
+    with optimizer_in(drive, params, torch.optim.AdamW) as optimizer:
+        seen = []
+        optimizer.register_step_pre_hook(lambda each, args, kwargs: seen.append(("before", each)))
+        optimizer.register_step_post_hook(lambda each, args, kwargs: seen.append(("after", each)))
+        optimizer.register_state_dict_post_hook(lambda each, state: {**state, "more": 1})
+        optimizer.register_load_state_dict_pre_hook(lambda each, state: {k: v for k, v in state.items() if k != "more"})
+        optimizer.register_load_state_dict_post_hook(lambda each: seen.append(("loaded", each)))
+        give_gradients(params, 0)
+        optimizer.step()
+        saved = optimizer.state_dict()
+        assert saved["more"] == 1
+        optimizer.load_state_dict(saved)
+        assert seen == [("before", optimizer), ("after", optimizer), ("loaded", optimizer)]
+
+
+def test_hooks_of_all_optimizers_are_called_once_a_step_too(drive: Path) -> None:
+    seen: list[Any] = []
+    params = parameters()
+
+    class Hooked(torch.optim.AdamW):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.register_step_post_hook(lambda *_: own.append(1))
+
+    own: list[int] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda each, args, kwargs: seen.append(("before", each))),
+        register_optimizer_step_post_hook(lambda each, args, kwargs: seen.append(("after", each))),
+    ]
+    try:
+        with optimizer_in(drive, params, Hooked, dram_budget=100_000) as optimizer:
+            assert seen == []
+            own.clear()
+            for step in range(3):
+                give_gradients(params, step)
+                optimizer.step()
+            assert seen == [("before", optimizer), ("after", optimizer)] * 3
+            assert len(own) == 3 * optimizer.report().sub_groups  # those that the optimizer gives itself are its own affair
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# States, saved and loaded.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dram_budget", BUDGETS)
+def test_a_state_dict_stays_as_it_is_when_the_optimizer_goes_on(dram_budget: int, drive: Path) -> None:
+    """Its tensors are mapped from files, and untouched pages of those would show what is written there later."""
+    plain, params = parameters(), parameters()
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params, torch.optim.AdamW, dram_budget=dram_budget, **ADAM) as optimizer:
+        taken = []
+        for step in range(9):
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            reference.step()
+            optimizer.step()
+            if step in (1, 2, 5):
+                taken.append((optimizer.state_dict(), copied(reference.state_dict())))
+            if step == 6:
+                optimizer.load_state_dict(taken[1][0])
+                reference.load_state_dict(copied(taken[1][1]))
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+        for found, expected in taken[:2]:
+            assert_same_state(found, expected)
+    found, expected = taken[2]  # untouched until the files are gone
+    assert_same_state(found, expected)
+
+
+def test_a_plain_optimizer_on_the_states_of_an_offloaded_one_goes_its_own_way(drive: Path) -> None:
+    params, others, plain = parameters(), parameters(), parameters()
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params, torch.optim.AdamW, dram_budget=60_000, **ADAM) as optimizer:
+        for step in range(3):
+            for each, its_optimizer in ((params, optimizer), (plain, reference)):
+                give_gradients(each, step)
+                its_optimizer.step()
+        with torch.no_grad():
+            for other, param in zip(others, params, strict=True):
+                other.copy_(param)
+        second = torch.optim.AdamW(others, **ADAM)
+        second.load_state_dict(optimizer.state_dict())
+        for step in range(3, 7):
+            for each, its_optimizer in ((params, optimizer), (plain, reference)):
+                give_gradients(each, step + 10)
+                its_optimizer.step()
+        assert_same(params, plain)
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+    straight = parameters()
+    reference = torch.optim.AdamW(straight, **ADAM)
+    for step in range(7):
+        give_gradients(straight, step)
+        reference.step()
+        if step > 2:
+            give_gradients(others, step)
+            second.step()
+    assert_same(others, straight)
+
+
+def test_the_room_of_a_state_dict_is_given_back(drive: Path) -> None:
+    """To parameters that are added later."""
+    shapes = [(1 << 17,)] * 8
+    params = parameters(shapes=shapes)
+    with optimizer_in(drive, params, torch.optim.AdamW, sub_group_size=1 << 17) as optimizer:
+
+        def occupied_after(count: int) -> int:
+            for _ in range(count):
+                give_gradients(params, 0)
+                optimizer.step()
+            return sum(path.stat().st_size for path in drive.rglob(DATA_NAME))
+
+        usual = occupied_after(3)
+        states = [optimizer.state_dict()]
+        occupied_after(2)
+        states.append(optimizer.state_dict())
+        most = occupied_after(2)
+        assert most > usual
+        states.clear()
+        occupied_after(2)
+        params += parameters(shapes=shapes[:4])
+        optimizer.add_param_group({"params": params[8:]})
+        assert occupied_after(3) == most
+
+
+@pytest.mark.parametrize("name", ["fused AdamW", "Adafactor", "SGD", "SGD with momentum", "NAdam", "Lion"])
+@pytest.mark.parametrize("budgets", [(0, 0), (1 << 40, 30_000)])
+def test_states_go_from_the_plain_optimizer_and_back(name: str, budgets: tuple[int, int], drive: Path) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    shapes = [shape for shape in SHAPES if shape != (0,)]
+    straight = parameters(shapes=shapes)
+    reference = optimizer_class(straight, **options)
+    params = parameters(shapes=shapes)
+    kinds = [("plain", 0), ("offloaded", budgets[0]), ("offloaded", budgets[1]), ("plain", 0)]
+    saved = None
+    for turn, (kind, budget) in enumerate(kinds):
+        with contextlib.ExitStack() as stack:
+            more = {**options, "lr": 7.0} if turn else options  # which is loaded over
+            optimizer: Any = (
+                optimizer_class(params, **more)
+                if kind == "plain"
+                else stack.enter_context(optimizer_in(drive, params, optimizer_class, dram_budget=budget, **more))
+            )
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+            for step in range(3 * turn, 3 * turn + 3):
+                give_gradients(straight, step)
+                give_gradients(params, step)
+                reference.step()
+                optimizer.step()
+            assert_same(params, straight)
+            assert_same_state(optimizer.state_dict(), reference.state_dict())
+            file = drive / "saved.pt"
+            torch.save(optimizer.state_dict(), file)
+            saved = torch.load(file)
+
+
+def test_training_goes_on_from_a_checkpoint_with_master_weights(drive: Path) -> None:
+    """Whichever of model and optimizer is loaded first: loading the same weights again must not round the masters."""
+    for model_first in (True, False):
+        straight, params = parameters(torch.bfloat16), parameters(torch.bfloat16, seed=1)
+        with (
+            optimizer_in(drive / "a", straight, torch.optim.AdamW, master_weights=True, **ADAM) as first,
+            optimizer_in(drive / "b", params, torch.optim.AdamW, master_weights=True, dram_budget=60_000, **ADAM) as second,
+        ):
+            for step in range(3):
+                give_gradients(straight, step)
+                first.step()
+            give_gradients(params, 9)
+            second.step()
+
+            def load_model(params: Any = params, straight: Any = straight) -> None:
+                with torch.no_grad():
+                    for param, weight in zip(params, straight, strict=True):
+                        param.copy_(weight)
+
+            if model_first:
+                load_model()
+            second.load_state_dict(first.state_dict())
+            if not model_first:
+                load_model()
+            for step in range(3, 6):
+                for each, optimizer in ((straight, first), (params, second)):
+                    give_gradients(each, step)
+                    optimizer.step()
+            assert_same(params, straight)
+
+
+def test_states_with_master_weights_serve_the_plain_optimizer(drive: Path) -> None:
+    params, others = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    with optimizer_in(drive, params, torch.optim.AdamW, master_weights=True) as optimizer:
+        give_gradients(params, 0, missing=lambda index: index in (0, 4))
+        optimizer.step()
+        plain = torch.optim.AdamW(others)
+        plain.load_state_dict(copied(optimizer.state_dict()))
+        for step in range(3):
+            give_gradients(others, step)
+            plain.step()
+
+
+@pytest.mark.parametrize("dram_budget", [0, 60_000, 1 << 40])
+def test_weights_that_others_have_changed_are_the_new_masters(dram_budget: int, drive: Path) -> None:
+    plain, params = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    reference = InMemory(plain, torch.optim.AdamW, **ADAM)
+    with optimizer_in(drive, params, torch.optim.AdamW, master_weights=True, dram_budget=dram_budget, **ADAM) as optimizer:
+        for step in range(7):
+            if step == 3:  # one of them has no gradient then, and its change waits
+                for index in (0, 6):
+                    weights = torch.randn(plain[index].shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+                    with torch.no_grad():
+                        plain[index].copy_(weights)
+                        params[index].copy_(weights)
+                        # what the change leaves as it was keeps its precision
+                        masters = reference.masters[index]
+                        masters.copy_(torch.where(masters.bfloat16() == weights, masters, weights.float()))
+            for each in (plain, params):
+                give_gradients(each, step, missing=lambda index, step=step: index == 6 and step in (3, 4))  # type: ignore[misc]
+            if step == 3:
+                with failing("write", 2), contextlib.suppress(OSError):
+                    before = snapshot(params)
+                    optimizer.step()
+                if optimizer.steps == 3:
+                    assert_same(params, before)
+                    optimizer.step()
+            else:
+                optimizer.step()
+            reference.step()
+            assert_same(params, plain)
+
+
+def test_a_state_that_cannot_be_loaded_leaves_all_as_it_was(drive: Path) -> None:
+    plain, params = parameters(), parameters()
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params, torch.optim.AdamW, dram_budget=60_000, **ADAM) as optimizer:
+        for step in range(2):
+            give_gradients(plain, step)
+            give_gradients(params, step)
+            reference.step()
+            optimizer.step()
+        bad = copied(reference.state_dict())
+        bad["param_groups"][0]["params"].pop()
+        with pytest.raises(ValueError, match="parameter group"):
+            optimizer.load_state_dict(bad)
+        number = 0
+        while True:
+            other = copied(reference.state_dict())
+            for state in other["state"].values():
+                state["exp_avg"] += 1
+            with failing("write", number) as engine, contextlib.suppress(OSError):
+                optimizer.load_state_dict(other)
+            if not engine.failed:
+                break
+            assert_same_state(optimizer.state_dict(), reference.state_dict())
+            number += 1
+        assert number > 1
+        assert_same_state(optimizer.state_dict(), other)
+
+
+def test_between_backward_and_step_there_is_no_state_to_save(drive: Path) -> None:
+    _, model = models()
+    with optimizer_in(drive, model.parameters(), torch.optim.AdamW, step_in_backward=True) as optimizer:
+        train(model, optimizer, [0])
+        states = copied(optimizer.state_dict())
+        loss_of(model, 1).backward()
+        for use in (optimizer.state_dict, lambda: optimizer.load_state_dict(states)):
+            with pytest.raises(RuntimeError, match=r"call step\(\) first"):
+                use()
+        optimizer.step()
+        optimizer.load_state_dict(states)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_by_the_states_that_are_saved_or_loaded(drive: Path, interpreters: Interpreters) -> None:
+    interpreters.run(
+        f"""
+        import deepnvme, threading, time
+        torch.set_num_threads(1)
+
+        def own_memory():  # not what is mapped from files, which the system takes back when it wants to
+            with open("/proc/self/status") as status:
+                return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+        class Peak:
+            def __enter__(self):
+                self.before = self.peak = own_memory()
+                self.going = True
+                self.thread = threading.Thread(target=self.watch)
+                self.thread.start()
+                return self
+            def watch(self):
+                while self.going:
+                    self.peak = max(self.peak, own_memory())
+                    time.sleep(0.002)
+            def __exit__(self, *_):
+                self.going = False
+                self.thread.join()
+                self.grown = self.peak - self.before
+
+        params = [torch.nn.Parameter(torch.ones(1 << 21)) for _ in range(8)]  # 128 MiB of states
+        optimizer = deepnvme.OffloadedOptimizer(
+            params, torch.optim.AdamW, nvme_path={str(drive / "states")!r}, sub_group_size=1 << 18, fused=True,
+            dram_budget=16 << 20, pool=deepnvme.swap.BufferPool(64 << 20),
+        )
+        for param in params:
+            param.grad = torch.ones_like(param)
+        with Peak() as stepping:
+            optimizer.step()
+            optimizer.step()
+        optimizer.zero_grad()
+        with Peak() as saving:
+            torch.save(optimizer.state_dict(), {str(drive / "saved.pt")!r})
+        with Peak() as loading:
+            optimizer.load_state_dict(torch.load({str(drive / "saved.pt")!r}, mmap=True))
+        assert optimizer.state_dict()["state"][7]["step"] == 2
+        optimizer.close()
+        print(stepping.grown >> 20, saving.grown >> 20, loading.grown >> 20)
+        assert stepping.grown < 16 + 24 + 64 << 20, stepping.grown
+        assert saving.grown < 16 << 20, saving.grown
+        assert loading.grown < 24 << 20, loading.grown
+        """,
+        timeout=60,
+    ).check()
+
+
+# What it says, and how it ends.
+
+
+def test_a_report_that_adds_up(drive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    params = parameters(shapes=[(1 << 20,)])
+    with deepnvme.OffloadedOptimizer(
+        params, torch.optim.AdamW, nvme_path=drive / "states", sub_group_size=1 << 17, verbose=True, fused=True
+    ) as optimizer:
+        with pytest.raises(RuntimeError, match="before the first step"):
+            optimizer.report()
+        limits = optimizer.measure_limits(16 << 20)
+        assert all(1e6 < limit < 1e11 for limit in limits)
+        written = None
+        shares = []
+        for step in range(3):
+            give_gradients(params, step)
+            begun = time.perf_counter()
+            optimizer.step()
+            seconds = time.perf_counter() - begun
+            report = optimizer.report()
+            assert report.step == optimizer.steps == step + 1
+            assert report.seconds <= seconds
+            shares.append(report.seconds / seconds)
+            assert 0 < report.computing < report.seconds
+            assert 0 <= report.waiting < report.seconds
+            assert report.sub_groups == 8
+            # two states; in the first step a copy of the parameters, too, which memory is to spare for later
+            assert report.bytes_written == pytest.approx((3, 2, 2)[step] * 4 << 20, rel=0.01)
+            # of 8 sub-groups two are still in memory after the first step, and then three
+            assert report.bytes_read == pytest.approx((0, 7, 5)[step] * 2 * 4 << 17, rel=0.01)
+            if written is not None:
+                assert report.bytes_written_in_all == written + report.bytes_written
+            written = report.bytes_written_in_all
+            for nbytes, spent, rate in (
+                (report.bytes_read, report.reading, report.read_gb_per_second),
+                (report.bytes_written, report.writing, report.write_gb_per_second),
+            ):
+                assert spent <= report.seconds
+                assert rate == pytest.approx(nbytes / spent / 1e9 if spent else 0)
+            alone = report.bytes_read / limits[0] + report.bytes_written / limits[1]
+            assert report.share_of_limit == pytest.approx(alone / report.seconds)
+        assert max(shares) > 0.5  # a busy machine may stop a step between the two clocks
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3"]
+
+
+def test_bytes_kept_in_memory_are_neither_read_nor_written(drive: Path) -> None:
+    params = parameters()
+    states = 2 * 4 * sum(param.numel() for param in params)
+    with optimizer_in(drive, params, torch.optim.AdamW, dram_budget=1 << 40) as optimizer:
+        for step in range(4):
+            give_gradients(params, step)
+            optimizer.step()
+            report = optimizer.report()
+            # the first step, in which most errors show, is made on the drive, where it can be undone
+            assert (report.bytes_written > states) == (step == 0)
+            assert (report.bytes_read > states) == (step == 1)
+            if step > 0:
+                assert report.bytes_written == 0
+                assert report.resident_bytes > states
+        assert report.bytes_read == 0
+
+
+def test_closing_twice_removes_the_files_and_leaves_nothing_to_use(drive: Path) -> None:
+    params = parameters()
+    optimizer = optimizer_in(drive, params, torch.optim.AdamW)
+    give_gradients(params, 0)
+    optimizer.step()
+    optimizer.close()
+    optimizer.close()
+    assert not (drive / "states").exists()
+    for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(RuntimeError, match="closed"):
+            use()
+
+
+def test_an_optimizer_that_owns_files_cannot_be_copied(drive: Path) -> None:
+    with optimizer_in(drive, parameters(), torch.optim.AdamW) as optimizer:
+        with pytest.raises(TypeError, match=r"use state_dict\(\)"):
+            copy.deepcopy(optimizer)
+        with pytest.raises(TypeError, match=r"use state_dict\(\)"):
+            pickle.dumps(optimizer)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_limits_of_nothing_are_refused(nbytes: int, drive: Path) -> None:
+    with optimizer_in(drive, parameters()) as optimizer, pytest.raises(ValueError, match=f"must be positive, got {nbytes}"):
+        optimizer.measure_limits(nbytes)
+
+
+def test_what_an_undone_step_has_moved_is_wear_and_not_the_next_steps(drive: Path) -> None:
+    params = parameters()
+    with optimizer_in(drive, params, **ADAM) as optimizer:
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+        usual = optimizer.report()
+        with failing("write", 3), pytest.raises(OSError, match="as after step 3"):
+            optimizer.step()
+        optimizer.measure_limits(1 << 20)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        report = optimizer.report()
+        assert report.bytes_written == usual.bytes_written
+        assert report.seconds < 1000 * report.computing
+        assert report.bytes_written_in_all > usual.bytes_written_in_all + 2 * usual.bytes_written
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dram_budget": -1}, "dram_budget must not be negative, got -1"),
+        ({"sub_group_size": 0}, "sub_group_size must be positive, got 0"),
+        ({"offload_gradients": True, "step_in_backward": True}, "choose one"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], said: str, drive: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        optimizer_in(drive, parameters(), torch.optim.AdamW, **options)
+    assert not (drive / "states").exists()

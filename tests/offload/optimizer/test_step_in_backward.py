@@ -1,0 +1,225 @@
+"""step_in_backward: a sub-group is stepped when its gradients are complete, and they are freed."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepnvme.swap import BufferPool
+
+from ...support import training
+from ...support.engines import failing
+from ...support.training import ADAM, assert_same, assert_same_state, backward, copied, in_memory, parameters, snapshot
+from ...support.training import FULL_SHAPES as SHAPES
+
+optimizer_in = functools.partial(training.optimizer_in, step_in_backward=True, **ADAM)
+
+
+@pytest.mark.parametrize("dram_budget", [0, 100_000, 1 << 40])
+@pytest.mark.parametrize("masters", [False, True])
+def test_the_same_bits(masters: bool, dram_budget: int, drive: Path) -> None:
+    dtype = torch.bfloat16 if masters else torch.float32
+    plain, params = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
+    reference = in_memory(plain, torch.optim.AdamW, masters=masters, **ADAM)
+    with optimizer_in(drive, params, master_weights=masters, dram_budget=dram_budget) as optimizer:
+        for step in range(8):
+            reference.zero_grad()
+            optimizer.zero_grad()
+            missing = (1, 3) if step > 4 else ()
+            backward(plain, step, missing)
+            backward(params, step, missing)
+            reference.step()
+            optimizer.step()
+            assert_same(params, plain)
+            assert optimizer.steps == optimizer.report().step == step + 1
+        assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+def test_gradients_are_freed_as_they_are_used(drive: Path) -> None:
+    params = parameters(shapes=[(4096,)] * 12)
+    with optimizer_in(drive, params) as optimizer:
+        most = 0
+
+        def look(_: torch.Tensor) -> None:
+            nonlocal most
+            most = max(most, sum(param.grad is not None for param in params))
+
+        for param in params:
+            param.register_post_accumulate_grad_hook(look)
+        before = snapshot(params)
+        backward(params, 0)
+        assert most == 0
+        assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+        optimizer.step()
+
+
+def test_a_first_step_has_one_sub_group_under_way_beside_the_states_that_it_makes(drive: Path) -> None:
+    pool = BufferPool(1 << 20)
+    params = parameters(shapes=[(4096,)] * 12)
+    with optimizer_in(drive, params, pool=pool) as optimizer:
+        backward(params, 0)
+        # two states, a parameter to undo the step; and what the pool lends more
+        assert 0 < pool.in_use <= (2 + 1) * 4 * 4096 * 9 // 8
+        optimizer.step()
+        backward(params, 1)
+        assert pool.in_use > 2 * (2 + 1) * 4 * 4096  # all three
+        optimizer.step()
+
+
+@pytest.mark.parametrize("missing", [(), (1,)])
+def test_a_second_backward_is_refused_and_the_step_before_is_back(missing: tuple[int, ...], drive: Path) -> None:
+    """Also where the first has left a sub-group incomplete."""
+    plain, params = parameters(shapes=[(3000,), (900,)]), parameters(shapes=[(3000,), (900,)])
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 0, missing)
+        with pytest.raises(RuntimeError, match="one backward for each step"):
+            backward(params, 1, missing)
+        assert_same(params, plain)
+        backward(plain, 2)
+        backward(params, 2)
+        reference.step()
+        optimizer.step()
+        assert_same(params, plain)
+
+
+def test_zero_grad_takes_back_what_backward_has_stepped(drive: Path) -> None:
+    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain, **ADAM)
+    with optimizer_in(drive, params) as optimizer:
+        for step in range(3):
+            backward(params, 100 + step)  # of which the loss was not a number, say
+            optimizer.zero_grad()
+            assert_same(params, plain)
+            backward(plain, step)
+            backward(params, step)
+            reference.step()
+            reference.zero_grad()
+            optimizer.step()
+            assert_same(params, plain)
+            assert_same_state(optimizer.state_dict(), reference.state_dict())
+
+
+def test_closing_between_backward_and_step_leaves_the_step_before(drive: Path) -> None:
+    params = parameters(shapes=SHAPES)
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 0)
+        optimizer.step()
+        before = snapshot(params)
+        backward(params, 1)
+    assert_same(params, before)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_whatever_fails_leaves_the_step_before_and_wants_a_new_backward(operation: str, masters: bool, drive: Path) -> None:
+    dtype = torch.bfloat16 if masters else torch.float32
+    plain, params = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
+    reference = in_memory(plain, torch.optim.AdamW, masters=masters, **ADAM)
+    with optimizer_in(drive, params, master_weights=masters, dram_budget=30_000) as optimizer:
+        for step in range(2):
+            backward(plain, step)
+            backward(params, step)
+            reference.step()
+            optimizer.step()
+            reference.zero_grad()
+        number = 0
+        step = 2
+        while True:
+            error: OSError | None = None
+            with failing(operation, number) as engine:
+                try:
+                    backward(params, step)
+                    optimizer.step()
+                except OSError as caught:
+                    error = caught
+            if error is not None:
+                said = str(error)
+                assert f"as after step {step}" in said
+                assert "run backward again" in said
+                assert_same(params, plain)
+                with pytest.raises(RuntimeError, match="run backward again"):
+                    optimizer.step()
+                backward(params, step)
+                optimizer.step()
+            backward(plain, step)
+            reference.step()
+            reference.zero_grad()
+            assert_same(params, plain)
+            if not engine.failed:
+                break
+            number += 1
+            step += 1
+        assert number > 2
+
+
+def test_states_between_backward_and_step_are_refused(drive: Path) -> None:
+    params = parameters(shapes=[(4096,), (4096,)])
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 0)
+        for use in (optimizer.state_dict, lambda: optimizer.state[params[0]]):
+            with pytest.raises(RuntimeError, match="backward has stepped some of the parameters"):
+                use()
+        optimizer.step()
+        assert optimizer.state[params[0]]["step"] == 1
+
+
+def test_an_optimizer_that_is_dropped_goes_though_its_parameters_stay(drive: Path) -> None:
+    params = parameters(shapes=[(4096,), (4096,)])
+    optimizer = optimizer_in(drive, params)
+    backward(params, 0)
+    optimizer.step()
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    backward(params, 1)
+    assert all(param.grad is not None for param in params)
+
+
+def test_a_model_whose_backward_fails_midway_can_go_back(drive: Path) -> None:
+    params = parameters(shapes=SHAPES)
+    with optimizer_in(drive, params) as optimizer:
+        backward(params, 0)
+        optimizer.step()
+        before, states = snapshot(params), copied(optimizer.state_dict())
+
+        def fail(_: torch.Tensor) -> None:
+            raise FloatingPointError("the model's own")
+
+        params[1].register_post_accumulate_grad_hook(fail)
+        with pytest.raises(FloatingPointError):
+            backward(params, 1)
+        optimizer.zero_grad()
+        assert_same(params, before)
+        assert_same_state(optimizer.state_dict(), states)
+
+
+def test_the_report_is_of_the_step_from_the_first_gradient_on(drive: Path) -> None:
+    params = parameters(shapes=[(4096,)] * 8)
+    with optimizer_in(drive, params) as optimizer:
+        optimizer.measure_limits(1 << 20)
+        for step in range(3):
+            begun = time.perf_counter()
+            backward(params, step)
+            time.sleep(0.01)
+            optimizer.step()
+            seconds = time.perf_counter() - begun
+            report = optimizer.report()
+            assert report.sub_groups == 8
+            # two states, and in the first step parameters to undo it, which memory is to spare for later
+            assert report.bytes_written == 8 * (2 + (step == 0)) * 4 * 4096
+            assert 0.01 < report.seconds <= seconds
+            assert max(report.reading, report.writing) <= report.seconds
+            assert report.share_of_limit is not None
+
+
+def test_clipping_is_refused(drive: Path) -> None:
+    with optimizer_in(drive, parameters()) as optimizer, pytest.raises(RuntimeError, match="to clip, set it to False"):
+        optimizer.clip_grad_norm_(1.0)

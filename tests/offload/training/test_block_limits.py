@@ -1,0 +1,34 @@
+"""BlockLimits: how much memory blocks have at least."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from deepnvme.offload.optimizer.partition import SubGroupPlanner
+from deepnvme.offload.training.blocks.frozen_parameters import ParameterMemory
+from deepnvme.offload.training.blocks.limits import BlockLimits
+from deepnvme.offload.training.blocks.parameter_block import ParameterBlock
+from deepnvme.offload.training.ranks import TrainingRanks
+
+
+class OneOfEight(TrainingRanks):
+    """The first of 8 ranks, with nothing to be exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.count = 8
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_sum_of_the_gradients_of_tied_tiles_is_not_a_shard(tied: bool) -> None:
+    param = nn.Parameter(torch.zeros(64, 1024))
+    memory = ParameterMemory(None)
+    blocks = [ParameterBlock(0, [param], memory, ranks=OneOfEight()), ParameterBlock(1, [], memory, stays=True)]
+    planner = SubGroupPlanner(torch.optim.SGD, {"lr": 0.1}, False, 1 << 62)
+    sub_groups = [planner.sub_groups_of([{"params": list(blocks[0].shards)}], 0, 0), []]
+    limits = BlockLimits(sub_groups, blocks, planner, 0, False, True, {param} if tied else ())
+    shard = param.nbytes // 8
+    assert limits.beside(0) >= 2 * shard  # of the parameter and of its gradient
+    assert (limits.beside(0) >= param.nbytes + shard) is tied

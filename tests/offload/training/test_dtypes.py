@@ -1,0 +1,224 @@
+"""OffloadedTraining of models with parameters and buffers in several dtypes: the bits of training in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepnvme.offload import OffloadedTraining
+from deepnvme.quantization import SCHEMES, Scheme, dequantize, is_worth_quantizing, quantize
+
+from ...support.offloaded_training import assert_same_model
+
+WIDTH, WORDS, LAYERS = 64, 70, 3
+EPS = 1e-4  # 1e-8 is 0 in float16, and steps without master weights then give NaN, in memory as well
+
+
+class Block(nn.Module):
+    """Norms in float32, linear layers in bfloat16, a gate in float16, a scale in float64, a count and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH, dtype=torch.bfloat16)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.gate = nn.Linear(WIDTH, WIDTH, dtype=torch.float16)
+        self.scale = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+        self.table = nn.Parameter(torch.arange(WIDTH).roll(3), requires_grad=False)  # an integer parameter
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("kept", torch.arange(WIDTH) % 5 != 0)
+        self.register_buffer("sums", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        normed = self.norm(x)
+        self.sums += normed.detach().double().sum((0, 1))
+        y = self.narrow(nn.functional.gelu(self.wide(normed.bfloat16()))).float()
+        gate = torch.sigmoid(self.gate(normed.half()).float())
+        scaled = (y * gate).double() * self.scale
+        return x + (scaled * self.kept)[..., self.table].float()
+
+
+class Model(nn.Module):
+    """Beside its blocks are a bfloat16 embedding, and a float64 head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH, dtype=torch.bfloat16)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WORDS, dtype=torch.float64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids).float()
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x.double()).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def new() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(0, WORDS, (8, 9), generator=torch.Generator().manual_seed(step))
+
+
+class InMemory:
+    """Trains a copy of a model as anybody would."""
+
+    def __init__(self, model: nn.Module, masters: bool) -> None:
+        self.model = copy.deepcopy(model)
+        self.params = [param for param in self.model.parameters() if param.requires_grad]
+        self.masters = [
+            param.detach().float().requires_grad_() if masters and param.dtype in (torch.bfloat16, torch.float16) else param
+            for param in self.params
+        ]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-2, eps=EPS)
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(ids)
+        loss.backward()
+        for master, param in zip(self.masters, self.params, strict=True):
+            master.grad = None if param.grad is None else param.grad.to(master.dtype)
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, param in zip(self.masters, self.params, strict=True):
+                param.copy_(master)
+        self.model.zero_grad()
+        return loss.detach()
+
+
+def trains_as_in_memory(model: nn.Module, reference: InMemory, drive: Path, **options: Any) -> None:
+    given = {"memory_budget": 300_000, "blocks": ["blocks.*"], "lr": 1e-2, "eps": EPS, **options}
+    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **given) as training:
+        for step in range(4):
+            loss = reference.step(batch(step))
+            found = training.step(batch(step))
+            assert found is not None
+            assert torch.equal(found, loss), step
+        assert_same_model(training, reference.model)
+        training.close(restore=True)
+    for name, value in reference.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("activations", ["memory", "nvme", "recompute"])
+@pytest.mark.parametrize("masters", [False, True])
+def test_all_dtypes_of_a_block_train_as_in_memory(drive: Path, masters: bool, activations: str) -> None:
+    model = new()
+    trains_as_in_memory(model, InMemory(model, masters), drive, master_weights=masters, activations=activations)
+
+
+@pytest.mark.parametrize("options", [{"deferred": True}, {"parameters": "memory"}, {"memory_budget": 0}], ids=str)
+@pytest.mark.parametrize("masters", [False, True])
+def test_other_ways_to_train(drive: Path, masters: bool, options: dict[str, Any]) -> None:
+    model = new()
+    trains_as_in_memory(model, InMemory(model, masters), drive, master_weights=masters, **options)
+
+
+def freeze_linear(block: Block) -> None:
+    """As for LoRA: what is large is frozen, in bfloat16 and float16; norms in float32 and the scale in float64 are trained."""
+    block.wide.requires_grad_(False)
+    block.narrow.requires_grad_(False)
+    block.gate.weight.requires_grad_(False)
+
+
+def freeze_small(block: Block) -> None:
+    block.norm.requires_grad_(False)
+    block.scale.requires_grad_(False)
+    block.gate.bias.requires_grad_(False)
+
+
+def freeze_all_but_one(block: Block) -> None:
+    block.requires_grad_(False)
+    block.norm.bias.requires_grad_(True)
+
+
+@torch.no_grad()
+def dequantize_frozen(model: nn.Module, scheme: Scheme) -> int:
+    """Give the frozen weights of a model the values that they are to have, and return of how many types these are."""
+    found = set()
+    for param in model.parameters():
+        if not param.requires_grad and is_worth_quantizing(scheme, param.shape, param.dtype):
+            dequantize(scheme, quantize(param, scheme), param)
+            found.add(param.dtype)
+    return len(found)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@pytest.mark.parametrize("freeze", [freeze_linear, freeze_small, freeze_all_but_one])
+def test_frozen_and_trained_parameters_of_a_block_have_different_dtypes(
+    drive: Path, freeze: Callable[[Block], None], scheme: Scheme | None, masters: bool
+) -> None:
+    model = new()
+    for block in model.blocks:
+        freeze(block)
+    reference = InMemory(model, masters)
+    if scheme is not None:
+        assert dequantize_frozen(reference.model, scheme) == (0 if freeze is freeze_small else 2)
+    trains_as_in_memory(model, reference, drive, quantize=scheme, master_weights=masters)
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_frozen_parameters_beside_the_blocks_are_in_any_dtype(drive: Path, scheme: Scheme | None) -> None:
+    """The head in float64 is never quantised, the embedding in bfloat16 is, and what is frozen may still be changed by hand."""
+    model = new()
+    model.embedding.requires_grad_(False)
+    model.head.requires_grad_(False)
+    reference = InMemory(model, False)
+    if scheme is not None:
+        assert dequantize_frozen(reference.model, scheme) == 1
+    with OffloadedTraining(
+        model, torch.optim.AdamW, nvme_path=drive, blocks=["blocks.*"], quantize=scheme, lr=1e-2, eps=EPS
+    ) as training:
+        for step in range(2):
+            assert torch.equal(training.step(batch(step)), reference.step(batch(step)))  # type: ignore[arg-type]
+            with torch.no_grad():
+                for each in (model, reference.model):
+                    each.head.bias.add_(0.5)
+        assert torch.equal(training.step(batch(2)), reference.step(batch(2)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scheme", [None, "int4"])
+def test_a_training_in_several_dtypes_is_resumed_with_the_same_bits(
+    drive: Path, tmp_path: Path, scheme: Scheme | None
+) -> None:
+    model = new()
+    for block in model.blocks:
+        freeze_linear(block)
+    other = copy.deepcopy(model)
+    reference = InMemory(model, True)
+    if scheme is not None:
+        dequantize_frozen(reference.model, scheme)
+    given = {"blocks": ["blocks.*"], "lr": 1e-2, "eps": EPS, "memory_budget": 0, "quantize": scheme, "master_weights": True}
+    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **given) as training:
+        for step in range(2):
+            assert torch.equal(training.step(batch(step)), reference.step(batch(step)))  # type: ignore[arg-type]
+        training.save(tmp_path / "last.pt")
+    with OffloadedTraining(other, torch.optim.AdamW, nvme_path=drive, **given) as training:
+        training.load_state_dict(torch.load(tmp_path / "last.pt", mmap=True))
+        for step in range(2, 4):
+            assert torch.equal(training.step(batch(step)), reference.step(batch(step)))  # type: ignore[arg-type]
+        assert_same_model(training, reference.model)
+
+
+def test_a_block_may_begin_with_an_empty_parameter(drive: Path) -> None:
+    class Layer(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self._parameters = {"none": nn.Parameter(torch.empty(0, 3)), **self._parameters}
+
+    model = nn.Sequential(Layer(), Layer())
+    expected = copy.deepcopy(model.state_dict())
+    with OffloadedTraining(model, torch.optim.SGD, nvme_path=drive, blocks=["0", "1"], lr=0.0) as training:
+        found = training.state_dict()["model"]
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -1,0 +1,477 @@
+"""Micro-batches of OffloadedTraining that run side by side: the bits of one after the other, and blocks read once for all."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepnvme.offload.activations.saved_tensor import may_share_memory
+from deepnvme.offload.training import OffloadedTraining
+from deepnvme.offload.training.forward_random_numbers import DrawsDiffer, ForwardRandomNumbers
+from deepnvme.offload.training.turns import Turn, take_turns
+from deepnvme.store.tensor_store import TensorStore
+
+from ...faults.torture.interruption import Interruption
+from ...support.engines import failing
+from ...support.offloaded_training import assert_same_values, state_of
+
+WIDTH, ROWS = 48, 8
+TORCH = (str(Path(torch.__file__).parent),)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))  # used before any module inside is
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+        self.more = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.checkpointed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.batch_norm(self.linear(x * self.scale)))
+        y = checkpoint(self.more, y, use_reentrant=False) if self.checkpointed else self.more(y)
+        return x + self.dropout(y)
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 4, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 1)
+        self.fails_at = -1
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise ZeroDivisionError
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def batch(step: int, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def training_of(model: Model, drive: Path, **options: Any) -> OffloadedTraining:
+    given: dict[str, Any] = {"memory_budget": 60_000, "micro_batches": 4, "lr": 1e-2, "blocks": list(model.blocks), **options}
+    return OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **given)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+@pytest.mark.parametrize("activations", ["memory", "nvme", "recompute"])
+def test_micro_batches_side_by_side_have_the_bits_of_one_after_the_other(
+    drive: Path, model: Model, activations: str, parts: int
+) -> None:
+    """With dropout, statistics of a BatchNorm, and parts of different numbers of rows; the bits of training in memory too."""
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    found: list[tuple[list[torch.Tensor], dict[str, torch.Tensor]]] = []
+    for accumulation in ("vertical", "horizontal"):
+        options = {"activations": activations, "activation_budget": 3000, "accumulation": accumulation}
+        with training_of(copy.deepcopy(model), drive, micro_batches=parts, **options) as training:
+            torch.manual_seed(1)
+            losses = [training.step(batch(step, 24)) for step in range(4)]
+            assert training.steps == 4
+            found.append(([loss for loss in losses if loss is not None], state_of(training)))
+    torch.manual_seed(1)
+    for step in range(4):
+        for part in batch(step, 24).chunk(parts):
+            (reference(part) * (1 / parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (vertical, after), (horizontal, expected) = found
+    assert torch.equal(torch.stack(vertical), torch.stack(horizontal))
+    assert_same_values(after, expected)
+    assert_same_values(after, reference.state_dict())
+
+
+@pytest.mark.parametrize("accumulation", ["vertical", "horizontal"])
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+def test_forwards_of_the_users_own_make_a_step(drive: Path, model: Model, accumulation: str, max_norm: float | None) -> None:
+    """Each step with another number of them; the norm of the gradients is known before the step."""
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    with training_of(model, drive, accumulation=accumulation, max_norm=max_norm) as training:
+        for step, count in enumerate([3, 1, 4, 2]):
+            parts = batch(step).chunk(count)
+            torch.manual_seed(step)
+            expected = []
+            for part in parts:
+                expected.append(reference(part) / count)
+                expected[-1].backward()
+            norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), torch.inf if max_norm is None else max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            losses = training.run_micro_batches([lambda part=part: model(part) / len(parts) for part in parts])  # noqa: B023
+            assert [loss.item() for loss in losses] == [loss.item() for loss in expected]
+            if max_norm is not None:
+                assert torch.equal(training.gradient_norm(), norm)
+            training.step()
+        assert training.steps == 4
+        assert_same_values(state_of(training), reference.state_dict())
+
+
+class WithPositions(nn.Module):
+    """Autograd makes the gradient of ``positions`` in the same memory as that of the input, which other modules still use."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(rows * WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions.view(-1, WIDTH)
+        return x + torch.relu(self.linear(x))
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+def test_a_gradient_may_be_in_the_memory_of_an_activations(drive: Path, max_norm: float | None) -> None:
+    """Other micro-batches add to it before the backward goes on from there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(WithPositions(2) for _ in range(3)))
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    options: dict[str, Any] = {"blocks": list(model), "memory_budget": 60_000, "max_norm": max_norm, "lr": 1e-2}
+    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **options) as training:
+        for step in range(3):
+            parts = batch(step).split(2)
+            for part in parts:
+                reference(part).square().mean().backward()
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            training.run_micro_batches([lambda part=part: model(part).square().mean() for part in parts])  # type: ignore[misc]
+            training.step()
+        assert_same_values(state_of(training), reference.state_dict())
+
+
+def test_the_norm_of_gradients_that_are_not_clipped_is_an_error(drive: Path, model: Model) -> None:
+    with training_of(model, drive) as training:
+        training.run_micro_batches([lambda: model(batch(1))])
+        with pytest.raises(RuntimeError, match="without max_norm"):
+            training.gradient_norm()
+
+
+def test_a_step_under_way_can_be_undone(drive: Path, model: Model) -> None:
+    with training_of(model, drive) as training:
+        training.step(batch(0))
+        before = state_of(training)
+        training.undo_step()
+        assert_same_values(state_of(training), before)
+        training.run_micro_batches([lambda: model(batch(1)), lambda: model(batch(2))])
+        with pytest.raises(RuntimeError, match="a step is under way"):
+            training.run_micro_batches([lambda: model(batch(1))])
+        training.undo_step()
+        assert training.steps == 1
+        assert_same_values(state_of(training), before)
+        assert training.step(batch(1)) is not None
+        assert training.steps == 2
+    assert training.closed
+
+
+def test_random_numbers_go_on_after_a_step_as_in_memory(drive: Path, model: Model) -> None:
+    after = []
+    for accumulation in ("vertical", "horizontal"):
+        with training_of(copy.deepcopy(model), drive, accumulation=accumulation) as training:
+            torch.manual_seed(1)
+            for step in range(3):
+                training.step(batch(step))
+            after.append(torch.rand(4))
+    assert torch.equal(*after)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_block_is_read_once_for_all_micro_batches(
+    drive: Path, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    get = TensorStore.get
+
+    def counted(store: TensorStore, name: str, *args: Any, **kwargs: Any) -> Any:
+        read.append(name)
+        return get(store, name, *args, **kwargs)
+
+    monkeypatch.setattr(TensorStore, "get", counted)
+    reads = {}
+    for accumulation in ("vertical", "horizontal"):
+        torch.manual_seed(0)
+        with training_of(Model(blocks=12, dropout=dropout), drive, accumulation=accumulation) as training:
+            for step in range(2):
+                training.step(batch(step))
+            read.clear()
+            training.step(batch(2))
+            reads[accumulation] = sum("parameters" in name for name in read)
+    assert reads["vertical"] <= 2 * 12 + 2  # some for the next step may have begun
+    assert reads["horizontal"] > 4 * 12  # about 8 uses, some of them from memory
+
+
+def test_a_batch_may_be_as_a_loader_gives_it(drive: Path, model: Model) -> None:
+    with training_of(model, drive) as training:
+        for given in ([batch(0)], (batch(0),), {"x": batch(0)}):
+            training.step(given)
+        training.step(x=batch(0))
+        assert training.steps == 4
+
+
+def test_autocast_of_the_caller_holds_in_micro_batches(drive: Path, model: Model) -> None:
+    losses = []
+    for accumulation in ("vertical", "horizontal"):
+        with training_of(copy.deepcopy(model), drive, accumulation=accumulation) as training:
+            torch.manual_seed(1)
+            with torch.autocast("cpu", torch.bfloat16):
+                losses += [training.step(batch(step)) for step in range(2)]
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        in_bfloat16 = sum(model(part).detach() / 4 for part in batch(0).chunk(4))
+    assert torch.equal(losses[0], losses[2])  # type: ignore[arg-type]
+    assert torch.equal(losses[1], losses[3])  # type: ignore[arg-type]
+    assert torch.equal(losses[0], in_bfloat16)  # type: ignore[arg-type]
+
+
+def test_a_number_of_draws_that_changes_is_learnt(drive: Path, model: Model) -> None:
+    expected = []
+    for accumulation in ("horizontal", "vertical"):
+        with training_of(copy.deepcopy(model), drive, accumulation=accumulation) as training:
+            torch.manual_seed(1)
+            expected.append([training.step(batch(step, rows)) for step, rows in enumerate((8, 8, 16, 16, 8, 12, 8, 8))])
+    for horizontal, vertical in zip(*expected, strict=True):
+        assert torch.equal(horizontal, vertical)  # type: ignore[arg-type]
+
+
+def test_draws_that_keep_changing_are_warned_of(drive: Path, model: Model) -> None:
+    with training_of(model, drive) as training:
+        for step in range(3):
+            training.step(batch(step, 8 + 4 * step))
+        with pytest.warns(RuntimeWarning, match="how many random numbers"):
+            training.step(batch(3, 20))
+        for step in range(4, 8):
+            training.step(batch(step, 8 + 4 * step))
+        assert training.steps == 8
+
+
+def test_draws_are_counted() -> None:
+    numbers = ForwardRandomNumbers()
+    for count in (0, 1, 623, 624, 625, 5000):
+        before = torch.get_rng_state()
+        torch.rand(count)
+        after = torch.get_rng_state()
+        numbers.learn(before, after)
+        torch.set_rng_state(before)
+        first, second = numbers.begin(2)
+        assert torch.equal(first, before)
+        assert torch.equal(second, after)
+        numbers.ended(0, after)
+        if count:
+            with pytest.raises(DrawsDiffer):
+                numbers.ended(0, before)
+
+
+# Modules that are checkpointed by themselves
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_part_of_a_block_may_be_checkpointed(drive: Path, model: Model, micro_batches: int) -> None:
+    reference = copy.deepcopy(model)
+    for block in model.blocks:
+        block.checkpointed = True
+    found = []
+    for each in (model, reference):
+        with training_of(each, drive, micro_batches=micro_batches) as training:
+            torch.manual_seed(1)
+            for step in range(3):
+                training.step(batch(step))
+            found.append(state_of(training))
+    assert_same_values(*found)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_blocks_may_be_checkpointed_on_disk(drive: Path, tmp_path: Path, micro_batches: int) -> None:
+    from deepnvme.offload import checkpoint_on_disk
+
+    torch.manual_seed(0)
+    model = Model()
+    for block in model.blocks:
+        block.batch_norm = nn.Identity()  # type: ignore[assignment]
+    reference = copy.deepcopy(model)
+    for block in model.blocks:
+        checkpoint_on_disk(block, tmp_path / "inputs", memory_budget=0, min_bytes=0)
+    found = []
+    for each in (model, reference):
+        with training_of(each, drive, micro_batches=micro_batches) as training:
+            torch.manual_seed(1)
+            for step in range(3):
+                training.step(batch(step))
+            found.append(state_of(training))
+    assert_same_values(*found)
+    with torch.no_grad():
+        model(batch(0))  # the module is as before
+
+
+def test_recomputed_modules_get_their_forward_back(drive: Path, model: Model) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return Block.forward(block, x)
+
+    block: Any = model.blocks[1]
+    block.forward = forward
+    with training_of(model, drive, activations="recompute") as training:
+        training.step(batch(0))
+        training.close(restore=True)
+    assert vars(model.blocks[0]).get("forward") is None
+    assert block.forward is forward
+    model(batch(0)).backward()
+
+
+def test_a_part_of_a_block_outside_of_its_forward_is_an_error(drive: Path, model: Model) -> None:
+    with training_of(model, drive), torch.no_grad(), pytest.raises(RuntimeError, match="this Linear are on the drive"):
+        model.blocks[0].linear(batch(0))  # type: ignore[operator]
+
+
+# Failures
+
+
+def threads_of_micro_batches() -> int:
+    """Count the threads, but those that read and write in the background."""
+    return sum(not thread.name.startswith("deepnvme-") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("part", [1, 2, 4])
+def test_an_error_in_one_micro_batch_undoes_all(drive: Path, model: Model, micro_batches: int, part: int) -> None:
+    """Buffers too, that micro-batches have changed."""
+    with training_of(model, drive, micro_batches=micro_batches) as training:
+        training.step(batch(0))
+        before = state_of(training)
+        threads = threads_of_micro_batches()
+        model.fails_at = model.calls + min(part, micro_batches)
+        with pytest.raises(ZeroDivisionError):
+            training.step(batch(1))
+        assert threads_of_micro_batches() <= threads
+        assert_same_values(state_of(training), before)
+        training.step(batch(1))
+        assert training.steps == 2
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_drive_that_fails_undoes_the_step(drive: Path, model: Model, kind: str) -> None:
+    reference = copy.deepcopy(model)
+    failures = 0
+    with training_of(model, drive, memory_budget=0) as training, training_of(reference, drive) as expected:
+        for number in range(1, 24, 3):
+            states = training.state_dict()
+            before = state_of(training)
+            torch.manual_seed(number)
+            try:
+                with failing(kind, number, 12 if kind == "read" else 1):  # reads that only were ahead are tried again
+                    training.step(batch(number))
+            except OSError:
+                failures += 1
+                assert_same_values(state_of(training), before)
+                torch.manual_seed(number)
+                training.step(batch(number))
+            del states
+            torch.manual_seed(number)
+            expected.step(batch(number))
+            assert_same_values(state_of(training), state_of(expected))
+    assert failures >= 2
+
+
+def test_ctrl_c_anywhere_leaves_the_step_before_or_the_one_after(drive: Path) -> None:
+    torch.manual_seed(0)
+    model = Model(blocks=2)
+    threads = threads_of_micro_batches()
+    with training_of(model, drive, micro_batches=2, memory_budget=30_000) as training:
+        torch.manual_seed(0)
+        training.step(batch(0))
+        training.step(batch(0))
+        start = copy.deepcopy(training.state_dict())
+        counted = Interruption(0, TORCH)
+
+        def step() -> None:
+            torch.manual_seed(1)
+            training.step(batch(1))
+
+        with counted:
+            step()
+        after = state_of(training)
+        for point in range(1, counted.passed, max(counted.passed // 80, 1)):
+            training.load_state_dict(start)
+            interruption = Interruption(point, TORCH)
+            try:
+                with interruption:
+                    step()
+            except KeyboardInterrupt:
+                pass
+            expected = start["model"] if training.steps == start["steps"] else after
+            assert_same_values(state_of(training), expected)
+            assert threads_of_micro_batches() <= threads + 4, interruption.where
+        step()
+
+
+# Turns
+
+
+def in_turns(*functions: Callable[[Turn], None]) -> None:
+    take_turns([Turn(function, torch.get_rng_state()) for function in functions])
+
+
+def test_functions_take_turns() -> None:
+    said: list[str] = []
+
+    def function(name: str, pauses: int) -> Callable[[Turn], None]:
+        def run(turn: Turn) -> None:
+            for number in range(pauses):
+                said.append(f"{name}{number}")
+                turn.pause()
+            said.append(f"{name} ends")
+
+        return run
+
+    in_turns(function("a", 2), function("b", 0), function("c", 1))
+    assert said == ["a0", "b ends", "c0", "a1", "c ends", "a ends"]
+
+
+def test_an_error_ends_the_other_functions_where_they_pause() -> None:
+    said: list[str] = []
+
+    def waits(turn: Turn) -> None:
+        try:
+            turn.pause()
+            said.append("goes on")
+        finally:
+            said.append("ends")
+            turn.pause()  # as a clean-up may that uses another block: it is ended again
+            said.append("not reached")
+
+    def fails(turn: Turn) -> None:
+        raise ZeroDivisionError
+
+    threads = threads_of_micro_batches()
+    with pytest.raises(ZeroDivisionError):
+        in_turns(waits, fails, waits)
+    assert said == ["ends"]
+    assert threads_of_micro_batches() == threads
+
+
+def test_memory_of_a_gradient_that_nobody_else_has_is_not_copied() -> None:
+    alone, shared = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(4, 8))
+    found = {}
+    for name, param in (("alone", alone), ("shared", shared)):
+        param.register_post_accumulate_grad_hook(lambda param, name=name: found.update({name: may_share_memory(param.grad)}))
+    inputs = torch.ones(4, 8, requires_grad=True)
+    (inputs @ alone.t()).sum().backward()
+    (inputs * 2 + shared.view(4, 8)).square().sum().backward()
+    assert found == {"alone": False, "shared": True}

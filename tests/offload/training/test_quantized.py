@@ -1,0 +1,557 @@
+"""OffloadedTraining with quantize: frozen weights are in fewer bits on the drive, and dequantised when their block is used."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import gc
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepnvme.memory.pool import BufferPool, OutOfBuffers
+from deepnvme.offload import OffloadedTraining
+from deepnvme.quantization import SCHEMES, Scheme, dequantize, is_worth_quantizing, quantize
+
+from ...faults.torture.interruption import Interruption
+from ...support.engines import failing
+from ...support.examples import examples
+from ...support.offloaded_training import assert_same_model, assert_same_values
+
+WIDTH, RANK, BLOCKS, WORDS = 96, 4, 4, 80
+
+
+class Adapted(nn.Linear):
+    """A frozen linear layer beside the two small trained ones of LoRA."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.requires_grad_(False)
+        self.down = nn.Linear(inputs, RANK, bias=False)
+        self.up = nn.Linear(RANK, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.up(self.down(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = Adapted(WIDTH, 2 * WIDTH)
+        self.narrow = Adapted(2 * WIDTH, WIDTH)
+        self.norm.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+
+
+class Model(nn.Module):
+    """A frozen embedding tied to the head, so in memory; blocks with adapters; one that is frozen as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks[2].requires_grad_(False)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.embedding.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def new(dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(0)
+    return Model().to(dtype)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(0, WORDS, (8, 9), generator=torch.Generator().manual_seed(step))
+
+
+def is_quantized(param: torch.Tensor, scheme: Scheme) -> bool:
+    return not param.requires_grad and is_worth_quantizing(scheme, param.shape, param.dtype)
+
+
+@torch.no_grad()
+def dequantized(model: nn.Module, scheme: Scheme) -> nn.Module:
+    """A copy of a model, whose frozen weights have the values that they are to have."""
+    found = copy.deepcopy(model)
+    for param in found.parameters():
+        if is_quantized(param, scheme):
+            value = torch.empty(param.shape, dtype=param.dtype)
+            dequantize(scheme, quantize(param, scheme), value)
+            assert not torch.equal(param, value)
+            param.copy_(value)
+    return found
+
+
+def training_of(model: nn.Module, drive: Path, **options: Any) -> OffloadedTraining:
+    given = {"memory_budget": 400_000, "lr": 1e-2, "blocks": ["blocks.*"], **options}
+    return OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **given)
+
+
+def trained_in_memory(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
+    """Train a model with one batch for each step, and return the losses."""
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(steps):
+        loss = model(batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("budget", [0, 400_000, 1 << 30])
+@pytest.mark.parametrize("activations", ["memory", "nvme", "recompute"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_training_has_the_bits_of_one_in_memory_with_dequantised_weights(
+    drive: Path, scheme: Scheme, activations: str, budget: int
+) -> None:
+    model = new()
+    expected = dequantized(model, scheme)
+    losses = trained_in_memory(expected)
+    with training_of(model, drive, quantize=scheme, activations=activations, memory_budget=budget) as training:
+        for step, loss in enumerate(losses):
+            found = training.step(batch(step))
+            assert found is not None
+            assert torch.equal(found, loss), step
+            with torch.no_grad():
+                model(batch(step))
+        assert_same_model(training, expected)
+        training.close(restore=True)
+    assert_same_values(model.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize(
+    "options", [{"parameters": "memory"}, {"deferred": True, "max_norm": 1e9}, {"micro_batches": 2}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_ways_to_train_see_the_same_weights(drive: Path, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """What they do is compared with the same training of a model that has the dequantised weights."""
+    expected = dequantized(new(dtype), "int4")
+    with (
+        training_of(new(dtype), drive / "a", quantize="int4", master_weights=True, **options) as training,
+        training_of(expected, drive / "b", master_weights=True, **options) as reference,
+    ):
+        for step in range(3):
+            found, loss = training.step(batch(step)), reference.step(batch(step))
+            assert found is not None
+            assert loss is not None
+            assert torch.equal(found, loss)
+        state = reference.state_dict()["model"]
+        for name, value in training.state_dict()["model"].items():
+            assert torch.equal(value, state[name]), name
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("activations", ["memory", "recompute"])
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_blocks_in_blocks_keep_frozen_parameters_for_the_rest_of_their_backward(
+    drive: Path, scheme: Scheme | None, activations: str, micro_batches: int
+) -> None:
+    """A block's norm is needed when all of its gradients are there, and the block in it was used since."""
+    model = new()
+    expected = copy.deepcopy(model) if scheme is None else dequantized(model, scheme)
+    options = {"activations": activations, "micro_batches": micro_batches}
+    with (
+        training_of(model, drive / "a", quantize=scheme, blocks=["blocks.*", "blocks.*.wide"], **options) as training,
+        training_of(expected, drive / "b", **options) as reference,
+    ):
+        for step in range(3):
+            assert torch.equal(training.step(batch(step)), reference.step(batch(step)))  # type: ignore[arg-type]
+        found = training.state_dict()["model"]
+        for name, value in reference.state_dict()["model"].items():
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [(None, 16), ("int8", 8), ("int4", 4.25)])
+def test_a_step_reads_quantised_weights_and_writes_no_frozen_ones(drive: Path, scheme: Scheme | None, bits: float) -> None:
+    width, count = 512, 6
+    model = nn.Sequential(*(Adapted(width, width) for _ in range(count))).to(torch.bfloat16)
+    trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    frozen = count * width * width * bits / 8
+    with OffloadedTraining(
+        model, torch.optim.AdamW, nvme_path=drive, blocks=list(model), quantize=scheme, memory_budget=0, lr=1e-3
+    ) as training:
+        for _ in range(2):
+            with training.micro_batch():
+                model(torch.ones(4, width, dtype=torch.bfloat16)).square().mean().backward()
+            training.step()
+        report = training.report()
+    assert report.bytes_written == 3 * trained  # parameters and two averages
+    assert (2 - 3 / count) * frozen <= report.bytes_read <= 2.02 * frozen + 4 * trained + count * 4096
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_what_fits_into_the_budget_is_not_read_again(drive: Path, scheme: Scheme | None) -> None:
+    """Of what has to go, a block that was just used in the forward is not the first: the backward begins with it."""
+    width, count = 256, 12
+    model = nn.Sequential(*(Adapted(width, width) for _ in range(count)))
+    nbytes = sum(each.nbytes for each in model.parameters())
+    read = []
+    for part in (0, 0.3, 0.5):
+        with OffloadedTraining(
+            copy.deepcopy(model),
+            torch.optim.SGD,
+            nvme_path=drive,
+            blocks=[str(index) for index in range(count)],
+            quantize=scheme,
+            memory_budget=int(part * nbytes),
+            lr=1e-3,
+        ) as training:
+            for _ in range(3):
+                with training.micro_batch():
+                    training.model(torch.ones(4, width)).square().mean().backward()
+                training.step()
+            read.append(training.report().bytes_read)
+    assert read[1] < 0.85 * read[0]
+    assert read[2] < 0.65 * read[0]
+
+
+def test_quantised_blocks_that_fit_into_the_budget_are_read_once(drive: Path) -> None:
+    """They stay in memory as they are on the drive, where dequantised ones would not fit."""
+    model = new()
+    nbytes = sum(each.nbytes for block in model.blocks for each in block.parameters())
+    read = {}
+    for scheme in (None, "int4"):
+        with training_of(copy.deepcopy(model), drive, quantize=scheme, memory_budget=int(1.2 * nbytes)) as training:
+            for step in range(3):
+                training.step(batch(step))
+            read[scheme] = training.report().bytes_read
+    frozen = sum(each.nbytes for block in model.blocks for each in block.parameters() if not each.requires_grad)
+    assert read["int4"] < frozen / 8 < read[None]
+
+
+def test_packed_and_dequantised_weights_stay_within_the_budget(drive: Path) -> None:
+    pool = BufferPool(64 << 20)
+    model = new()
+    one = sum(padded_to_page(each.nbytes) for each in model.blocks[0].parameters())
+    budget = 6 * one
+    with training_of(model, drive, quantize="int8", memory_budget=budget, pool=pool) as training:
+        leased: list[int] = []
+        for block in model.blocks:
+            block.register_forward_hook(lambda *_: leased.append(pool.in_use))
+            block.narrow.up.register_full_backward_hook(lambda *_: leased.append(pool.in_use))
+        for step in range(3):
+            training.step(batch(step))
+        assert one < max(leased) <= budget
+    del training, model, block
+    gc.collect()
+    assert pool.in_use == 0
+
+
+def test_a_pool_without_room_for_dequantised_weights_is_an_error(drive: Path) -> None:
+    with pytest.raises(OutOfBuffers, match="bytes"):
+        training_of(new(), drive, quantize="int8", pool=BufferPool(4096))
+    assert _bytes_on(drive) == 0
+
+
+def padded_to_page(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
+
+
+def test_random_models_and_drives_that_fail_at_random(drive: Path) -> None:
+    """Whatever is frozen, of whatever dtype, and however it is trained: the bits are those of the same training in memory."""
+    for seed in range(examples(12)):
+        dice = random.Random(seed)
+        model = new()
+        for module in [each for each in model.modules() if isinstance(each, Adapted | nn.Embedding | nn.LayerNorm)]:
+            for param in module.parameters():
+                param.requires_grad_(dice.random() < 0.4)
+        model.blocks[0].wide.up.weight.requires_grad_(True)
+        scheme = dice.choice([None, *SCHEMES])
+        expected = copy.deepcopy(model) if scheme is None else dequantized(model, scheme)
+        losses = trained_in_memory(expected, 4)
+        options = {
+            "quantize": scheme,
+            "blocks": dice.choice([["blocks.*"], ["blocks.*", "blocks.*.wide"], [], ["blocks.1.narrow", "blocks.3"], None]),
+            "memory_budget": dice.choice([0, 200_000, 500_000, 2_000_000]),
+            "activations": dice.choice(["memory", "nvme", "recompute"]),
+            "parameters": dice.choice(["nvme", "nvme", "memory"]),
+        }
+        with training_of(model, drive / str(seed), **options) as training:
+            kept = training.state_dict()
+            for step, loss in enumerate(losses):
+                if dice.random() < 0.5:
+                    failure = failing(dice.choice(["read", "write"]), dice.randrange(20), dice.choice([1, 2, 1000]))
+                    with contextlib.suppress(OSError), failure:
+                        training.step(batch(step))
+                while training.steps == step:
+                    found = training.step(batch(step))
+                    assert found is not None
+                    assert torch.equal(found, loss), (seed, step, options)
+            assert_same_model(training, expected)
+            training.load_state_dict(kept)
+            assert torch.equal(training.step(batch(0)), losses[0]), (seed, options)  # type: ignore[arg-type]
+
+
+# States
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_training_that_is_resumed_has_the_same_bits(drive: Path, tmp_path: Path, scheme: Scheme) -> None:
+    """Also if the model that it is loaded into has other weights: they need not be quantised a second time."""
+    expected = dequantized(new(torch.bfloat16), scheme)
+    with training_of(expected, drive, memory_budget=0) as reference:
+        losses = [reference.step(batch(step)) for step in range(4)]
+        states = reference.state_dict()["model"]
+        with training_of(new(torch.bfloat16), drive, quantize=scheme) as training:
+            for step in range(2):
+                training.step(batch(step))
+            training.save(tmp_path / "last.pt")
+        torch.manual_seed(1)
+        with training_of(Model().to(torch.bfloat16), drive, quantize=scheme) as resumed:
+            resumed.step(batch(9))
+            resumed.load_state_dict(torch.load(tmp_path / "last.pt", mmap=True))
+            for step in range(2, 4):
+                assert torch.equal(resumed.step(batch(step)), losses[step])  # type: ignore[arg-type]
+            for name, value in resumed.state_dict()["model"].items():
+                assert torch.equal(value, states[name]), name
+
+
+def test_a_state_without_quantised_weights_is_loaded_as_it_is_where_they_are_the_same(drive: Path) -> None:
+    """As from a checkpoint of a Trainer."""
+    model = new(torch.bfloat16)
+    expected = dequantized(model, "int8")
+    with training_of(copy.deepcopy(model), drive / "a", quantize="int8", memory_budget=0) as training:
+        state = training.state_dict()
+        training.step(batch(0))
+        with training_of(model, drive / "b", quantize="int8", memory_budget=0) as resumed:
+            resumed.load_state_dict({name: value for name, value in state.items() if name != "quantized"})
+            assert_same_model(resumed, expected)
+
+
+def test_a_state_keeps_its_values_and_is_written_once(drive: Path) -> None:
+    model = new()
+    expected = dequantized(model, "int8")
+    with training_of(model, drive, quantize="int8") as training:
+        first = training.state_dict()["model"]
+        used = _bytes_on(drive)
+        other = training.state_dict()["model"]
+        assert _bytes_on(drive) == used
+        state = training.state_dict()
+        state["model"] = {name: value.clone() * 2 for name, value in state["model"].items()}
+        training.load_state_dict(state)  # what is quantised is not of these values
+        assert_same_values(first, expected.state_dict())
+        assert_same_values(other, expected.state_dict())
+        twice = copy.deepcopy(expected)
+        with torch.no_grad():
+            for param in twice.parameters():
+                param.mul_(2)
+        assert_same_model(training, dequantized_again(twice, "int8"))
+
+
+def dequantized_again(model: nn.Module, scheme: Scheme) -> nn.Module:
+    """As :func:`dequantized`, of values that may stay as they are."""
+    with torch.no_grad():
+        for param in model.parameters():
+            if is_quantized(param, scheme):
+                dequantize(scheme, quantize(param, scheme), param)
+    return model
+
+
+def _bytes_on(drive: Path) -> int:
+    return sum(path.stat().st_blocks for path in drive.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(("scheme", "other"), [("int8", None), ("int8", "int4"), (None, "int8")])
+def test_a_state_can_be_loaded_with_another_scheme(drive: Path, scheme: Scheme | None, other: Scheme | None) -> None:
+    model = new()
+    expected = model if scheme is None else dequantized(model, scheme)
+    expected = copy.deepcopy(expected) if other is None else dequantized(expected, other)
+    with (
+        training_of(model, drive / "a", quantize=scheme) as training,
+        training_of(Model(), drive / "b", quantize=other) as loaded,
+    ):
+        state = training.state_dict()
+        assert ("quantized" in state) == (scheme is not None)
+        loaded.load_state_dict(state)
+        assert_same_model(loaded, expected)
+
+
+@pytest.mark.parametrize("name", ["blocks.1.wide.weight", "embedding.weight"])
+def test_a_state_with_a_value_that_cannot_be_quantised_changes_nothing(drive: Path, name: str) -> None:
+    model = new()
+    expected = dequantized(model, "int4")
+    losses = trained_in_memory(expected)
+    with training_of(model, drive, quantize="int4") as training:
+        training.step(batch(0))
+        state = training.state_dict()
+        wrong = {each: value.clone() for each, value in state["model"].items()}
+        wrong[name][3, 5] = math.inf
+        with pytest.raises(ValueError, match=rf"'{name}' holds inf at \[3, 5\], and int4 takes finite values"):
+            training.load_state_dict({**state, "model": wrong})
+        assert training.steps == 1
+        for step in (1, 2):
+            assert torch.equal(training.step(batch(step)), losses[step])  # type: ignore[arg-type]
+        assert_same_model(training, expected)
+
+
+# The first values
+
+
+def test_a_checkpoint_is_quantised_block_by_block(drive: Path, tmp_path: Path) -> None:
+    torch.save(new().state_dict(), tmp_path / "weights.pt")
+    expected = dequantized(new(), "int4")
+    with torch.device("meta"):
+        model = Model()
+    assert model.head.weight is model.embedding.weight
+    losses = trained_in_memory(expected)
+    with training_of(model, drive, quantize="int4", checkpoint=tmp_path / "weights.pt") as training:
+        for step, loss in enumerate(losses):
+            assert torch.equal(training.step(batch(step)), loss)  # type: ignore[arg-type]
+        assert_same_model(training, expected)
+
+
+def test_what_modules_reset_is_quantised(drive: Path) -> None:
+    expected = dequantized(new(), "int8")
+    with torch.device("meta"):
+        model = Model()
+    torch.manual_seed(0)
+    with training_of(model, drive, quantize="int8") as training:
+        found = training.state_dict()["model"]
+        assert found["blocks.2.wide.weight"].isfinite().all()
+        assert len(found) == len(expected.state_dict())
+
+
+def test_a_weight_whose_strides_are_not_a_new_tensor_s_keeps_them(drive: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    model[0].weight = nn.Parameter(torch.randn(64, 128).t(), requires_grad=False)
+    expected = dequantized(model, "int8")
+    stride = model[0].weight.stride()
+    strides: list[tuple[int, ...]] = []
+    model[0].register_forward_hook(lambda module, *_: strides.append(module.weight.stride()))  # before the block's own
+    with OffloadedTraining(model, torch.optim.SGD, nvme_path=drive, blocks=["0", "1"], quantize="int8", lr=1e-2) as training:
+        with torch.no_grad():
+            assert torch.equal(model(torch.ones(2, 64)), expected(torch.ones(2, 64)))
+        assert strides == [stride]
+        assert_same_model(training, expected)
+
+
+def test_weights_in_the_model_that_cannot_be_quantised_are_named(drive: Path) -> None:
+    model = new()
+    with torch.no_grad():
+        model.blocks[1].wide.weight[0, 7] = math.nan
+    with pytest.raises(ValueError, match=r"'blocks\.1\.wide\.weight' holds nan at \[0, 7\]"):
+        training_of(model, drive, quantize="int8")
+    assert _bytes_on(drive) == 0
+
+
+def test_a_wrong_scheme_is_named(drive: Path) -> None:
+    model = new()
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="quantize must be one of int8, int4, got 'int2'"):
+        training_of(model, drive, quantize="int2")
+    assert_same_values(model.state_dict(), before.state_dict())
+
+
+# Errors
+
+
+def test_a_step_whose_reads_fail_is_undone(drive: Path) -> None:
+    model = new()
+    expected = dequantized(model, "int8")
+    losses = trained_in_memory(expected)
+    with training_of(model, drive, quantize="int8", memory_budget=0) as training:
+        training.step(batch(0))
+        failed = 0
+        for first in range(100):
+            try:
+                with failing("read", first, count=1000):
+                    training.step(batch(1))
+            except OSError:
+                failed += 1
+                assert training.steps == 1
+            else:
+                break
+        assert failed > 10
+        assert training.steps == 2
+        assert torch.equal(training.step(batch(2)), losses[2])  # type: ignore[arg-type]
+        assert_same_model(training, expected)
+
+
+def test_an_evaluation_whose_reads_fail_can_be_repeated(drive: Path) -> None:
+    model = new()
+    expected = dequantized(model, "int8")
+    with training_of(model, drive, quantize="int8", memory_budget=0), torch.no_grad():
+        failed = 0
+        for first in range(100):
+            try:
+                with failing("read", first, count=1000):
+                    found = model(batch(0))
+            except OSError:
+                failed += 1
+            else:
+                break
+        assert failed > BLOCKS
+        assert torch.equal(found, expected(batch(0)))
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_loading_a_state_on_a_drive_that_fails_changes_nothing(drive: Path, operation: str) -> None:
+    model = new()
+    expected = dequantized(model, "int4")
+    torch.manual_seed(1)
+    other = dequantized(Model(), "int4")
+    with training_of(model, drive, quantize="int4", memory_budget=0) as training:
+        state = training.state_dict()
+        wanted = {**state, "model": {name: value.clone() for name, value in other.state_dict().items()}}
+        failed = 0
+        for first in range(0, 100, 2):
+            try:
+                with failing(operation, first, count=1000):
+                    training.load_state_dict(wanted)
+            except OSError:
+                failed += 1
+                assert_same_model(training, expected)
+            else:
+                break
+        assert failed > 2
+        assert_same_model(training, dequantized_again(other, "int4"))
+
+
+def test_a_copy_of_dequantised_weights_that_cannot_be_written_is_tried_again(drive: Path) -> None:
+    model = new()
+    expected = dequantized(model, "int4")
+    with training_of(model, drive, quantize="int4") as training:
+        with failing("write", 2), pytest.raises(OSError) as failed:  # noqa: PT011
+            training.state_dict()
+        assert failed.value.errno == errno.EIO
+        assert_same_model(training, expected)
+
+
+def test_ctrl_c_anywhere_leaves_the_step_before_or_the_one_after(drive: Path) -> None:
+    model = new()
+    with training_of(model, drive, quantize="int8") as training:
+        training.step(batch(0))
+        start = copy.deepcopy(training.state_dict())
+        counted = Interruption(0, TORCH)
+        with counted:
+            training.step(batch(1))
+        after = copy.deepcopy(training.state_dict()["model"])
+        for point in range(1, counted.passed, max(counted.passed // 60, 1)):
+            training.load_state_dict(start)
+            interruption = Interruption(point, TORCH)
+            with contextlib.suppress(KeyboardInterrupt), interruption:
+                training.step(batch(1))
+            expected = start["model"] if training.steps == start["steps"] else after
+            for name, value in training.state_dict()["model"].items():
+                assert torch.equal(value, expected[name]), (interruption.where, name)
+
+
+TORCH = (str(Path(torch.__file__).parent),)

@@ -1,0 +1,455 @@
+"""OffloadedTraining of models with layers larger than the budget, in tiles: each comes and goes by itself."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepnvme.checkpoint.weight_locations import OpenFiles
+from deepnvme.memory.pool import BufferPool
+from deepnvme.offload import OffloadedTraining, TiledLinear, tile_large_layers, untiled_state_dict
+from deepnvme.offload.training.model_partition import partition_model
+from deepnvme.quantization import QuantizedLayout, dequantize, quantize
+from deepnvme.safetensors import save_file
+
+from ...faults.torture.interruption import Interruption
+from ...support.engines import failing
+from ...support.offloaded_training import assert_same_model
+
+WIDTH, HIDDEN, WORDS = 32, 384, 400
+TILE = 96 * WIDTH * 4
+"""Bytes of a tile: 96 rows of the embedding, the head and the wide layers, 8 of the narrow ones."""
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, HIDDEN)
+        self.narrow = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """A tied head has a bias of its own."""
+
+    def __init__(self, tied: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH, padding_idx=1)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=tied)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.checkpointed = checkpointed
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def tiled(tied: bool = False, checkpointed: bool = False) -> Model:
+    torch.manual_seed(7)
+    model = Model(tied, checkpointed)
+    assert len(tile_large_layers(model, TILE)) == 6
+    return model
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(0, WORDS, (8, 9), generator=torch.Generator().manual_seed(step))
+
+
+def training_of(model: nn.Module, drive: Path, **options: Any) -> OffloadedTraining:
+    return OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **{"memory_budget": 0, "lr": 1e-2, **options})
+
+
+class InMemory:
+    """Trains a copy of a model as anybody would."""
+
+    def __init__(self, model: nn.Module, parts: int = 1, norm: float | None = None) -> None:
+        self.model, self.parts, self.norm = copy.deepcopy(model), parts, norm
+        self.params = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.params, lr=1e-2)
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor | None = None
+        for part in ids.chunk(self.parts):
+            loss = self.model(part)
+            loss = loss if self.parts == 1 else loss * (1 / self.parts)
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        if self.norm is not None:
+            nn.utils.clip_grad_norm_(self.params, self.norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        assert total is not None
+        return total
+
+
+def train_both(training: OffloadedTraining, reference: InMemory, steps: int = 3) -> None:
+    for step in range(steps):
+        torch.manual_seed(step)
+        expected = reference.step(batch(step))
+        torch.manual_seed(step)
+        loss = training.step(batch(step))
+        assert loss is not None
+        assert torch.equal(loss, expected), step
+        with torch.no_grad():
+            training.model.eval(), reference.model.eval()
+            assert torch.equal(training.model(batch(99)), reference.model(batch(99)))
+            training.model.train(), reference.model.train()
+    assert_same_model(training, reference.model)
+
+
+# Which blocks there are
+
+
+@pytest.mark.parametrize("blocks", [None, ["layers.*"]])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tiles_are_blocks_of_their_own(device: str, blocks: list[str] | None) -> None:
+    with torch.device(device):
+        model = tiled()
+    partition = partition_model(model, blocks)
+    names = {module: name for name, module in model.named_modules()}
+    found = [names[module] for module in partition.modules]
+    tiles = [name for name, module in model.named_modules() if ".tiles." in name]
+    assert len(tiles) == 2 * 5 + 2 * (4 + 4)
+    assert sorted(found) == sorted(["layers.0", "layers.1", *tiles])
+    assert not partition.rest
+
+
+def test_a_layer_of_one_tile_is_part_of_the_block_around_it() -> None:
+    model = nn.Sequential(*(nn.Sequential(TiledLinear(8, 8), nn.ReLU()) for _ in range(2)))
+    assert partition_model(model).modules == list(model)
+
+
+def test_of_modules_no_tiles_are_blocks_but_those_given() -> None:
+    model = tiled()
+    given = [model.layers[0], model.head.tiles[1]]
+    assert partition_model(model, given).modules == given
+
+
+# The bits
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("activations", ["memory", "nvme", "recompute"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_training_in_tiles_has_the_bits_of_one_in_memory(
+    drive: Path, tied: bool, checkpointed: bool, activations: str, micro_batches: int
+) -> None:
+    model = tiled(tied, checkpointed)
+    reference = InMemory(model, micro_batches)
+    options = {"activations": activations, "activation_budget": 10_000, "micro_batches": micro_batches}
+    with training_of(model, drive, **options) as training:
+        train_both(training, reference)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_tiles_are_clipped_as_in_memory(drive: Path, tied: bool, micro_batches: int, deferred: bool) -> None:
+    model = tiled(tied)
+    reference = InMemory(model, micro_batches, 0.05)
+    with training_of(model, drive, micro_batches=micro_batches, max_norm=0.05, deferred=deferred) as training:
+        train_both(training, reference)
+
+
+def test_an_untiled_model_in_memory_has_the_same_results(drive: Path) -> None:
+    """The first loss bit by bit, since the layers before the head are split by outputs; what comes after is rounded otherwise."""
+    torch.manual_seed(7)
+    reference = InMemory(Model())
+    with training_of(tiled(), drive) as training:
+        for step in range(3):
+            torch.manual_seed(step)
+            expected = reference.step(batch(step))
+            torch.manual_seed(step)
+            loss = training.step(batch(step))
+            assert loss is not None
+            assert torch.equal(loss, expected) if step == 0 else torch.isclose(loss, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_tied_tiles_may_be_used_in_part(drive: Path, micro_batches: int) -> None:
+    """The embedding alone, the head alone, or the head before the embedding."""
+
+    class Parts(Model):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            if self.part == "embedding":
+                return self.embedding(ids).square().mean()
+            if self.part == "head":
+                return self.head(torch.ones(2, WIDTH)).square().mean() + ids.sum() * 0.0
+            logits = self.head(torch.ones(len(ids), WIDTH))
+            return (logits.softmax(-1) @ torch.ones(WORDS, 9) * self.embedding(ids).mean(-1)).mean()
+
+    torch.manual_seed(3)
+    model = Parts(tied=True)
+    model.layers = None
+    tile_large_layers(model, TILE)
+    model.part = "both"
+    reference = InMemory(model, micro_batches)
+    with training_of(model, drive, micro_batches=micro_batches) as training:
+        for step, part in enumerate(["both", "embedding", "head", "both"]):
+            model.part = reference.model.part = part
+            expected = reference.step(batch(step))
+            assert torch.equal(training.step(batch(step)), expected), part
+        assert_same_model(training, reference.model)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize(("activations", "checkpointed"), [("memory", False), ("memory", True), ("recompute", False)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tiles_and_their_gradients_are_in_memory_one_after_the_other(
+    drive: Path, tied: bool, activations: str, checkpointed: bool, micro_batches: int
+) -> None:
+    """The head with its gradient and states takes several times the budget, a tile of it with these a half."""
+    pool = BufferPool(64 << 20)
+    tile = 2 * TILE
+    budget = 10 * tile if activations == "memory" else 14 * tile  # with a quarter for activations
+    model = Large(tied, checkpointed)
+    assert tile_large_layers(model, tile)
+    assert 4 * sum(param.nbytes for param in model.head.parameters()) > (4 if activations == "memory" else 2.5) * budget
+    leased, gradients = [], []
+
+    def look(*_: object) -> None:
+        leased.append(pool.in_use)
+        gradients.append(sum(param.grad.nbytes for param in model.parameters() if param.grad is not None))
+
+    def hooked(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        look()
+        if output.requires_grad:
+            output.register_hook(look)
+
+    options = {"activations": activations, "micro_batches": micro_batches, "memory_budget": budget, "pool": pool}
+    with training_of(model, drive, **options) as training:
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.register_forward_hook(hooked)
+        for step in range(2):
+            training.step(batch(step))
+    assert tile < max(leased) <= 1.5 * budget  # a lease of such a small block is up to a third larger than the block
+    assert tile <= max(gradients) <= 3 * tile
+
+
+class Large(Model):
+    def __init__(self, tied: bool, checkpointed: bool) -> None:
+        super().__init__(tied, checkpointed)
+        self.embedding, self.head = nn.Embedding(5 * WORDS, WIDTH), nn.Linear(WIDTH, 5 * WORDS, bias=tied)
+        if tied:
+            self.head.weight = self.embedding.weight
+        for layer in self.layers:
+            layer.wide, layer.narrow = nn.Linear(WIDTH, 5 * HIDDEN), nn.Linear(5 * HIDDEN, WIDTH)
+
+
+# Failures
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_step_of_tied_tiles_that_fails_is_undone(drive: Path, micro_batches: int) -> None:
+    model = tiled(tied=True)
+    reference = InMemory(model, micro_batches)
+    with training_of(model, drive, micro_batches=micro_batches) as training:
+        train_both(training, reference, steps=1)
+        failed = 0
+        for operation in ("read", "write"):
+            for first in (0, 7, 15):
+                try:
+                    with failing(operation, first, count=1000):
+                        training.step(batch(1))
+                except OSError:
+                    failed += 1
+                assert training.steps == 1
+        assert failed == 6
+        assert_same_model(training, reference.model)
+        train_both(training, reference)
+
+
+@pytest.mark.slow
+def test_ctrl_c_anywhere_leaves_the_step_before_or_the_one_after(drive: Path) -> None:
+    model = tiled(tied=True, checkpointed=True)
+    with training_of(model, drive) as training:
+        training.step(batch(0))
+        start = copy.deepcopy(training.state_dict())
+        counted = Interruption(0, TORCH)
+        torch.manual_seed(1)
+        with counted:
+            training.step(batch(1))
+        after = copy.deepcopy(training.state_dict()["model"])
+        for point in range(1, counted.passed, max(counted.passed // 30, 1)):
+            training.load_state_dict(start)
+            interruption = Interruption(point, TORCH)
+            torch.manual_seed(1)
+            try:
+                with interruption:
+                    training.step(batch(1))
+            except KeyboardInterrupt:
+                pass
+            expected = start["model"] if training.steps == start["steps"] else after
+            found = training.state_dict()["model"]
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), (interruption.where, name)
+
+
+TORCH = (str(Path(torch.__file__).parent),)
+
+
+# First values, and states
+
+
+KINDS = ["safetensors", "pt", "mapping"]
+
+
+def saved(state: dict[str, torch.Tensor], drive: Path, kind: str) -> Any:
+    if kind == "safetensors":
+        save_file(state, drive / "w.safetensors")
+        return drive / "w.safetensors"
+    torch.save(state, drive / "w.pt")
+    return torch.load(drive / "w.pt", mmap=True) if kind == "mapping" else drive / "w.pt"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tiled_model_begins_with_the_checkpoint_of_the_untiled_one(drive: Path, tied: bool, device: str, kind: str) -> None:
+    torch.manual_seed(1)
+    state = dict(Model(tied).state_dict())
+    if tied and kind == "safetensors":
+        del state["head.weight"]  # each weight is there once
+    expected = tiled(tied)
+    expected.load_state_dict(state, strict=not tied)
+    with torch.device(device):
+        model = tiled(tied)
+    reference = InMemory(expected)
+    with training_of(model, drive / "training", checkpoint=saved(state, drive, kind)) as training:
+        assert_same_model(training, expected)
+        train_both(training, reference, steps=1)
+        training.close(restore=True)
+    found = untiled_state_dict(model)
+    assert set(found) == set(Model(tied).state_dict())
+    untiled = Model(tied)
+    untiled.load_state_dict(found)
+    torch.testing.assert_close(untiled.eval()(batch(3)), reference.model.eval()(batch(3)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_tiles_of_any_form_read_their_part_of_a_checkpoint(drive: Path, kind: str, transposed: bool) -> None:
+    """Also columns, in another dtype, of a weight that torch.save has stored transposed."""
+    weight, bias = torch.randn(37, 53, dtype=torch.float64), torch.randn(37)
+    given = weight.t().contiguous().t() if transposed and kind != "safetensors" else weight
+    with torch.device("meta"):
+        model = nn.Sequential(TiledLinear(53, 37, out_splits=3, in_splits=4))
+    with training_of(model, drive / "training", checkpoint=saved({"0.weight": given, "0.bias": bias}, drive, kind)) as training:
+        found = untiled_state_dict(model, training.state_dict()["model"])
+        assert torch.equal(found["0.weight"], weight.float())
+        assert torch.equal(found["0.bias"], bias)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_a_tile_reads_its_part_of_a_checkpoint_only(drive: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    read: list[int] = []
+    original = OpenFiles.read
+
+    def counted(files: OpenFiles, path: str, offset: int, out: torch.Tensor) -> Any:
+        read.append(out.nbytes)
+        return original(files, path, offset, out)
+
+    path = saved(dict(Model().state_dict()), drive, kind)
+    monkeypatch.setattr(OpenFiles, "read", counted)
+    with torch.device("meta"):
+        model = tiled()
+    with training_of(model, drive / "training", checkpoint=path):
+        assert sum(read) == sum(param.nbytes for param in model.parameters())
+        assert max(read) <= TILE + 16 * WIDTH * 4  # the last tile has the rows that are left
+
+
+def test_columns_of_a_large_weight_are_read_in_parts(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepnvme.checkpoint.weight_locations._PART_BYTES", 5000)
+    weight = torch.randn(64, 96)
+    for given in (weight, weight.t().contiguous().t()):
+        with torch.device("meta"):
+            model = nn.Sequential(TiledLinear(96, 64, bias=False, out_splits=3, in_splits=4))
+        path = saved({"0.weight": given}, drive, "pt")
+        with training_of(model, drive / "training", checkpoint=path) as training:
+            assert torch.equal(untiled_state_dict(model, training.state_dict()["model"])["0.weight"], weight)
+
+
+def test_a_checkpoint_with_another_shape_than_a_tiled_layer_is_refused(drive: Path) -> None:
+    state = {**Model().state_dict(), "head.weight": torch.zeros(WORDS + 1, WIDTH)}
+    with pytest.raises(ValueError, match=r"1 difference\n  shape: 'head.weight' should be \[400, 32\], found \[401, 32\]"):
+        training_of(tiled(), drive / "training", checkpoint=state)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tiled_model_on_meta_gets_values_of_the_usual_size(drive: Path, tied: bool) -> None:
+    with torch.device("meta"):
+        model = tiled(tied)
+    torch.manual_seed(0)
+    with training_of(model, drive) as training:
+        found = untiled_state_dict(model, training.state_dict()["model"])
+        assert not found["embedding.weight"][1].any()  # padding_idx
+        assert 0.95 < found["embedding.weight"].std() < 1.05
+        bound = 1 / WIDTH**0.5
+        assert 0.95 * bound < found["layers.0.wide.weight"].abs().max() <= bound
+        assert (found["head.weight"] is found["embedding.weight"]) == tied
+        training.step(batch(0))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tiled_training_that_is_resumed_has_the_same_bits(drive: Path, tied: bool) -> None:
+    model = tiled(tied)
+    reference = InMemory(model)
+    with training_of(model, drive / "first") as training:
+        train_both(training, reference, steps=2)
+        training.save(drive / "last.pt")
+        found = untiled_state_dict(model, training.state_dict()["model"])
+        expected = untiled_state_dict(reference.model)
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    with training_of(tiled(tied), drive / "second") as training:
+        training.load_state_dict(torch.load(drive / "last.pt", mmap=True))
+        assert training.steps == 2
+        train_both(training, reference)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_weights_of_tiles_may_be_quantised(drive: Path, tied: bool, scheme: Any) -> None:
+    """As those of the whole layer in int8, whose scales are one for each row."""
+
+    def new() -> Model:
+        torch.manual_seed(7)
+        model = Model(tied)
+        assert tile_large_layers(model, 4 * TILE) == ["embedding", "head"]  # smaller tiles are not quantised
+        for name, param in model.named_parameters():
+            param.requires_grad_(".tiles." not in name)
+        return model
+
+    model = new()
+    whole = untiled_state_dict(model)["head.weight"].clone()
+    with training_of(model, drive / "training", quantize=scheme) as training:
+        dequantised = training.state_dict()["model"]
+        expected = new()
+        expected.load_state_dict(dequantised)
+        train_both(training, InMemory(expected))
+        found = untiled_state_dict(model, dequantised)["head.weight"]
+        assert not torch.equal(found, whole)
+        if scheme == "int8":
+            stored = torch.empty(QuantizedLayout.of(scheme, whole.shape).nbytes, dtype=torch.uint8)
+            quantize(whole, scheme, stored)
+            dequantize(scheme, stored, whole)
+            assert torch.equal(found, whole)

@@ -1,0 +1,583 @@
+"""OffloadedTraining: the bits of training in memory, with every block on the drive, and whole steps or none."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepnvme.memory.pool import BufferPool
+from deepnvme.offload.training import OffloadedTraining
+
+from ...faults.torture.interruption import Interruption
+from ...support.engines import failing
+from ...support.offloaded_training import assert_same_model
+
+WIDTH, ROWS, WORDS = 64, 8, 90
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.dropout(self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """Its head is tied to its embedding. ``order`` are the indices of the blocks that the forward uses."""
+
+    def __init__(self, blocks: int = 5, checkpoints: int = 0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.order = list(range(blocks))
+        self.checkpoints = checkpoints
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        each = max(self.checkpoints, 1)
+        for begin in range(0, len(self.order), each):
+            some = [self.blocks[index] for index in self.order[begin : begin + each]]
+
+            def run(x: torch.Tensor, some: list[nn.Module] = some) -> torch.Tensor:
+                for block in some:
+                    x = block(x)
+                return x
+
+            x = checkpoint(run, x, use_reentrant=False) if self.checkpoints else run(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, WORDS, (ROWS, 17), generator=random)
+    return ids, ids.roll(-1, 1)
+
+
+class InMemory:
+    """Trains a copy of a model as anybody would."""
+
+    def __init__(
+        self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], masters: bool, parts: int, norm: float | None
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        self.params = [param for param in self.model.parameters() if param.requires_grad]
+        self.masters = [param.detach().float().requires_grad_() for param in self.params] if masters else self.params
+        self.optimizer = make(self.masters)
+        self.parts, self.norm = parts, norm
+
+    def step(self, *tensors: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for part in zip(*(tensor.chunk(self.parts) for tensor in tensors), strict=True):
+            loss = self.model(*part)
+            loss = loss if self.parts == 1 else loss * (1 / self.parts)
+            loss.backward()
+            losses.append(loss.detach())
+        if self.norm is not None:
+            nn.utils.clip_grad_norm_(self.params, self.norm)
+        for master, param in zip(self.masters, self.params, strict=True):
+            master.grad = None if param.grad is None else param.grad.to(master.dtype)
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, param in zip(self.masters, self.params, strict=True):
+                param.copy_(master)
+        for param in self.params:
+            param.grad = None
+        total = losses[0]
+        for loss in losses[1:]:
+            total = total + loss
+        return total
+
+
+def training_of(model: Model, drive: Path, **options: Any) -> OffloadedTraining:
+    given = {"memory_budget": 600_000, "lr": 1e-2, "blocks": list(model.blocks), **options}
+    return OffloadedTraining(model, given.pop("optimizer", torch.optim.AdamW), nvme_path=drive, **given)
+
+
+def train_both(model: Model, drive: Path, steps: int = 4, **options: Any) -> OffloadedTraining:
+    """Train in both ways, and compare losses and parameters."""
+    torch.manual_seed(0)
+    make = options.get("optimizer", torch.optim.AdamW)
+    kwargs = {"lr": options.get("lr", 1e-2)}
+    reference = InMemory(
+        model,
+        lambda params: make(params, **kwargs),
+        options.get("master_weights", False),
+        options.get("micro_batches", 1),
+        options.get("max_norm"),
+    )
+    training = training_of(model, drive, **options)
+    for step in range(steps):
+        torch.manual_seed(step)
+        expected = reference.step(*batch(step))
+        torch.manual_seed(step)
+        loss = training.step(*batch(step))
+        assert loss is not None
+        assert torch.equal(loss, expected), step
+    assert_same_model(training, reference.model)
+    return training
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("checkpoints", [0, 1, 2])
+@pytest.mark.parametrize("activations", ["memory", "nvme"])
+@pytest.mark.parametrize(("dtype", "masters"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_a_training_has_the_bits_of_one_in_memory(
+    drive: Path, dtype: torch.dtype, masters: bool, activations: str, checkpoints: int, micro_batches: int
+) -> None:
+    model = Model(checkpoints=checkpoints).to(dtype)
+    options = {"activations": activations, "activation_budget": 20_000, "micro_batches": micro_batches}
+    with train_both(model, drive, master_weights=masters, **options) as training:
+        assert training.steps == 4
+    assert not list(drive.iterdir())
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_parameters_may_stay_in_memory(drive: Path, deferred: bool) -> None:
+    model = Model()
+    with train_both(model, drive, parameters="memory", deferred=deferred) as training:
+        read: list[str] = []
+        training._store.get = lambda name, *args, get=training._store.get: read.append(name) or get(name, *args)  # type: ignore[method-assign]
+        training.step(*batch(0))
+        assert read  # states
+        assert not [name for name in read if "parameters" in name]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_gradients_are_clipped_as_in_memory(drive: Path, max_norm: float, micro_batches: int) -> None:
+    train_both(Model(), drive, max_norm=max_norm, micro_batches=micro_batches).close()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_other_optimizers(drive: Path, optimizer: type[torch.optim.Optimizer]) -> None:
+    train_both(Model(), drive, optimizer=optimizer).close()
+
+
+def decayed(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups of an optimizer that decays matrices only. Each block has parameters of both; a third group is empty."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    return [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.5},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+        {"params": [], "weight_decay": 0.1},
+    ]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_parameters_of_a_block_may_be_in_several_groups(drive: Path, micro_batches: int) -> None:
+    model = Model()
+    model.blocks[1].requires_grad_(False)
+    reference = InMemory(model, lambda _: torch.optim.AdamW([{"params": []}], lr=1e-2), False, micro_batches, None)
+    reference.optimizer = torch.optim.AdamW(decayed(reference.model), lr=1e-2)
+    with training_of(model, drive, param_groups=decayed(model), micro_batches=micro_batches) as training:
+        for step in range(4):
+            for each in (reference, training):
+                for group in each.optimizer.param_groups:
+                    group["lr"] = 1e-2 / (step + 1)
+                torch.manual_seed(step)
+                each.step(*batch(step))
+        assert_same_model(training, reference.model)
+        state = copy.deepcopy(training.state_dict())
+        assert [group["weight_decay"] for group in state["optimizer"]["param_groups"]] == [0.5, 0.0, 0.1]
+        training.step(*batch(0))
+        training.load_state_dict(state)
+        assert_same_model(training, reference.model)
+
+
+@pytest.mark.parametrize("change", ["missing", "twice", "frozen"])
+def test_groups_that_are_not_of_the_trained_parameters_are_an_error(drive: Path, change: str) -> None:
+    model = Model()
+    groups = decayed(model)
+    if change == "missing":
+        groups[0]["params"].pop()
+    elif change == "twice":
+        groups[1]["params"].append(groups[0]["params"][0])
+    else:
+        model.blocks[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="param_groups must have each parameter"):
+        training_of(model, drive, param_groups=groups)
+    assert not list(drive.iterdir())
+
+
+@pytest.mark.parametrize("budget", [0, 10 << 20])
+def test_any_budget_will_do(drive: Path, budget: int) -> None:
+    train_both(Model(), drive, memory_budget=budget).close()
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1, 3])
+def test_frozen_parameters_are_only_read(drive: Path, checkpoints: int) -> None:
+    model = Model(checkpoints=checkpoints)
+    for block in model.blocks[:2]:
+        block.requires_grad_(False)
+    for block in model.blocks[2:]:
+        block.narrow.requires_grad_(False)  # as beside the adapters of LoRA
+    train_both(model, drive).close()
+
+
+def test_a_module_that_is_used_twice(drive: Path) -> None:
+    model = Model(blocks=3)
+    model.order = [0, 1, 2, 1, 0]
+    train_both(model, drive).close()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_module_that_is_not_used_keeps_its_parameters(drive: Path, micro_batches: int) -> None:
+    model = Model(blocks=3)
+    model.order = [0, 2]
+    train_both(model, drive, micro_batches=micro_batches).close()
+
+
+def test_the_order_may_change_from_step_to_step(drive: Path) -> None:
+    model = Model()
+    reference = InMemory(model, lambda params: torch.optim.AdamW(params, lr=1e-2), False, 1, None)
+    with training_of(model, drive) as training:
+        for step, order in enumerate([[0, 1, 2, 3, 4], [4, 1, 0], [2, 3, 2], [0, 1, 2, 3, 4]]):
+            model.order = reference.model.order = order
+            for each in (reference, training):
+                torch.manual_seed(step)
+                each.step(*batch(step))
+        assert_same_model(training, reference.model)
+
+
+def test_an_evaluation_between_steps_changes_nothing(drive: Path) -> None:
+    model = Model()
+    with train_both(model, drive, steps=2) as training:
+        before = {name: value.clone() for name, value in training.state_dict()["model"].items() if "calls" not in name}
+        with torch.no_grad():
+            losses = [model(*batch(7)) for _ in range(2)]
+        assert losses[0].isfinite()
+        after = training.state_dict()["model"]
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_parameters_take_no_memory_between_uses(drive: Path) -> None:
+    model = Model()
+    with training_of(model, drive):
+        for block in model.blocks:
+            assert all(param.untyped_storage().nbytes() <= 4 for param in block.parameters())
+
+
+def test_the_leases_stay_within_the_budget(drive: Path) -> None:
+    pool = BufferPool(64 << 20)
+    model = Model(blocks=8)
+    one = sum(param.nbytes for param in model.blocks[0].parameters())
+    with training_of(model, drive, memory_budget=7 * one, pool=pool) as training:
+        leased: list[int] = []
+        for block in model.blocks:
+            block.register_forward_hook(lambda *_: leased.append(pool.in_use))
+            block.register_full_backward_hook(lambda *_: leased.append(pool.in_use))
+        for step in range(3):
+            training.step(*batch(step))
+        assert 2 * one < max(leased) <= 7 * one
+    del training
+    gc.collect()
+    assert pool.in_use == 0
+
+
+# Steps as a whole
+
+
+def test_a_step_that_fails_is_undone(drive: Path) -> None:
+    model = Model()
+    reference = InMemory(model, lambda params: torch.optim.AdamW(params, lr=1e-2), False, 1, None)
+    with training_of(model, drive) as training:
+        for step in range(2):
+            for each in (reference, training):
+                torch.manual_seed(step)
+                each.step(*batch(step))
+        failed = 0
+        for operation in ("read", "write"):
+            for first in range(0, 40, 3):
+                try:
+                    with failing(operation, first, count=1000):
+                        training.step(*batch(2))
+                except OSError:
+                    failed += 1
+                    assert training.steps == 2
+                else:
+                    assert training.steps == 3, "nothing was read or written any more"
+                    break
+            else:
+                continue
+            break
+        assert failed > 5
+        if training.steps == 2:
+            assert_same_model(training, reference.model)
+        torch.manual_seed(2)
+        reference.step(*batch(2))
+        if training.steps == 2:
+            torch.manual_seed(2)
+            training.step(*batch(2))
+            assert_same_model(training, reference.model)
+
+
+def test_an_error_of_the_model_undoes_the_step(drive: Path) -> None:
+    model = Model()
+    with training_of(model, drive, micro_batches=2) as training:
+        reference = InMemory(model_of(training), lambda params: torch.optim.AdamW(params, lr=1e-2), False, 2, None)
+        for number in range(4):
+            with pytest.raises(ZeroDivisionError):
+                training.step(*batch(0)) if number == 9 else _fails(training, model, number)
+            assert training.steps == 0
+            assert_same_parameters(training, reference.model)
+        for each in (reference, training):
+            torch.manual_seed(0)
+            each.step(*batch(0))
+        assert_same_parameters(training, reference.model)
+
+
+def _fails(training: OffloadedTraining, model: Model, number: int) -> None:
+    """Fail in the first forward, its backward, between the micro-batches, or in the second one's backward."""
+    ids, labels = batch(0)
+    for part in range(2):
+        with training.micro_batch():
+            if (part, number) == (0, 0):
+                handle = model.blocks[2].register_forward_hook(lambda *_: 1 / 0)
+                try:
+                    model(ids, labels)
+                finally:
+                    handle.remove()
+            loss = model(ids, labels)
+            if (part, number) in ((0, 1), (1, 3)):
+                handle = model.blocks[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
+                try:
+                    model(ids, labels).backward()
+                finally:
+                    handle.remove()
+            loss.backward()
+            if (part, number) == (0, 2):
+                _ = 1 / 0
+
+
+def model_of(training: OffloadedTraining) -> Model:
+    """A copy of the model, in memory."""
+    model = Model(blocks=len(training.model.blocks))  # type: ignore[arg-type]
+    model.load_state_dict(training.state_dict()["model"])
+    return model
+
+
+def assert_same_parameters(training: OffloadedTraining, expected: nn.Module) -> None:
+    found = training.state_dict()["model"]
+    for name, param in expected.named_parameters():
+        assert torch.equal(found[name], param), name
+
+
+def test_ctrl_c_anywhere_leaves_the_step_before_or_the_one_after(drive: Path) -> None:
+    model = Model(blocks=3)
+    before: dict[str, torch.Tensor] = {}
+    after: dict[str, torch.Tensor] = {}
+    with training_of(model, drive, memory_budget=200_000) as training:
+        torch.manual_seed(0)
+        training.step(*batch(0))
+        start = copy.deepcopy(training.state_dict())
+        before = start["model"]
+        torch.manual_seed(1)
+        counted = Interruption(0, TORCH)
+        with counted:
+            training.step(*batch(1))
+        after = copy.deepcopy(training.state_dict()["model"])
+        for point in range(1, counted.passed, max(counted.passed // 60, 1)):
+            training.load_state_dict(start)
+            torch.manual_seed(1)
+            interruption = Interruption(point, TORCH)
+            try:
+                with interruption:
+                    training.step(*batch(1))
+            except KeyboardInterrupt:
+                pass
+            expected = before if training.steps == start["steps"] else after
+            found = training.state_dict()["model"]
+            for name, _ in model.named_parameters():
+                assert torch.equal(found[name], expected[name]), (interruption.where, name)
+
+
+TORCH = (str(Path(torch.__file__).parent),)
+
+
+# What is asked for at the wrong time
+
+
+def test_a_forward_with_gradients_outside_of_a_step_is_an_error(drive: Path) -> None:
+    model = Model()
+    with training_of(model, drive), pytest.raises(RuntimeError, match="has to run in OffloadedTraining"):
+        model(*batch(0))
+
+
+def test_the_models_own_state_is_an_error(drive: Path) -> None:
+    model = Model()
+    with training_of(model, drive) as training:
+        for module in (model, model.blocks[0], model.blocks[0].wide):
+            with pytest.raises(RuntimeError, match="the parameters are on the drive"):
+                module.state_dict()
+        assert len(training.state_dict()["model"]) == len(Model().state_dict())
+
+
+def test_two_backwards_in_a_micro_batch_are_an_error(drive: Path) -> None:
+    model = Model()
+    with training_of(model, drive) as training:
+        with pytest.raises(RuntimeError, match="there is one backward in each micro_batch"), training.micro_batch():
+            _ = [model(*batch(0)).backward() for _ in range(2)]
+        assert training.step(*batch(0)) is not None
+
+
+def test_a_step_without_its_micro_batches_is_an_error(drive: Path) -> None:
+    model = Model()
+    with training_of(model, drive, micro_batches=2) as training:
+        with training.micro_batch():
+            model(*batch(0)).backward()
+        with pytest.raises(RuntimeError, match="a step is under way"):
+            training.state_dict()
+        with pytest.raises(RuntimeError, match="2 micro-batches, and only 1 were run"):
+            training.step()
+        training.step(*batch(0))
+        assert training.steps == 1
+
+
+def test_a_backward_after_the_step_is_an_error(drive: Path) -> None:
+    model = Model()
+    with training_of(model, drive) as training:
+        with training.micro_batch():
+            loss = model(*batch(0))
+            loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="was changed by a step since the forward"):
+            loss.backward()
+        training.step()
+        training.step(*batch(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activations": "disk"}, "activations must be"),
+        ({"parameters": "disk"}, "parameters must be"),
+        ({"accumulation": "diagonal"}, "accumulation must be"),
+        ({"micro_batches": 0}, "micro_batches must be positive"),
+        ({"memory_budget": -1}, "memory_budget must not be negative"),
+        ({"blocks": [nn.Linear(1, 1)]}, "is no module of the model"),
+    ],
+)
+def test_wrong_options_are_named(drive: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        training_of(Model(), drive, **options)
+    assert not list(drive.iterdir())
+
+
+class ForMatrices(torch.optim.SGD):
+    """As torch.optim.Muon, whose class refuses other parameters."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param.dim() != 2:
+                raise ValueError(f"only matrices, got {tuple(param.shape)}")
+
+
+def test_parameters_that_the_optimizer_class_refuses_leave_nothing_on_the_drive(drive: Path) -> None:
+    with pytest.raises(ValueError, match="only matrices") as caught:
+        training_of(Model(), drive, optimizer=ForMatrices)
+    assert not list(drive.iterdir())  # although what was made before is alive
+    assert caught.value.__traceback__ is not None
+
+
+# States
+
+
+def test_a_training_that_is_resumed_has_the_same_bits(drive: Path, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = Model().to(torch.bfloat16)
+    reference = copy.deepcopy(model)
+    options = {"master_weights": True, "micro_batches": 2, "max_norm": 1.0}
+    with training_of(reference, drive, **options) as straight:
+        for step in range(4):
+            torch.manual_seed(step)
+            straight.step(*batch(step))
+        expected = copy.deepcopy(straight.state_dict())
+    with training_of(model, drive, **options) as training:
+        for step in range(2):
+            torch.manual_seed(step)
+            training.step(*batch(step))
+        torch.save(training.state_dict(), tmp_path / "saved.pt")
+    again = Model().to(torch.bfloat16)
+    with training_of(again, drive, **options) as resumed:
+        resumed.load_state_dict(torch.load(tmp_path / "saved.pt", mmap=True, weights_only=True))
+        assert resumed.steps == 2
+        for step in range(2, 4):
+            torch.manual_seed(step)
+            resumed.step(*batch(step))
+        found = resumed.state_dict()
+        assert found["steps"] == 4
+        for name, value in expected["model"].items():
+            assert torch.equal(found["model"][name], value), name
+        for name, state in expected["optimizer"]["state"].items():
+            for key, value in state.items():
+                assert torch.equal(found["optimizer"]["state"][name][key], value), (name, key)
+
+
+def test_a_mapped_state_keeps_its_values(drive: Path) -> None:
+    with train_both(Model(), drive, steps=2) as training:
+        kept = training.state_dict()
+        values = copy.deepcopy(kept)
+        for step in range(3):
+            training.step(*batch(step))
+        for name, value in values["model"].items():
+            if not name.endswith("calls"):
+                assert torch.equal(kept["model"][name], value), name
+        for name, state in values["optimizer"]["state"].items():
+            assert torch.equal(kept["optimizer"]["state"][name]["exp_avg"], state["exp_avg"]), name
+
+
+def test_a_state_of_another_model_changes_nothing(drive: Path) -> None:
+    with train_both(Model(), drive, steps=2) as training:
+        state = copy.deepcopy(training.state_dict())
+        wrong = copy.deepcopy(state)
+        wrong["model"]["blocks.1.wide.weight"] = torch.zeros(3)
+        with pytest.raises(ValueError, match=r"blocks\.1\.wide\.weight: \(3,\) instead of \(256, 64\)"):
+            training.load_state_dict(wrong)
+        with failing("write", 2, count=1000), pytest.raises(OSError, match="write of"):
+            training.load_state_dict(state)
+        for name, value in training.state_dict()["model"].items():
+            assert torch.equal(value, state["model"][name])
+
+
+def test_close_can_give_the_parameters_back(drive: Path) -> None:
+    model = Model()
+    training = train_both(model, drive)
+    expected = copy.deepcopy(training.state_dict()["model"])
+    training.close(restore=True)
+    training.close()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    model(*batch(0)).backward()
+    with pytest.raises(RuntimeError, match="closed"):
+        training.step(*batch(0))
+
+
+def test_a_scheduler_sets_the_learning_rate(drive: Path) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    reference = InMemory(model, lambda params: torch.optim.AdamW(params, lr=1e-2), False, 1, None)
+    with training_of(model, drive) as training:
+        schedulers = [torch.optim.lr_scheduler.StepLR(each.optimizer, 1, 0.5) for each in (reference, training)]
+        for step in range(4):
+            for each, scheduler in zip((reference, training), schedulers, strict=True):
+                torch.manual_seed(step)
+                each.step(*batch(step))
+                scheduler.step()
+        assert_same_model(training, reference.model)

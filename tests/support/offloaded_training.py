@@ -1,0 +1,28 @@
+"""The model of an OffloadedTraining, as it is on the drive, and how it is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from deepnvme.offload import OffloadedTraining
+
+
+def state_of(training: OffloadedTraining) -> dict[str, torch.Tensor]:
+    """Return a copy of the model's state."""
+    return {name: value.clone() for name, value in training.state_dict()["model"].items()}
+
+
+def assert_same_values(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Of the states of two models: the same names in the same order, dtypes and bits."""
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def assert_same_model(training: OffloadedTraining, expected: nn.Module) -> None:
+    """The model on the drive has the values of one in memory."""
+    assert_same_values(training.state_dict()["model"], expected.state_dict())
