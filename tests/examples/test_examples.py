@@ -73,6 +73,15 @@ def test_long_sequences_are_trained_alike_in_every_way(drive: Path, tmp_path: Pa
     assert list(drive.iterdir()) == []
 
 
+def test_a_model_of_clicks_is_trained_from_tables_on_the_drive_as_in_memory(drive: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib, to plot: pip install matplotlib")
+    options = ["--rows", "2000", "--steps", "12", "--batch", "64", "--width", "16", "--dir", str(drive)]
+    output = run("click_model_on_disk.py", *options, "--plot", str(tmp_path / "clicks.png"))
+    assert "The losses have the same bits." in output
+    assert (tmp_path / "clicks.png").read_bytes()[1:4] == b"PNG"
+    assert list(drive.iterdir()) == []
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("mode", "given"), [("full", ()), ("lora", ()), ("lora", ("--quantize", "int4"))], ids=["full", "lora", "quantised lora"]

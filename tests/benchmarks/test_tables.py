@@ -1,0 +1,43 @@
+"""The benchmark of tables: complete and tidy. Its figures are not looked at, but for what must be the same bits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tables
+import torch
+from harness.table_worker import Zipf
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def restless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No measurement waits for a quiet drive, which others may keep busy."""
+    monkeypatch.setattr(tables, "settle", lambda directory: None)
+
+
+def test_every_target_has_a_figure_or_says_why_not(drive: Path, document_of: Callable[..., Any]) -> None:
+    document = document_of(tables.main, drive)
+    targets = {target["what"]: target for target in document["targets"]}
+    for what, target in targets.items():
+        others = ("datasets", "lance", "fio")
+        assert target["figure"] is not None or any(each in what for each in others), what
+    assert len(targets) == 2 + len(tables.OTHERS) + 2 + 2 + 1 + 1
+    (differing,) = (target for what, target in targets.items() if "losses that differ" in what)
+    (killed,) = (target for what, target in targets.items() if "kills while training" in what)
+    assert differing["met"]
+    assert killed["met"]
+    if shutil.which("fio"):
+        assert all(target["figure"] is not None for what, target in targets.items() if "fio" in what)
+
+
+def test_frequencies_are_those_of_zipf() -> None:
+    zipf = Zipf(1000, 1.05, seed=0)
+    drawn = torch.cat([zipf.draw(50_000) for _ in range(4)])
+    share = torch.bincount(drawn, minlength=1000)[zipf.rows].double() / len(drawn)
+    assert share[:100].sum().item() == pytest.approx(zipf.cumulative[99].item(), abs=0.01)
