@@ -108,18 +108,19 @@ def train_on_disk(given: argparse.Namespace, directory: Path, progress: Progress
     task = progress.add_task("on the drive", total=given.steps, loss="")
     begun = time.perf_counter()
     data = Data(given.rows, given.batch, given.steps)
+    read_before = asked = 0
     for step, (ids, dense, clicks) in enumerate(Lookahead(data, lambda batch: dict(zip(bags, batch[0], strict=True)))):
-        before = [bag.table.stats() for bag in bags]
+        asked += sum(each.unique().numel() for each in ids)
         loss = F.binary_cross_entropy_with_logits(model(ids, dense), clicks)
         loss.backward()
         for optimizer in (rows, others):
             optimizer.step()
             optimizer.zero_grad()
         if step % EVERY == 0 or step == given.steps - 1:
-            after = [bag.table.stats() for bag in bags]
-            read = sum(each.rows_read for each in after) - sum(each.rows_read for each in before)
+            read = sum(bag.table.stats().rows_read for bag in bags)
             result.losses.append(loss.item())
-            result.hit_rates.append(1 - read / sum(each.unique().numel() for each in ids))
+            result.hit_rates.append(max(1 - (read - read_before) / asked, 0))  # the first step also reads ahead for the second
+            read_before, asked = read, 0
         in_memory = f"{100 * result.hit_rates[-1]:.0f} % of rows were in memory"
         progress.update(task, advance=1, loss=f"loss {loss.item():.4f}, {in_memory}")
     rows.commit({"steps": given.steps})
