@@ -58,7 +58,7 @@ class TableFeature:
         return self.table.rows
 
     def metadata(self) -> dict[str, Any]:
-        """Return what was given."""
+        """Return the metadata that the feature was made with."""
         return self._metadata
 
     def update(self, value: torch.Tensor, ids: torch.Tensor | None = None) -> None:
@@ -70,5 +70,5 @@ class TableFeature:
         return self
 
     def is_pinned(self) -> bool:
-        """Return False."""
+        """Return False: the rows are on the drive."""
         return False

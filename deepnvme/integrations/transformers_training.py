@@ -142,6 +142,7 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, state: _Tr
             return steps.loss_of(inputs, lambda batch: own(model, batch, num_items_in_batch))
 
         def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+            """Save the model. All ranks call it; those that save write the files. Raises OSError, RuntimeError."""
             with state.gathered():
                 super().save_model(output_dir, _internal_call)
 
