@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Worker:
         self._before = peak()
         self._how, self._directory = how, Path(path)
         self._shape = rows, width, touched, bag
+        self._mappings: list[mmap.mmap] = []
         self._generator = torch.Generator().manual_seed(seed)
         if how == "mapped files":
             weight = self._mapped("weight", rows, width)
@@ -54,8 +56,18 @@ class Worker:
         return {}
 
     def _mapped(self, name: str, rows: int, width: int) -> torch.Tensor:
-        mapped = torch.from_file(str(self._directory) + f".{name}", shared=True, size=rows * width, dtype=torch.float32)
-        return mapped.view(rows, width)
+        with open(f"{self._directory}.{name}", "w+b") as file:
+            file.truncate(rows * width * torch.float32.itemsize)
+            mapping = mmap.mmap(file.fileno(), 0)
+        self._mappings.append(mapping)
+        return torch.frombuffer(mapping, dtype=torch.float32).view(rows, width)
+
+    def unmap_pages(self) -> dict[str, Any]:
+        """Write mapped files back, and have none of their pages mapped: those cannot be dropped from the page cache."""
+        for mapping in self._mappings:
+            mapping.flush()
+            mapping.madvise(mmap.MADV_DONTNEED)
+        return {}
 
     def step(self, *, steps: int = 1) -> dict[str, Any]:
         """Forward, backward and the optimizer's step, with the loss of the last."""
@@ -90,4 +102,4 @@ def _values(begin: int, end: int, width: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    serve(Worker, ("start", "step", "growth"), int(sys.argv[1]), int(sys.argv[2]))
+    serve(Worker, ("start", "unmap_pages", "step", "growth"), int(sys.argv[1]), int(sys.argv[2]))

@@ -32,9 +32,6 @@ Read = Callable[[torch.Tensor], torch.Tensor]
 class Worker:
     """One thread that reads batches of rows, by one of several means."""
 
-    def __init__(self) -> None:
-        self._reads: dict[tuple[str, str, int, int], Read] = {}
-
     def describe(self) -> dict[str, Any]:
         return {"torch": torch.__version__}
 
@@ -47,11 +44,11 @@ class Worker:
     def read(
         self, *, how: str, path: str, row_bytes: int, rows: int, seconds: float, batch: int, memory_budget: int = 0
     ) -> dict[str, Any]:
-        """Read batches of random rows for some time."""
-        key = how, path, row_bytes, memory_budget
-        if key not in self._reads:
-            self._reads[key] = _READERS[how](path, row_bytes, rows, memory_budget)
-        read = self._reads[key]
+        """Read batches of random rows for some time.
+
+        The file is opened each time: pages that stayed mapped could not be dropped from the page cache before the next.
+        """
+        read = _READERS[how](path, row_bytes, rows, memory_budget)
         ids = torch.randint(rows, (64, batch))
         self._check(read(ids[0]), ids[0], row_bytes)
         batches = 0
@@ -222,7 +219,6 @@ class ZipfWorker(Worker):
     """Reads rows some of which are far more frequent, from a table with a cache or from memory."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._tables: dict[str, Any] = {}
 
     def prepare(

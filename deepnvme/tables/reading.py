@@ -115,6 +115,8 @@ class RowReader:
         # The last sector of a file may be less than one: that cannot be read as a unit.
         self._ends = [self._read_end(file, number) for number, file in enumerate(files)]
         self.hits = self.misses = self.rows_read = self.bytes_read = 0
+        self.while_waiting: Callable[[], object] = lambda: None
+        """Is called again and again while rows are read, with the lock held: has nothing to wait for, and raises nothing."""
 
     def _read_end(self, file: File, volume: int) -> tuple[int, torch.Tensor]:
         """Return the number of a file's last unit if that is not a whole one, and its bytes."""
@@ -178,6 +180,7 @@ class RowReader:
         if self._staging is None:
             self._staging = deque(self._new_staging())
         while not self._staging:
+            self.while_waiting()
             self._deliver(self._under_way[0])
         memory = self._staging[0][: units.numel() * self.unit]
         whole, end = self._ends[volume]
@@ -257,6 +260,7 @@ class RowReader:
                 part.future.exception()
             with self._lock:
                 self._deliver(part)
+                self.while_waiting()
         with self._lock:
             if batch in self._prefetches:
                 self._prefetches.remove(batch)

@@ -81,6 +81,7 @@ class RowWriter:
         self._under_way: deque[_Write] = deque()
         self._error: OSError | None = None
         self.commits = self.bytes_written = self.rows_written = 0
+        reader.while_waiting = self._write_behind
         self._show()
 
     def _show(self) -> None:
@@ -111,8 +112,15 @@ class RowWriter:
             failure = self._reader.failure_of(batch)
             if failure is not None:
                 raise failure
-        if self._cache.changed >= self._cache.slots // 4:
-            self._write_some()
+        self._write_behind()
+
+    def _write_behind(self) -> None:
+        """Go on writing if much is changed. Does not block; errors are raised by what changes or commits next."""
+        try:
+            if self._cache.changed >= self._cache.slots // 4:
+                self._write_some()
+        except OSError as error:
+            self._error = error
 
     def _make_room(self, rows: int) -> None:
         """Have so many rows in memory that need not stay."""
