@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import threading
 import weakref
@@ -17,8 +18,9 @@ import torch
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.config import AioConfig
 from deepnvme.engine import Engine, File
+from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.byte_count import byte_count
-from deepnvme.memory.host import huge_pages
+from deepnvme.memory.host import empty_aligned, huge_pages
 from deepnvme.ops import load_async_io
 from deepnvme.profiles import engine_for
 from deepnvme.store.directory_lock import DirectoryLock
@@ -40,6 +42,8 @@ Errors = Literal["raise", "partial"]
 DEFAULT_MEMORY_BUDGET = 64 << 20
 _FEWEST_SLOTS = 64
 """Rows that an updatable table has in memory at least."""
+_HUGE_FROM = 4 << 20
+"""Bytes of a result that is on huge pages: with others, 32 MiB of rows took twice as long, most of it to allocate pages."""
 
 
 class PartialRows(NamedTuple):
@@ -493,13 +497,18 @@ class Table:
         if out is not None and _is_plain(out):
             rows = out.detach()
         else:
-            pinned = out is not None and out.device.type == "cuda"
-            rows = torch.empty(shape, dtype=self.dtype, device="cpu", pin_memory=pinned)
+            rows = self._new_rows(shape, pinned=out is not None and out.device.type == "cuda")
         with self._lock:
             self._check_usable()
             self._refresh()
             batch = self._reader.start(numbers, rows, 0, self._layout.values.nbytes, False)
             return _StartedRead(batch, rows, rows if out is None else out, self._pid, self._generation)
+
+    def _new_rows(self, shape: tuple[int, ...], pinned: bool) -> torch.Tensor:
+        nbytes = math.prod(shape) * self.dtype.itemsize
+        if pinned or nbytes < _HUGE_FROM:
+            return torch.empty(shape, dtype=self.dtype, device="cpu", pin_memory=pinned)
+        return empty_aligned(padded(nbytes, ALIGNMENT))[:nbytes].view(self.dtype).view(shape)
 
     def _finish(
         self, started: _StartedRead, numbers: torch.Tensor, out: torch.Tensor | None
