@@ -57,8 +57,6 @@ class Settings:
     directory: Path
     nbytes: int
     """Of the table that is read uniformly."""
-    others_nbytes: int
-    """Of the tables of other libraries, each of which is a copy."""
     zipf_nbytes: int
     """Of a table that fits into memory."""
     bag_rows: int
@@ -85,7 +83,7 @@ class Measurements(Comparisons):
 def measure(settings: Settings, progress: Progress) -> Measurements:
     """Run everything in a directory of its own below ``settings.directory``, which is empty again afterwards."""
     check_memory(2 * settings.zipf_nbytes + GIB, "give a smaller --zipf-gib")
-    drive.check(settings.directory, settings.nbytes + 2 * settings.others_nbytes)
+    drive.check(settings.directory, (3 if "others" in settings.only else 1) * settings.nbytes)  # each library has a copy
     measurements = Measurements()
     parts = {
         "uniform": compare_with_fio,
@@ -177,9 +175,13 @@ def compare_with_fio(
 def compare_with_others(
     settings: Settings, directory: Path, cells: Path, measurements: Measurements, progress: Progress
 ) -> None:
-    """What else reads rows by their numbers in Python."""
+    """What else reads rows by their numbers in Python.
+
+    Files are mapped whose pages were dropped. Of a table that fits into memory, the kernel's read-ahead has soon read all: so this
+    one should not.
+    """
     for row_bytes in settings.row_bytes:
-        rows = settings.others_nbytes // row_bytes
+        rows = settings.nbytes // row_bytes
         title = f"readers of rows of {row_bytes} bytes"
         with contextlib.ExitStack() as stack:
             contenders: dict[str, Callable[[], Counts]] = {}
@@ -381,8 +383,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
     parser = Parser(__doc__)
     parser.add_argument("--only", choices=PARTS, action="append", help="a part of it; can be given more than once")
     parser.add_argument("--rounds", type=positive, help="measurements of each contender (default: 3)")
-    parser.add_argument("--gib", type=positive, help="of the table that is read uniformly (default: 16)")
-    parser.add_argument("--others-gib", type=positive, help="of the tables of other libraries (default: 4)")
+    parser.add_argument("--gib", type=positive, help="of the table that is read uniformly, and of its copies (default: 16)")
     parser.add_argument("--zipf-gib", type=positive, help="of the table that is compared with memory (default: 4)")
     parser.add_argument("--row-bytes", type=positive, action="append", help="multiples of 512 (default: 512, 1024 and 4096)")
     parser.add_argument(
@@ -399,7 +400,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
     settings = Settings(
         directory=given.dir,
         nbytes=8 * MIB if quick else (given.gib or 16) * GIB,
-        others_nbytes=8 * MIB if quick else (given.others_gib or 4) * GIB,
         zipf_nbytes=8 * MIB if quick else (given.zipf_gib or 4) * GIB,
         bag_rows=4096 if quick else 4 << 20,
         bag_memory=0 if quick else (given.bag_memory_gib or 3) * GIB,

@@ -38,6 +38,17 @@ class CorruptTable(OSError):
         super().__init__(errno.EBADMSG, f"this is no whole table: {why}", str(path))
 
 
+class Prepared(BaseModel):
+    """A commit of several tables that a table is ready for. It is in force once one of the others has it as its last commit."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants", frozen=True)
+
+    epoch: _Count
+    name: str
+    """The same for all tables, and for no other commit."""
+    attributes: dict[str, Any]
+
+
 class _Fields(BaseModel):
     """What the file says."""
 
@@ -53,6 +64,8 @@ class _Fields(BaseModel):
     reserved: _Count
     abandoned: list[tuple[_Count, _Count]]
     attributes: dict[str, Any]
+    name: str
+    prepared: Prepared | None
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,25 @@ class Epochs:
     """First and last of epochs that were never committed, ascending."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
     """What the last commit has noted besides, such as the number of steps: what JSON can hold."""
+    name: str = ""
+    """The last commit's, if it was made together with those of other tables."""
+    prepared: Prepared | None = None
+    """A commit that is perhaps in force: other tables decide."""
+
+    def adopt(self, prepared: Prepared) -> Epochs:
+        """Return the epochs with a prepared commit as the last one."""
+        abandoned = []
+        for first, last in self.abandoned:  # a new writer has abandoned it, not knowing
+            parts = ((first, min(last, prepared.epoch - 1)), (max(first, prepared.epoch + 1), last))
+            abandoned += [(begin, end) for begin, end in parts if begin <= end]
+        return replace(
+            self,
+            committed=prepared.epoch,
+            abandoned=tuple(abandoned),
+            attributes=prepared.attributes,
+            name=prepared.name,
+            prepared=None,
+        )
 
     def begin(self) -> Epochs:
         """Return the epochs for a new writer: what the one before has reserved and not committed is abandoned."""
@@ -103,6 +135,8 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) 
         reserved=epochs.reserved,
         abandoned=list(epochs.abandoned),
         attributes=dict(epochs.attributes),
+        name=epochs.name,
+        prepared=epochs.prepared,
     )
     text = fields.model_dump_json(indent=1) + "\n"
     if len(text.encode()) > _MOST_BYTES:
@@ -159,4 +193,7 @@ def load_manifest(directory: Path) -> tuple[list[Path], TableLayout, Epochs]:
     layout = TableLayout(
         tuple(each / ROWS_NAME for each in directories), fields.rows, columns, 0, fields.version_bytes, fields.chunk
     )
-    return directories, layout, Epochs(fields.committed, fields.reserved, tuple(fields.abandoned), fields.attributes)
+    epochs = Epochs(
+        fields.committed, fields.reserved, tuple(fields.abandoned), fields.attributes, fields.name, fields.prepared
+    )
+    return directories, layout, epochs

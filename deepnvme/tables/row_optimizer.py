@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .common_commits import CommonCommits
 from .embedding import RowsOnDisk, check_states
 from .mapped_tensors import mapped_tensors, parts_of
 from .row_states import OptimizerFactory, OptimizerStates, as_number, optimizer_name
@@ -76,6 +77,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._failed = False
         tried = self._factory([nn.Parameter(torch.zeros(1, 1))])
         super().__init__([self._with_holders(group) for group in groups], tried.defaults)
+        self._commits = self._common_commits()
         for holder in self._trained:
             self._continue(holder)
 
@@ -94,6 +96,9 @@ class RowOptimizer(torch.optim.Optimizer):
             holders.append(embedding.gradient_holder)
         return {**group, "params": holders}
 
+    def _common_commits(self) -> CommonCommits:
+        return CommonCommits([trained.table for trained in self._trained.values()])
+
     def _continue(self, holder: torch.Tensor) -> None:
         """Go on from the last commit of an embedding's table."""
         trained = self._trained[holder]
@@ -111,8 +116,10 @@ class RowOptimizer(torch.optim.Optimizer):
         if not later:  # those of the constructor
             super().add_param_group(param_group)
             return
+        self._commits.finish()
         group = self._with_holders({**param_group, "params": given})
         super().add_param_group(group)
+        self._commits = self._common_commits()
         for holder in group["params"]:
             self._continue(holder)
 
@@ -121,10 +128,12 @@ class RowOptimizer(torch.optim.Optimizer):
         """Change the rows that have gradients. Blocks until they are read; they are written later.
 
         Raises:
-            OSError: From the drive, such as RowsUnreadable. Some rows may be changed: call :meth:`rollback`.
+            OSError: From the drive, such as RowsUnreadable. Some rows may be changed: call :meth:`rollback`. Also if a commit has
+                failed halfway and cannot be finished yet: no row is changed then.
             RuntimeError: After such an error.
         """
         self._check_whole()
+        self._commits.finish()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -188,8 +197,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """Make the changes so far the last commits of all tables, with the number of steps. Blocks until they are on
         stable storage.
 
-        After a crash each table is as it was at its last commit. Several tables are committed one after another: a crash between
-        leaves some at this commit and others at the one before.
+        After a crash all tables are as they were at this commit, or all at the one before, once there is an optimizer of them
+        again.
 
         Args:
             attributes: What is noted with them, for :attr:`attributes`, such as a position in the data: what JSON can hold. None
@@ -203,16 +212,17 @@ class RowOptimizer(torch.optim.Optimizer):
         self._check_whole()
         if attributes is not None and _ATTRIBUTE in attributes:
             raise ValueError(f"attributes must not have the name {_ATTRIBUTE!r}: the number of steps is noted there")
+        noted = []
         for holder, trained in self._trained.items():
-            noted = trained.table.attributes if attributes is None else attributes
             states = {name: as_number(value) for name, value in self.state[holder].items()}
-            trained.table.commit({**noted, _ATTRIBUTE: states})
+            noted.append({**(trained.table.attributes if attributes is None else attributes), _ATTRIBUTE: states})
+        self._commits.commit(noted)
 
     def rollback(self) -> None:
         """Go back to the last commits of all tables, and drop the gradients. Blocks. Raises OSError; call it again then."""
         self._failed = True
-        for holder, trained in self._trained.items():
-            trained.table.rollback()
+        self._commits.rollback()
+        for holder in self._trained:
             self._continue(holder)
             holder.grad = None
         self._failed = False
@@ -236,7 +246,7 @@ class RowOptimizer(torch.optim.Optimizer):
             table, rows = trained.table, trained.states.rows
 
             def values(begin: int, end: int, table: Table = table, names: tuple[str, ...] = tuple(rows)) -> list[torch.Tensor]:
-                records = table.read_records(torch.arange(begin, end))
+                records = table.read_records(torch.arange(begin, end), keep=False)
                 return [records[name] for name in names]
 
             columns = [(state.dtype, tuple(state.shape)) for state in rows.values()]
@@ -256,6 +266,7 @@ class RowOptimizer(torch.optim.Optimizer):
             OSError: From the drive: call :meth:`rollback`.
         """
         states = state_dict["state"]
+        self._commits.finish()
         by_row: list[tuple[_Trained, dict[str, torch.Tensor] | None]] = []
         of_tables: dict[int, dict[str, Any]] = {}
         for number, trained in self._numbered():

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -581,11 +581,13 @@ class Table:
         numbers, last = _last_of_each(numbers)
         self._change(numbers, lambda begin, end, records: self._layout.values.of(records).copy_(rows[last[begin:end]]))
 
-    def read_records(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def read_records(self, ids: torch.Tensor, *, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return rows with their states, by name: ``"values"``, and as :attr:`states` has them. Blocks.
 
         Args:
-            ids: Numbers of rows, of one dimension. They stay in memory, as far as there is room.
+            ids: Numbers of rows, of one dimension.
+            keep: Whether they stay in memory, as far as there is room, since they will be changed. If not, they do like those of
+                :meth:`read`: if they are used often enough.
 
         Raises:
             IndexError, TypeError, ValueError, OSError: As :meth:`read` does.
@@ -594,7 +596,7 @@ class Table:
         if numbers.dim() != 1:
             raise ValueError(f"ids must have one dimension, got {numbers.dim()}")
         records = torch.empty(numbers.numel(), self._layout.record_bytes, dtype=torch.uint8)
-        self._read_records(numbers, records)
+        self._read_records(numbers, records, keep)
         return {each.name: each.of(records) for each in self._layout.columns}
 
     def write_records(self, ids: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
@@ -623,13 +625,13 @@ class Table:
 
         self._change(numbers, fill, all_columns=columns.keys() == known.keys())
 
-    def _read_records(self, numbers: torch.Tensor, records: torch.Tensor) -> None:
+    def _read_records(self, numbers: torch.Tensor, records: torch.Tensor, keep: bool = True) -> None:
         started = None
         while started is None or started.generation != self._generation or started.batch.native.stale:
             with self._lock:
                 self._check_usable()
                 self._refresh()
-                batch = self._reader.start(numbers, records, 0, self._layout.record_bytes, True)
+                batch = self._reader.start(numbers, records, 0, self._layout.record_bytes, keep)
                 started = _StartedRead(batch, records, records, self._pid, self._generation)
             self._reader.finish(batch)
             with self._lock:
@@ -674,10 +676,54 @@ class Table:
         Raises:
             PermissionError: If the table was not opened ``writable``.
             OSError: From the drive, such as ENOSPC. The last commit is the one before then; the changes are still there, and
-                commit() may be called again.
+                commit() may be called again. After a flush that failed they may be lost, and each commit() raises its error
+                until :meth:`rollback`.
         """
         with self._lock:
             return self._writer_here().commit(attributes)
+
+    def prepare_commit(self, name: str, attributes: Mapping[str, Any]) -> None:
+        """Make the first half of a commit of several tables: see :class:`~deepnvme.tables.common_commits.CommonCommits`. Blocks.
+
+        Args:
+            name: Of the commit: the same for all tables, and for no other commit.
+            attributes: As for :meth:`commit`.
+
+        Raises:
+            PermissionError, OSError: As :meth:`commit` does. The last commit is the one before.
+        """
+        with self._lock:
+            self._writer_here().prepare(name, attributes)
+
+    def commit_prepared(self, name: str, attributes: Mapping[str, Any]) -> None:
+        """Make the second half, of a commit that this object has prepared or begun to commit. Blocks. Arguments and errors are
+        those of the first.
+        """
+        with self._lock:
+            self._writer_here().commit(attributes, name)
+
+    @property
+    def commit_name(self) -> str:
+        """Name of the last commit, if it was made of several tables; else empty."""
+        with self._lock:
+            return self._writer_here().epochs.name
+
+    def adopt_prepared(self, names: Collection[str]) -> bool:
+        """Make a commit the last one that the writer before had prepared and not committed, if it has one of these names. Blocks.
+
+        Returns:
+            Whether there was one. Rows may have other values then.
+
+        Raises:
+            PermissionError, OSError: As :meth:`commit` does.
+        """
+        with self._lock:
+            writer = self._writer_here()
+            if writer.prepared is None or writer.prepared.name not in names:
+                return False
+            self._reader.finish_all()
+            writer.adopt_prepared()
+            return True
 
     def rollback(self) -> None:
         """Undo the changes since the last commit. Raises PermissionError and OSError; call it again after the latter."""

@@ -17,7 +17,7 @@ from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
 
 from .layout import TableLayout
-from .manifest import Epochs, save_manifest
+from .manifest import Epochs, Prepared, save_manifest
 from .reading import RowReader, int64_at
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class RowWriter:
     ) -> None:
         self._engine, self._files, self._layout, self._cache, self._reader = engine, files, layout, cache, reader
         self._directories = directories
-        self.epochs = epochs
+        self.epochs = replace(epochs, prepared=None)
+        self.prepared = epochs.prepared
+        """A commit of the writer before that other tables may have; None once a row was changed here."""
         self._written_in_epoch = False
         self._manifest_uncertain = False  # a commit failed or was interrupted, and may be in force nevertheless
         self._flush_error: OSError | None = None
@@ -102,6 +104,7 @@ class RowWriter:
         Raises:
             OSError: From the drive. Some rows may have been changed then.
         """
+        self.prepared = None
         self._make_room(len(rows))
         epoch = self.epochs.present
         while absent := self._cache.change(rows.data_ptr(), len(rows), records.data_ptr(), epoch):
@@ -238,11 +241,24 @@ class RowWriter:
                 self._flush_error = errors[0]
                 raise errors[0]
 
-    def commit(self, attributes: Mapping[str, Any] | None = None) -> int:
+    def prepare(self, name: str, attributes: Mapping[str, Any]) -> None:
+        """Have all changes so far on the drive, so that :meth:`commit` of the same name and attributes only has to say so. A
+        writer that comes after a crash finds it in :attr:`prepared`. Blocks.
+
+        Raises:
+            OSError: As :meth:`commit` does.
+        """
+        self.flush()
+        prepared = Prepared(epoch=self.epochs.present, name=name, attributes=dict(attributes))
+        self._manifest_uncertain = True
+        save_manifest(self._directories, self._layout, replace(self.epochs, prepared=prepared))
+
+    def commit(self, attributes: Mapping[str, Any] | None = None, name: str = "") -> int:
         """Make all changes so far the table's last commit. Blocks.
 
         Args:
             attributes: What is noted with it from now on; None for what is.
+            name: Of the commit, if it is made together with those of other tables.
 
         Returns:
             Its number.
@@ -253,8 +269,8 @@ class RowWriter:
         """
         self.flush()
         attributes = self.epochs.attributes if attributes is None else copy.deepcopy(dict(attributes))
-        if self._written_in_epoch or attributes != self.epochs.attributes:
-            committed = replace(self.epochs, committed=self.epochs.present, attributes=attributes)
+        if self._written_in_epoch or attributes != self.epochs.attributes or name not in ("", self.epochs.name):
+            committed = replace(self.epochs, committed=self.epochs.present, attributes=attributes, name=name)
             self._manifest_uncertain = True
             save_manifest(self._directories, self._layout, committed)
             with defer_interrupts():
@@ -264,6 +280,17 @@ class RowWriter:
                 self.commits += 1
                 self._show()
         return self.epochs.committed
+
+    def adopt_prepared(self) -> None:
+        """Make the prepared commit the last one. Blocks. No row is being read. Raises OSError; call it again then."""
+        assert self.prepared is not None
+        adopted = self.epochs.adopt(self.prepared)
+        save_manifest(self._directories, self._layout, adopted)
+        with defer_interrupts():
+            self._cache.clear()
+            self.epochs = adopted
+            self.prepared = None
+            self._show()
 
     def rollback(self) -> None:
         """Go back to the last commit. Blocks for writes under way. Raises OSError; call it again then."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,14 +45,15 @@ def test_the_hit_rate_is_within_two_points_of_the_best_static_choice(drive: Path
     assert hit_rate > best - 0.02, f"{hit_rate:.3f} with {slots} rows, and {best:.3f} with the best choice"
 
 
-def test_rows_that_are_used_often_stay_when_all_are_read_once(drive: Path) -> None:
+@pytest.mark.parametrize("scan", [Table.read, partial(Table.read_records, keep=False)], ids=["read", "read_records"])
+def test_rows_that_are_used_often_stay_when_all_are_read_once(scan: Any, drive: Path) -> None:
     with Table.create(drive / "table", 20_000, (16,), torch.float32, updatable=False, memory_budget=0):
         pass
     with Table.open(drive / "table", memory_budget=200 << 10) as table:
         hot = torch.randperm(20_000)[:500]
         for _ in range(4):
             table.read(hot)
-        table.read(torch.arange(20_000))
+        scan(table, torch.arange(20_000))
         before = table.stats()
         table.read(hot)
         assert table.stats().hits - before.hits > 450
