@@ -177,8 +177,8 @@ def compare_with_others(
 ) -> None:
     """What else reads rows by their numbers in Python.
 
-    Files are mapped whose pages were dropped. Of a table that fits into memory, the kernel's read-ahead has soon read all: so this
-    one should not.
+    Pages of mapped files are dropped before. Of a table that fits into memory, the kernel's read-ahead has soon read all: so
+    this one should not.
     """
     for row_bytes in settings.row_bytes:
         rows = settings.nbytes // row_bytes
@@ -383,11 +383,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
     parser = Parser(__doc__)
     parser.add_argument("--only", choices=PARTS, action="append", help="a part of it; can be given more than once")
     parser.add_argument("--rounds", type=positive, help="measurements of each contender (default: 3)")
-    parser.add_argument("--gib", type=positive, help="of the table that is read uniformly, and of its copies (default: 16)")
+    parser.add_argument("--gib", type=positive, help="of the table that is read uniformly, and of copies (default: 16)")
     parser.add_argument("--zipf-gib", type=positive, help="of the table that is compared with memory (default: 4)")
     parser.add_argument("--row-bytes", type=positive, action="append", help="multiples of 512 (default: 512, 1024 and 4096)")
     parser.add_argument(
-        "--bag-memory-gib", type=positive, help="left to train files that are mapped, of 6 GiB, in (default: 3)"
+        "--bag-memory-gib", type=positive, help="left to train mapped files of 6 GiB in (default: 3)"
     )
     parser.add_argument("--seconds", type=positive, help="how long each reads in a round (default: 3)")
     parser.add_argument("--batch", type=positive, help=f"numbers of rows in a read (default: {BATCH})")

@@ -46,7 +46,7 @@ class TableFeature:
         yield _Rows(self.table.read_async(ids), ids.device)
 
     def read_async_num_stages(self, ids_device: torch.device) -> int:
-        """Return how often :meth:`read_async` yields."""
+        """Return 1: :meth:`read_async` yields once, whatever the device of the ids."""
         return 1
 
     def size(self) -> torch.Size:

@@ -82,7 +82,7 @@ class ChunkList:
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes of the lent chunks."""
+        """Bytes of the chunks that are lent out now, without the free ones."""
         if self._changing:
             self._count()
         return self._lent_bytes

@@ -21,7 +21,7 @@ class GrowableLease:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are leased now."""
+        """Bytes of the current lease; 0 if there is none."""
         return 0 if self._lease is None else self._lease.nbytes
 
     def take(self, nbytes: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ class PinnedArena:
 
     @property
     def allocated(self) -> int:
-        """Bytes that are pinned."""
+        """Bytes of pinned memory held now: ``nbytes`` from the first :meth:`lend` until :meth:`trim`, else 0."""
         return 0 if self._region is None else self.nbytes
 
     def lend(self, nbytes: int) -> torch.Tensor | None:

@@ -82,7 +82,7 @@ class Chunk:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The memory of the chunk."""
+        """The chunk's leased memory, one-dimensional uint8. Valid until :meth:`release`."""
         assert self.lease is not None
         return self.lease.buffer
 

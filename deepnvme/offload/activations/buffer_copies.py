@@ -20,7 +20,7 @@ class BufferCopies:
         self._copies: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []  # module, name, buffer, copy
 
     def take(self) -> None:
-        """Copy all buffers."""
+        """Copy all buffers of the module and its submodules, for :meth:`put_back`. Replaces earlier copies."""
         self._copies = [
             (module, name, buffer, buffer.detach().clone())
             for module in self._module.modules()

@@ -98,6 +98,7 @@ class CheckpointedForward:
         leaves, spec = tree_flatten((args, kwargs))
 
         def compute(*leaves: Any) -> Any:
+            """Run the forward. In a backward, call ``_before_recomputing`` before it, and restore the buffers after it."""
             args, kwargs = tree_unflatten(leaves, spec)
             if torch._C._current_graph_task_id() < 0:
                 return forward(*args, **kwargs)

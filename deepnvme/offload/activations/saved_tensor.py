@@ -20,7 +20,7 @@ otherwise."""
 
 
 class View(NamedTuple):
-    """How a tensor looks at bytes."""
+    """Dtype, shape, strides and offset by which saved bytes become the tensor again."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -163,7 +163,7 @@ class KeptTensor:
 
 
 class Packed(Protocol):
-    """What autograd keeps in place of a tensor."""
+    """What a pack hook returns: autograd keeps it in place of the saved tensor."""
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor as autograd has saved it."""

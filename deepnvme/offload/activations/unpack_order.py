@@ -31,7 +31,7 @@ class UnpackOrder:
         self._first = first
 
     def note(self, number: int) -> None:
-        """Note that a save was unpacked."""
+        """Record that the backward has unpacked this save; saves of earlier steps are ignored."""
         if number >= self._first:
             self._unpacked.setdefault(number - self._first)
 

@@ -239,6 +239,7 @@ class CountedIO:
             rounds = -(-nbytes // lease.nbytes)
 
             def seconds(move: Callable[[str, torch.Tensor], StoreFuture[Any]]) -> float:
+                """Move all parts at once by ``move``, and return the seconds it took. Blocks. Raises the first OSError."""
                 begun = time.perf_counter()
                 transfers = [move(name, part) for name, part in zip(names, parts, strict=True)]
                 errors = [error for transfer in transfers if (error := transfer.exception()) is not None]

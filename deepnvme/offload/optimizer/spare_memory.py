@@ -84,11 +84,11 @@ class SpareMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are lent."""
+        """Bytes of the copies that are in memory now. Those that went to the drive do not count."""
         return sum(copy.nbytes for copy in tuple(self._lent) if copy.lease is not None)
 
     def begin_step(self) -> None:
-        """Look at the next :meth:`copy` what is free."""
+        """Have the next :meth:`copy` ask again how much memory the step needs and the machine has left."""
         self._reserved = None
 
     def copy(self, name: str, nbytes: int, fill: Callable[[torch.Tensor], None]) -> SpareCopy | None:

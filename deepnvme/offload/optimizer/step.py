@@ -143,7 +143,7 @@ class StepRunner:
             self.sub_groups += sub_groups
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """Make one step: see :meth:`OffloadedOptimizer.step`."""
+        """Step all sub-groups, on all ranks or on none. Blocks. See :meth:`OffloadedOptimizer.step`."""
         return self._on_all_ranks(lambda vote: self._step(closure, vote))
 
     def clip(self, params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:

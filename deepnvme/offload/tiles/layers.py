@@ -197,7 +197,7 @@ class TiledLinear(TiledLayer):
         return parts
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows."""
+        """Return the sizes of the whole layer and whether it has a bias, as :class:`torch.nn.Linear` shows them."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}"
 
 
@@ -320,12 +320,12 @@ class TiledEmbedding(TiledLayer):
         return output.view((*input.shape, self.embedding_dim))
 
     def parts(self) -> dict[str, list[Part]]:
-        """Return the parts of ``weight``."""
+        """Return, for ``weight``, which of its rows each tile has."""
         columns = slice(0, self.embedding_dim)
         return {"weight": [Part(tile, (rows, columns)) for tile, rows in enumerate(_ranges(self.sizes))]}
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows."""
+        """Return the size of the whole embedding and its padding index, as :class:`torch.nn.Embedding` shows them."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
 

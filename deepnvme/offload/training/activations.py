@@ -45,5 +45,5 @@ class TrainingActivations(save_on_disk):
 
 
 def unpack(packed: Packed) -> torch.Tensor:
-    """Return the tensor that was kept as this."""
+    """Return the tensor that the pack hook was given: the unpack hook for autograd."""
     return packed.unpack()

@@ -16,7 +16,7 @@ from .turns import Turn, take_turns
 
 
 class MicroBatch(NamedTuple):
-    """The arguments of a forward."""
+    """Arguments for the model's forward on one micro-batch, and its share of the batch."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]

@@ -46,7 +46,7 @@ class ForwardMeter:
             self._handles.append(module.register_forward_hook(self._end))
 
     def begin_step(self) -> None:
-        """Forget what was measured before."""
+        """Set all measured costs to zero: a step begins."""
         self._costs = {module: ForwardCost(cost.name, 0, 0, 0.0) for module, cost in self._costs.items()}
 
     def costs(self, rounds: int) -> list[ForwardCost]:
@@ -57,7 +57,7 @@ class ForwardMeter:
         ]
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the forward hooks from all modules. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -95,7 +95,7 @@ class TrainingRanks:
 
     @property
     def several(self) -> bool:
-        """Whether there are other processes."""
+        """Whether the group has more than one process."""
         return self.group is not None
 
     @functools.cached_property

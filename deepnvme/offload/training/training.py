@@ -309,12 +309,12 @@ class OffloadedTraining:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether :meth:`close` was called: the training cannot be used any more."""
         return self._closed
 
     @property
     def steps(self) -> int:
-        """Number of completed steps."""
+        """Number of completed steps, those before a loaded state included."""
         return self._trained.steps
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:

@@ -134,7 +134,7 @@ class Timing:
 
     @property
     def cpu_seconds_per_gb(self) -> float:
-        """CPU seconds per 10^9 bytes."""
+        """CPU seconds spent for each 10^9 bytes that were moved."""
         return self.cpu_seconds / (self.nbytes / 1e9)
 
 

@@ -154,7 +154,7 @@ class AioHandle(TensorMover):
         self._buffer.renew()
 
     def stats(self) -> Mapping[str, Any]:
-        """Return the handle's statistics."""
+        """Return what the handle's engine has done so far, by the names of :class:`deepnvme.Stats`."""
         return dict(self._handle.stats())
 
 

@@ -90,7 +90,7 @@ class FrozenParameters(VersionedBlock):
 
     @property
     def quantized(self) -> bool:
-        """Whether any weight is quantised."""
+        """Whether any parameter is stored quantised: the values then need memory beside the block."""
         return any(self._schemes.values())
 
     @property
@@ -162,7 +162,7 @@ class FrozenParameters(VersionedBlock):
                 self._dequantize(stored, value, scheme)
 
     def changed(self, number: int) -> None:
-        """Have the next write be of this version."""
+        """As in the base class; the dequantised copy on the drive is outdated from now on."""
         super().changed(number)
         self.copy.outdated = True
 
@@ -199,7 +199,7 @@ class DequantizedCopy:
         """Whether the newest version, if there is one, has other values than the weights."""
 
     def written(self, number: int) -> None:
-        """Note that this version has the values."""
+        """Record that this version holds the current values."""
         self.current, self.outdated = number, False
 
 

@@ -180,7 +180,7 @@ class ParameterBlock(VersionedBlock):
         return not frozen.isdisjoint(changed)
 
     def attach(self) -> None:
-        """Have the parameters be the block's memory."""
+        """Make each parameter's ``data`` a view of the block's memory."""
         for param, place in self.values():
             param.data = place
 

@@ -166,7 +166,7 @@ class ParameterUses:
         self._checkpointed.append(forward)
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the modules, and those that checkpointed modules call before recomputing."""
         for handle in self._handles:
             handle.remove()
         for checkpointed in self._checkpointed:
@@ -229,7 +229,7 @@ class ParameterUses:
                     self._schedule.cache.release([frozen])
 
     def end(self, block: ParameterBlock) -> None:
-        """End a use. Never blocks."""
+        """End one use of a block. After the last, its parameters have no memory, and the cache may drop it. Never blocks."""
         block.holds -= 1
         if block.holds == 0:
             self._in_use.pop(block, None)

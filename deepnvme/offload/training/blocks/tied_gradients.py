@@ -73,7 +73,7 @@ class TiedGradients:
                 self._handles.append(module.register_forward_hook(self._forward_ended, always_call=True))
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the forward hooks from the modules that share parameters."""
         for handle in self._handles:
             handle.remove()
 

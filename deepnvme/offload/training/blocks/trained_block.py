@@ -84,17 +84,17 @@ class BlockGradients:
         self._let_go(changed=True)
 
     def measure(self) -> None:
-        """Note the norms of the gradients in ``param.grad``."""
+        """Store the 2-norm of each gradient in ``param.grad`` in :attr:`norms`."""
         for index, param in enumerate(self._params):
             if param.grad is not None:
                 self.norms[index] = torch.linalg.vector_norm(param.grad)
 
     def forget_norms(self) -> None:
-        """Forget what :meth:`measure` has noted."""
+        """Drop the gradient norms that :meth:`measure` has stored in :attr:`norms`."""
         self.norms.clear()
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply the gradients in ``param.grad``."""
+        """Multiply the gradients in ``param.grad`` by a factor: in place if the block has them, else as new tensors."""
         for index, param in enumerate(self._params):
             if param.grad is None:
                 continue
@@ -186,7 +186,7 @@ class BlockStates:
         self._schedule.cache.release([self.block], changed=True)
 
     def commit(self, groups: Groups) -> None:
-        """End a step whose writes have ended."""
+        """Make the stepped states the last completed step's. Their writes must have ended."""
         if self._undo is not None:
             self.sub_group.pull(groups)
             self._undo = None
@@ -307,13 +307,13 @@ class TrainedBlock:
         self._cache.release([self.parameters], changed=True)  # is written when its use ends
 
     def to_write(self) -> list[StoredBlock]:
-        """Return what the step has changed."""
+        """Return the blocks that the current step has changed; empty if it has not stepped this one."""
         states = [each.block for each in self.states if each.block is not None]
         frozen = [part for part in self.parameters.parts[1:] if part.uncommitted]
         return [self.parameters, *frozen, *states] if self.stepped else []
 
     def commit(self, groups: Groups) -> None:
-        """End a step whose writes have ended."""
+        """Make the stepped parameters and states the last completed step's. Their writes must have ended."""
         if self.stepped:
             self.parameters.commit()
         for states in self.states:

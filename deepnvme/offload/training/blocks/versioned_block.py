@@ -30,7 +30,7 @@ class VersionedBlock(StoredBlock):
         return self.current != self._committed
 
     def changed(self, number: int) -> None:
-        """Have the next write be of this version."""
+        """Set the number of the version that the next write, or read, of the block goes to."""
         self.current = number
         self.rename(block_name(self))
 
