@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,9 +59,9 @@ class Settings:
     """Of the table that is read uniformly."""
     zipf_nbytes: int
     """Of a table that fits into memory."""
+    memory: int
+    """Bytes that are left of memory where files are mapped; 0 for all."""
     bag_rows: int
-    bag_memory: int
-    """Bytes of memory that are left to train mapped files in; 0 for all."""
     touched: int
     steps: int
     kills: int
@@ -136,6 +136,17 @@ def dropped(settings: Settings, path: Path, take: Callable[[], Counts]) -> Calla
     return turn
 
 
+@contextlib.contextmanager
+def memory_of(nbytes: int) -> Iterator[None]:
+    """Have so much memory left until the end of the block; 0 for all. What is held cannot be reclaimed, but for swapping."""
+    held = (available_memory() - nbytes) // GIB * GIB if nbytes else 0
+    holding = empty_aligned(held) if held > 0 else None
+    try:
+        yield
+    finally:
+        del holding
+
+
 def compare_with_fio(
     settings: Settings, directory: Path, cells: Path, measurements: Measurements, progress: Progress
 ) -> None:
@@ -177,46 +188,53 @@ def compare_with_others(
 ) -> None:
     """What else reads rows by their numbers in Python.
 
-    Pages of mapped files are dropped before. Of a table that fits into memory, the kernel's read-ahead has soon read all: so
-    this one should not.
+    They have less memory than the table: of one that fits, the kernel's read-ahead soon has all in the page cache, from where
+    mapped rows come more quickly than from any drive.
     """
-    for row_bytes in settings.row_bytes:
-        rows = settings.nbytes // row_bytes
-        title = f"readers of rows of {row_bytes} bytes"
-        with contextlib.ExitStack() as stack:
-            contenders: dict[str, Callable[[], Counts]] = {}
-            absent: dict[str, str] = {}
-            for how in (OURS[0], *OTHERS):
-                process = stack.enter_context(worker(directory))
-                path = cells
-                if how in OWN_FORMAT:
-                    path = directory / f"{how}-{row_bytes}"
-                    progress(f"writing the rows for {how}")
-                    try:
-                        process.call("make", how=how, path=str(path), source=str(cells), row_bytes=row_bytes, rows=rows)
-                    except ContenderFailed as error:
-                        absent[how] = str(error)
-                        continue
-                take = partial(
-                    process.call,
-                    "read",
-                    how=how,
-                    path=str(path),
-                    row_bytes=row_bytes,
-                    rows=rows,
-                    seconds=settings.seconds,
-                    batch=settings.batch,
-                )
-                contenders[how] = dropped(settings, path, take)
-            comparison = measurements.comparisons[title] = measure_interleaved(title, contenders, settings.rounds, progress)
-            comparison.absent |= absent
-        for how in OWN_FORMAT:
-            path = directory / f"{how}-{row_bytes}"
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        for how, bound in OTHERS.items():
-            what = f"{title}: times as fast as {how}"
-            verdict = judge(comparison, what, (OURS[0], how), lambda ours, theirs: rate(ours) / rate(theirs), "at least", bound)
-            measurements.verdicts.append(verdict)
+    with memory_of(settings.memory):
+        for row_bytes in settings.row_bytes:
+            compare_readers(settings, row_bytes, directory, cells, measurements, progress)
+
+
+def compare_readers(
+    settings: Settings, row_bytes: int, directory: Path, cells: Path, measurements: Measurements, progress: Progress
+) -> None:
+    rows = settings.nbytes // row_bytes
+    title = f"readers of rows of {row_bytes} bytes"
+    with contextlib.ExitStack() as stack:
+        contenders: dict[str, Callable[[], Counts]] = {}
+        absent: dict[str, str] = {}
+        for how in (OURS[0], *OTHERS):
+            process = stack.enter_context(worker(directory))
+            path = cells
+            if how in OWN_FORMAT:
+                path = directory / f"{how}-{row_bytes}"
+                progress(f"writing the rows for {how}")
+                try:
+                    process.call("make", how=how, path=str(path), source=str(cells), row_bytes=row_bytes, rows=rows)
+                except ContenderFailed as error:
+                    absent[how] = str(error)
+                    continue
+            take = partial(
+                process.call,
+                "read",
+                how=how,
+                path=str(path),
+                row_bytes=row_bytes,
+                rows=rows,
+                seconds=settings.seconds,
+                batch=settings.batch,
+            )
+            contenders[how] = dropped(settings, path, take)
+        comparison = measurements.comparisons[title] = measure_interleaved(title, contenders, settings.rounds, progress)
+        comparison.absent |= absent
+    for how in OWN_FORMAT:
+        path = directory / f"{how}-{row_bytes}"
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    for how, bound in OTHERS.items():
+        what = f"{title}: times as fast as {how}"
+        verdict = judge(comparison, what, (OURS[0], how), lambda ours, theirs: rate(ours) / rate(theirs), "at least", bound)
+        measurements.verdicts.append(verdict)
 
 
 def compare_with_memory(
@@ -298,13 +316,11 @@ def compare_bags(settings: Settings, directory: Path, cells: Path, measurements:
             contenders[how] = turn
         plenty = f"{name}, all memory"
         measurements.comparisons[plenty] = measure_interleaved(plenty, contenders, settings.rounds, progress)
-        # Held memory cannot be reclaimed, but for swapping, and mapped files have to do with what is left.
-        held = available_memory() - settings.bag_memory if settings.bag_memory else 0
-        title = f"{name}, {settings.bag_memory / GIB:.1f} GiB of memory" if held > 0 else plenty
-        if held > 0:
-            holding = empty_aligned(held // GIB * GIB)
-            measurements.comparisons[title] = measure_interleaved(title, contenders, settings.rounds, progress)
-            del holding
+        title = plenty
+        if settings.memory:
+            title = f"{name}, {settings.memory / GIB:.1f} GiB of memory"
+            with memory_of(settings.memory):
+                measurements.comparisons[title] = measure_interleaved(title, contenders, settings.rounds, progress)
     measurements.verdicts.append(
         judge(
             measurements.comparisons[title],
@@ -386,9 +402,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
     parser.add_argument("--gib", type=positive, help="of the table that is read uniformly, and of copies (default: 16)")
     parser.add_argument("--zipf-gib", type=positive, help="of the table that is compared with memory (default: 4)")
     parser.add_argument("--row-bytes", type=positive, action="append", help="multiples of 512 (default: 512, 1024 and 4096)")
-    parser.add_argument(
-        "--bag-memory-gib", type=positive, help="left to train mapped files of 6 GiB in (default: 3)"
-    )
+    parser.add_argument("--memory-gib", type=positive, help="left of memory where files are mapped (default: 3)")
     parser.add_argument("--seconds", type=positive, help="how long each reads in a round (default: 3)")
     parser.add_argument("--batch", type=positive, help=f"numbers of rows in a read (default: {BATCH})")
     parser.add_argument("--kills", type=positive, help="processes to kill (default: 200)")
@@ -401,8 +415,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
         directory=given.dir,
         nbytes=8 * MIB if quick else (given.gib or 16) * GIB,
         zipf_nbytes=8 * MIB if quick else (given.zipf_gib or 4) * GIB,
+        memory=0 if quick else (given.memory_gib or 3) * GIB,
         bag_rows=4096 if quick else 4 << 20,
-        bag_memory=0 if quick else (given.bag_memory_gib or 3) * GIB,
         touched=256 if quick else 65536,
         steps=1 if quick else 2,
         kills=given.kills or (2 if quick else 200),
