@@ -348,6 +348,114 @@ def test_an_embedding_is_added_later(drive: Path) -> None:
     assert [states["step"] for states in optimizer.state_dict()["state"].values()] == [2, 1]
 
 
+def two_tables(drive: Path) -> tuple[EmbeddingOnDisk, EmbeddingOnDisk]:
+    first = EmbeddingOnDisk(10, 4, path=drive / "a", optimizer=torch.optim.SparseAdam)
+    return first, EmbeddingOnDisk(10, 4, path=drive / "b", optimizer=torch.optim.SparseAdam)
+
+
+def test_an_interrupt_between_two_tables_is_no_whole_step(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = two_tables(drive)
+    optimizer = RowOptimizer([first, second], lr=0.1)
+    ids = torch.tensor([1, 3])
+    wanted = first(ids).detach()
+    optimizer.commit()
+    (first(ids).sum() + second(ids).sum()).backward()
+    whole_step = optimizer._step
+    stepped = []
+
+    def interrupted(holder: torch.Tensor, group: Any) -> None:
+        whole_step(holder, group)
+        stepped.append(holder)
+
+    class Interrupted(dict[Any, Any]):
+        """Raises when the second table's embedding is looked up, before its own step has begun."""
+
+        def __getitem__(self, holder: Any) -> Any:
+            if stepped:
+                raise KeyboardInterrupt
+            return super().__getitem__(holder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "_step", interrupted)
+        patch.setattr(optimizer, "_trained", Interrupted(optimizer._trained))
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    for refused in (optimizer.commit, optimizer.step, lambda: optimizer.load_state_dict(optimizer.state_dict())):
+        with pytest.raises(RuntimeError, match="rollback"):
+            refused()
+    third = EmbeddingOnDisk(10, 4, path=drive / "c", optimizer=torch.optim.SparseAdam)
+    with pytest.raises(RuntimeError, match="rollback"):
+        optimizer.add_param_group({"params": [third]})
+    optimizer.rollback()
+    assert torch.equal(first(ids), wanted)
+
+
+def test_a_gradient_that_is_not_sparse_changes_nothing(drive: Path) -> None:
+    first, second = two_tables(drive)
+    optimizer = RowOptimizer([first, second], lr=0.1)
+    wanted = first(torch.tensor([1])).detach()
+    first(torch.tensor([1])).sum().backward()
+    second.gradient_holder.grad = torch.zeros(10, 4)
+    with pytest.raises(RuntimeError, match="must be sparse"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.commit()
+    assert torch.equal(first(torch.tensor([1])), wanted)
+
+
+def test_gradients_that_the_model_does_not_drop_are_warned_of_once(drive: Path) -> None:
+    first, second = two_tables(drive)
+    model = nn.ModuleList([first, second])
+    optimizer = RowOptimizer(model, lr=0.1)
+    ids = torch.tensor([1])
+    for set_to_none in (True, False):  # what is right
+        first(ids).sum().backward()
+        first(ids).sum().backward()
+        optimizer.step()
+        optimizer.step()  # the same gradient again, as in torch
+        optimizer.zero_grad(set_to_none)
+    optimizer.zero_grad()
+    first(ids).sum().backward()
+    optimizer.step()
+    model.zero_grad()
+    first(ids).sum().backward()
+    with pytest.warns(UserWarning, match=r"zero_grad\(\) of RowOptimizer"):
+        optimizer.step()
+    model.zero_grad()
+    first(ids).sum().backward()
+    optimizer.step()
+
+
+def test_a_table_that_is_added_later_brings_its_commit_to_those_before(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process was killed when the first table was committed and the second one was prepared: the first table decides."""
+    first, second = two_tables(drive)
+    optimizer = RowOptimizer([first, second], lr=0.1)
+    for _ in range(2):
+        (first(torch.tensor([1])).sum() + second(torch.tensor([1])).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not optimizer.attributes:
+            optimizer.commit({"step": 1})
+    wanted = second(torch.tensor([1])).detach()
+
+    def killed(name: str, attributes: Any) -> None:
+        raise OSError(5, "killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(second.table, "commit_prepared", killed)
+        with pytest.raises(OSError, match="killed"):
+            optimizer.commit({"step": 2})
+    for each in (first, second):
+        each.table.close()
+    first, second = two_tables(drive)
+    optimizer = RowOptimizer(second, lr=0.1)
+    assert optimizer.attributes == {"step": 1}
+    optimizer.add_param_group({"params": [first]})
+    assert optimizer.attributes == {"step": 2}
+    assert [states["step"] for states in optimizer.state_dict()["state"].values()] == [2, 2]
+    assert torch.equal(second(torch.tensor([1])), wanted)
+
+
 class Batches:
     """Half of the rows of each batch are in the next one too."""
 
