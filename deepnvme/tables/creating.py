@@ -32,8 +32,8 @@ _SECTOR = 512
 _UNFINISHED_NAME = "rows.new"
 """Of a file of rows until all are written. One that is left by a process that died is removed by the next."""
 _NOTE_NAME = "deepnvme-table.unfinished"
-"""Of a file in the first directory, from before files of rows get their names until there is a manifest: it has the inode of each,
-so that those that a process has left that was killed in between are known from another table's."""
+"""Of a file in the first directory, from before files of rows get their names until there is a manifest: it has the inode of
+each, so that those that a process has left that was killed in between are known from another table's."""
 _MOST_NOTE_BYTES = 1 << 20
 _FIRST_EPOCH = 1
 

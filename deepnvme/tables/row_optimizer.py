@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from .common_commits import CommonCommits
-from .embedding import RowsOnDisk, check_states
+from .embedding import RowsOnDisk
 from .mapped_tensors import mapped_tensors, parts_of
-from .row_states import OptimizerFactory, OptimizerStates, as_number, optimizer_name
+from .row_states import OptimizerFactory, OptimizerStates, as_number, check_states, copied, optimizer_name
 from .table import Table
 
 _ATTRIBUTE = "optimizer"
@@ -120,7 +120,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Go on from the last commit of an embedding's table."""
         trained = self._trained[holder]
         committed = trained.table.attributes.get(_ATTRIBUTE, {})
-        self.state[holder] = _copies(trained.states.table)
+        self.state[holder] = copied(trained.states.table)
         for name in trained.states.names:
             if name in committed:
                 self.state[holder][name] = _like(committed[name], trained.states.table.get(name))
@@ -217,7 +217,7 @@ class RowOptimizer(torch.optim.Optimizer):
         inner.param_groups[0].update({name: value for name, value in group.items() if name != "params"}, params=[compact])
         try:
             if self.state[holder] or trained.states.all_by_row:  # else the optimizer makes them: it is the first step
-                whole = {**_copies(self.state[holder]), **values}
+                whole = {**copied(self.state[holder]), **values}
                 inner.state[compact] = {name: whole[name] for name in trained.states.names}
             inner.step()
             states = dict(inner.state[compact])
@@ -302,7 +302,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 return [records[name] for name in names]
 
             columns = [(state.dtype, tuple(state.shape)) for state in rows.values()]
-            whole = _copies(states)  # an optimizer that loads them may change them in place
+            whole = copied(states)  # an optimizer that loads them may change them in place
             if columns:
                 whole |= zip(rows, mapped_tensors(table.directory, table.rows, columns, values), strict=True)
             packed["state"][number] = {name: whole[name] for name in trained.states.names}
@@ -337,7 +337,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"the state {name!r} must have the shape {shape}, got {tuple(own[name].shape)}")
             by_row.append((trained, own))
             if given:
-                of_tables[number] = _copies(given)
+                of_tables[number] = copied(given)
         self._failed = True  # until all is loaded, also if an interrupt comes between
         try:
             super().load_state_dict({**state_dict, "state": of_tables})
@@ -347,7 +347,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for trained, own in by_row:
             _load_rows(trained, own)
         for holder, trained in self._trained.items():
-            self.state[holder] = {**_copies(trained.states.table), **self.state.get(holder, {})}
+            self.state[holder] = {**copied(trained.states.table), **self.state.get(holder, {})}
         self._failed = False
 
     def _numbered(self) -> Iterator[tuple[int, _Trained]]:
@@ -387,10 +387,6 @@ def _groups_of(embeddings: nn.Module | Iterable[nn.Module | dict[str, Any]]) -> 
             raise TypeError(f"embeddings must all be in groups, or none, got {type(each).__name__} beside a group")
         params = each["params"]
         yield {**each, "params": [params] if isinstance(params, nn.Module) else list(params)}
-
-
-def _copies(states: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in states.items()}
 
 
 def _like(number: float, example: Any) -> Any:

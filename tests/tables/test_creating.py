@@ -1,4 +1,4 @@
-"""A process that is killed while it makes a table leaves nothing that the next one is hindered by, or that it takes from others."""
+"""A process that is killed while it makes a table leaves nothing that hinders the next one, which takes nothing from others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Table.create({paths}, 100, 4, torch.float32, values=lambda begin, end: torch.zer
 
 
 @pytest.mark.parametrize(
-    ("where", "call"), [("preallocate", 1), ("sync_directory", 1), ("sync_directory", 2), ("sync_directory", 4), ("save_manifest", 1)]
+    ("where", "call"), [("preallocate", 1), *[("sync_directory", call) for call in (1, 2, 4)], ("save_manifest", 1)]
 )
 def test_a_table_is_made_where_a_process_was_killed_that_made_one(
     where: str, call: int, interpreters: Interpreters, drive: Path
