@@ -89,9 +89,7 @@ def offload_embeddings(
     return list(chosen)
 
 
-def _embeddings_to_move(
-    model: nn.Module, min_bytes: int
-) -> tuple[dict[str, nn.Embedding | nn.EmbeddingBag], dict[str, str]]:
+def _embeddings_to_move(model: nn.Module, min_bytes: int) -> tuple[dict[str, nn.Embedding | nn.EmbeddingBag], dict[str, str]]:
     """Return the large embeddings of a model by name, and of those that cannot be moved the reasons."""
     users = _users_of_weights(model)
     chosen: dict[str, nn.Embedding | nn.EmbeddingBag] = {}

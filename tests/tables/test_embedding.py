@@ -15,9 +15,8 @@ from torch import nn
 from deepnvme.nn import EmbeddingBagOnDisk, EmbeddingOnDisk
 from deepnvme.tables import RowOptimizer, Table
 
-ROWS, DIM = 1000, 24
-SMALL = 60_000
-"""Bytes of memory for rows, of 96 000 bytes and more that all have."""
+from ..support.embedding_ids import DIM, ROWS, SMALL, some_ids
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
@@ -41,13 +40,6 @@ def bags(drive: Path, **more: Any) -> tuple[nn.EmbeddingBag, EmbeddingBagOnDisk]
 def dense(gradient: torch.Tensor | None) -> torch.Tensor:
     assert gradient is not None
     return gradient.coalesce().to_dense() if gradient.is_sparse else gradient
-
-
-def some_ids(*shape: int) -> torch.Tensor:
-    """Ids many of which occur several times."""
-    ids = torch.randint(0, ROWS, shape)
-    ids.view(-1)[::3] %= 7
-    return ids
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
