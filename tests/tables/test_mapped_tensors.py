@@ -18,12 +18,13 @@ VALUES = torch.arange(1000 * 6, dtype=torch.float32).view(1000, 6)
 COLUMNS = [(torch.float32, (6,))]
 
 
-def refusing_open(monkeypatch: pytest.MonkeyPatch, refused: Path, code: int) -> None:
-    """Have no file without a name be made in a directory."""
+def refusing_open(monkeypatch: pytest.MonkeyPatch, refused: Path, code: int, named_too: bool = False) -> None:
+    """Have no file without a name be made in a directory; or none at all."""
     whole_open = os.open
 
     def refusing(path: Any, flags: int, *more: Any, **named: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE and Path(path) == refused:
+        unnamed = flags & os.O_TMPFILE == os.O_TMPFILE and Path(path) == refused
+        if unnamed or (named_too and flags & os.O_CREAT and Path(path).parent == refused):
             raise OSError(code, os.strerror(code))
         return whole_open(path, flags, *more, **named)
 
@@ -52,7 +53,7 @@ def test_a_table_on_a_read_only_mount_has_a_state_dict(
 ) -> None:
     torch.save({"weight": VALUES}, drive / "weights.pt")
     embedding = EmbeddingOnDisk.from_pretrained(drive / "weights.pt")
-    refusing_open(monkeypatch, drive, code)
+    refusing_open(monkeypatch, drive, code, named_too=True)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert torch.equal(embedding.state_dict()["weight"], VALUES)
     embedding.table.close()
