@@ -25,6 +25,7 @@ from deepnvme.nn import EmbeddingBagOnDisk
 from deepnvme.tables import Lookahead, RowOptimizer
 
 MIB = 1 << 20
+STAGING = 48 * MIB  # pinned memory for rows on their way, of all tables together
 TABLES, OF_EACH, DENSE = 8, 4, 13  # of each table an example has four categories
 EXPONENT = 1.05
 EVERY = 10  # steps between the points of the plot
@@ -90,7 +91,7 @@ def model_of(bags: list[torch.nn.Module], width: int) -> Clicks:
 
 def train_on_disk(given: argparse.Namespace, directory: Path, progress: Progress) -> Result:
     torch.manual_seed(0)
-    budget = given.budget_mib * MIB // TABLES
+    budget, staging = given.budget_mib * MIB // TABLES, STAGING // TABLES
     bags: list[torch.nn.Module] = [
         EmbeddingBagOnDisk(
             given.rows,
@@ -99,6 +100,7 @@ def train_on_disk(given: argparse.Namespace, directory: Path, progress: Progress
             path=directory / f"table{number}",
             optimizer=torch.optim.SparseAdam,
             memory_budget=budget,
+            staging_bytes=staging,
         )
         for number in range(TABLES)
     ]

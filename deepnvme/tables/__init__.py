@@ -12,7 +12,7 @@ from .table import PartialRows, Table, TableStats
 if TYPE_CHECKING:
     from .embedding import EmbeddingBagOnDisk, EmbeddingOnDisk
     from .lookahead import Lookahead
-    from .ngram_tables import RowShards, open_ngram_tables
+    from .ngram_tables import RowShards, ShardsFuture, open_ngram_tables
     from .offloading import offload_embeddings
     from .row_optimizer import RowOptimizer
     from .row_wise_adagrad import RowWiseAdagrad
@@ -29,6 +29,7 @@ __all__ = [
     "RowWiseAdagrad",
     "RowsFuture",
     "RowsUnreadable",
+    "ShardsFuture",
     "State",
     "Table",
     "TableStats",
@@ -43,6 +44,7 @@ _LATER = {
     "RowOptimizer": "row_optimizer",
     "RowShards": "ngram_tables",
     "RowWiseAdagrad": "row_wise_adagrad",
+    "ShardsFuture": "ngram_tables",
     "offload_embeddings": "offloading",
     "open_ngram_tables": "ngram_tables",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from deepnvme._files import naming_file, sync_directory
+from deepnvme._files import UnfitFile, naming_file, read_regular, sync_directory
 from deepnvme._preallocation import preallocate
 from deepnvme.config import AioConfig
 from deepnvme.engine import Engine, File, Future
@@ -30,6 +31,10 @@ _CHUNK_BYTES = 64 << 10
 _SECTOR = 512
 _UNFINISHED_NAME = "rows.new"
 """Of a file of rows until all are written. One that is left by a process that died is removed by the next."""
+_NOTE_NAME = "deepnvme-table.unfinished"
+"""Of a file in the first directory, from before files of rows get their names until there is a manifest: it has the inode of
+each, so that those that a process has left that was killed in between are known from another table's."""
+_MOST_NOTE_BYTES = 1 << 20
 _FIRST_EPOCH = 1
 
 Values = Callable[[int, int], torch.Tensor]
@@ -57,7 +62,8 @@ def create_files(
         config: Settings of the engine.
 
     Raises:
-        FileExistsError: If there is a table in the first directory.
+        FileExistsError: If there is a table in one of the directories. What a process has left that was killed in here is
+            replaced.
         ValueError: If values have another shape or dtype.
         OSError: From the drive. Nothing is left then.
     """
@@ -66,6 +72,8 @@ def create_files(
         for directory in directories:
             stack.callback(DirectoryLock(directory).release)
         _check_empty(directories)  # somebody else may have made one just now
+        for path in _left_behind(directories):
+            path.unlink()
         stack.callback(_remove_unless_made, directories)
         engine = stack.enter_context(engine_for(directories, config))
         paths = [directory / ROWS_NAME for directory in directories]
@@ -89,6 +97,7 @@ def create_files(
             _fill(engine, files, layout, values, initial)
         for future in [engine.fsync(file) for file in files]:
             future.result()
+        _note(directories, unfinished)
         for directory in directories:
             with naming_file(directory / _UNFINISHED_NAME):
                 os.rename(directory / _UNFINISHED_NAME, directory / ROWS_NAME)
@@ -96,19 +105,51 @@ def create_files(
             sync_directory(directory.parent)
         committed = _FIRST_EPOCH if updatable and filled else 0
         save_manifest(directories, layout, Epochs(committed, committed))
+        with contextlib.suppress(OSError):  # the table is whole with it, too
+            (directories[0] / _NOTE_NAME).unlink()
 
 
 def _check_empty(directories: Sequence[Path]) -> None:
     """Raise FileExistsError if there are rows in one of the directories, which another table may have there."""
+    left_behind = _left_behind(directories)
     for path in [directory / name for directory in directories for name in (MANIFEST_NAME, ROWS_NAME)]:
-        if os.path.lexists(path):
+        if os.path.lexists(path) and path not in left_behind:
             raise FileExistsError(errno.EEXIST, "there is a table already: open it, or remove the directory", str(path))
+
+
+def _note(directories: Sequence[Path], files: Sequence[Path]) -> None:
+    """Note which files of rows are about to get their names."""
+    inodes = {str(directory): file.stat().st_ino for directory, file in zip(directories, files, strict=True)}
+    path = directories[0] / _NOTE_NAME
+    with naming_file(path), open(path, "w", encoding="utf-8") as file:
+        json.dump(inodes, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(directories[0])
+
+
+def _left_behind(directories: Sequence[Path]) -> list[Path]:
+    """Return files of rows that belong to no table, since a process was killed before it had written the manifest."""
+    if os.path.lexists(directories[0] / MANIFEST_NAME):
+        return []
+    try:
+        noted = json.loads(read_regular(directories[0] / _NOTE_NAME, _MOST_NOTE_BYTES))
+    except (FileNotFoundError, NotADirectoryError, UnfitFile, ValueError):
+        return []
+    found = []
+    for directory in directories if isinstance(noted, dict) else ():
+        path = directory / ROWS_NAME
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if path.lstat().st_ino == noted.get(str(directory)):
+                found.append(path)
+    return found
 
 
 def _remove_unless_made(directories: Sequence[Path]) -> None:
     """Remove files of rows where no manifest has made them a table. What another table has was refused before."""
     if not (directories[0] / MANIFEST_NAME).exists():
-        for path in [directory / name for directory in directories for name in (_UNFINISHED_NAME, ROWS_NAME)]:
+        paths = [directory / name for directory in directories for name in (_UNFINISHED_NAME, ROWS_NAME)]
+        for path in [*paths, directories[0] / _NOTE_NAME]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
@@ -141,7 +182,7 @@ def _fill(
         while len(under_way) >= 2 * len(files):
             under_way.popleft().result()
         for volume, file in enumerate(files):
-            own = _rows_of(layout, images, volume, len(files))
+            own = _images_of(layout, images, volume, len(files))
             if len(own):
                 offset = layout.place_of(begin + volume * layout.chunk)[1]
                 under_way.append(engine.write(own.reshape(-1), file, offset))
@@ -166,7 +207,7 @@ def _images(layout: TableLayout, values: torch.Tensor, initial: Mapping[str, flo
     return images
 
 
-def _rows_of(layout: TableLayout, images: torch.Tensor, volume: int, volumes: int) -> torch.Tensor:
+def _images_of(layout: TableLayout, images: torch.Tensor, volume: int, volumes: int) -> torch.Tensor:
     """Return those images that a volume has, of a range of rows that begins with the first volume's turn."""
     if volumes == 1:
         return images

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,8 +19,11 @@ from .initial_rows import NormalRows
 from .layout import State
 from .manifest import MANIFEST_NAME
 from .mapped_tensors import mapped_tensors, parts_of
-from .row_states import OptimizerFactory, OptimizerStates, optimizer_name, states_of
-from .table import DEFAULT_MEMORY_BUDGET, AnyPath, Table
+from .paths import AnyPath, as_paths
+from .row_ids import check_integers, checked_ids
+from .row_states import OptimizerFactory, check_states, optimizer_name, states_of
+from .staging import DEFAULT_STAGING_BYTES
+from .table import DEFAULT_MEMORY_BUDGET, Table
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,12 +41,14 @@ class _RowGradients(torch.autograd.Function):
     def forward(
         ctx: Any, holder: torch.Tensor, rows: torch.Tensor, padding_idx: int | None, weight: torch.Tensor
     ) -> torch.Tensor:
+        """Return ``weight``, the rows of the numbers ``rows``, as a function of the gradient holder."""
         ctx.rows, ctx.padding_idx, ctx.size = rows, padding_idx, holder.shape
         return weight
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the sparse gradient of all rows, for the holder, of the gradient of some."""
         rows = ctx.rows
         if gradient.is_sparse:
             numbers, values, ordered = rows[gradient._indices()[0]], gradient._values(), gradient.is_coalesced()
@@ -78,10 +84,10 @@ class RowsOnDisk(nn.Module):
     """A leaf of the shape of all rows, without memory for them: its ``grad`` is their sparse gradient. It is no parameter."""
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, path: AnyPath | Sequence[AnyPath],
-        padding_idx: int | None, max_norm: float | None, scale_grad_by_freq: bool, dtype: torch.dtype | None,
-        optimizer: OptimizerFactory | None, memory_budget: int, config: AioConfig | None,
-        values: Values | None = None, _table: Table | None = None, _freeze: bool = False,
+        self, num_embeddings: int, embedding_dim: int, *, path: AnyPath | Sequence[AnyPath] | Table, padding_idx: int | None,
+        max_norm: float | None, scale_grad_by_freq: bool, sparse: bool, weight: None, device: torch.device | str | None,
+        dtype: torch.dtype | None, optimizer: OptimizerFactory | None, values: Values | None, memory_budget: int,
+        staging_bytes: int, config: AioConfig | None,
     ) -> None:  # fmt: skip
         super().__init__()
         if max_norm is not None:
@@ -89,6 +95,12 @@ class RowsOnDisk(nn.Module):
                 f"max_norm={max_norm} is not supported: rows that are too long would be changed, and written, by every forward,"
                 " without their optimizer; shorten them before, or use torch's module"
             )
+        if not sparse:
+            raise ValueError("sparse=False is not supported: gradients of rows on a drive are sparse; leave sparse out")
+        if weight is not None:
+            raise ValueError("_weight is not supported: use from_pretrained(weight, path=...)")
+        if device is not None and torch.device(device).type != "cpu":
+            raise ValueError(f"device={str(device)!r} is not supported: results are on the device of the ids; leave device out")
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx must be in [{-num_embeddings}, {num_embeddings}), got {padding_idx}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
@@ -96,11 +108,11 @@ class RowsOnDisk(nn.Module):
         self.scale_grad_by_freq = scale_grad_by_freq
         self.optimizer = optimizer
         """What trains the rows: a torch optimizer class, or a partial of one; None if nothing does."""
-        table = _table
-        if table is not None:
+        if isinstance(path, Table):
+            table = path
             _check_fits(table, (num_embeddings, embedding_dim), dtype, optimizer)
         else:
-            table = self._open(path, dtype, memory_budget, config, values)
+            table = self._open(as_paths(path), dtype, values, memory_budget, staging_bytes, config)
             try:
                 _check_fits(table, (num_embeddings, embedding_dim), dtype, optimizer)
             except BaseException:
@@ -108,16 +120,16 @@ class RowsOnDisk(nn.Module):
                 raise
         self.table = table
         self.gradient_holder = _holder(table, torch.device("cpu"))
-        self.requires_grad_(optimizer is not None and not _freeze)
+        self.requires_grad_(optimizer is not None)
 
     def _open(
-        self, path: AnyPath | Sequence[AnyPath], dtype: torch.dtype | None, memory_budget: int, config: AioConfig | None,
-        values: Values | None,
+        self, paths: list[Path], dtype: torch.dtype | None, values: Values | None, memory_budget: int, staging_bytes: int,
+        config: AioConfig | None,
     ) -> Table:  # fmt: skip
         """Open the table at a path, or make it."""
-        first = Path(os.fsdecode(path if isinstance(path, str | bytes | os.PathLike) else path[0]))
-        if (first / MANIFEST_NAME).exists():
-            return Table.open(path, writable=self.optimizer is not None, memory_budget=memory_budget, config=config)
+        memory: dict[str, Any] = {"memory_budget": memory_budget, "staging_bytes": staging_bytes, "config": config}
+        if paths and (paths[0] / MANIFEST_NAME).exists():
+            return Table.open(paths, writable=self.optimizer is not None, **memory)
         kind = torch.get_default_dtype() if dtype is None else dtype
         states: Mapping[str, State] = {}
         if self.optimizer is not None:
@@ -125,55 +137,53 @@ class RowsOnDisk(nn.Module):
         if values is None:
             values = NormalRows(self.num_embeddings, self.embedding_dim, kind, self.padding_idx)
         return Table.create(
-            path,
+            paths,
             self.num_embeddings,
             self.embedding_dim,
             kind,
             values=values,
             states=states,
             updatable=self.optimizer is not None,
-            memory_budget=memory_budget,
-            config=config,
+            **memory,
         )
 
     @classmethod
     def _from_pretrained(
         cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool, path: AnyPath | Sequence[AnyPath] | None, name: str | None,
-        optimizer: OptimizerFactory | None, memory_budget: int, config: AioConfig | None, **more: Any,
+        optimizer: OptimizerFactory | None, memory: dict[str, Any], **more: Any,
     ) -> Self:  # fmt: skip
+        """Return a module with rows that are there already. ``memory``: budgets and config, as a table takes them."""
         if not freeze and optimizer is None:
             raise ValueError("rows that are trained (freeze=False) need optimizer=, whose states are kept beside them")
+        opened: Table | None = None
         if isinstance(embeddings, torch.Tensor):
-            if embeddings.dim() != 2:
-                raise ValueError(f"embeddings must have two dimensions, got the shape {tuple(embeddings.shape)}")
             if path is None:
                 raise ValueError("path= is needed: a directory for the rows of the tensor")
-            rows = embeddings.detach()
-            return cls(
-                rows.shape[0], rows.shape[1], path=path, dtype=rows.dtype, optimizer=optimizer, memory_budget=memory_budget,
-                config=config, _freeze=freeze, values=lambda begin, end: rows[begin:end].cpu(), **more,
-            )  # fmt: skip
-        opened = not isinstance(embeddings, Table)
-        if isinstance(embeddings, Table):
+            source: torch.Tensor | Table = embeddings.detach()
+        elif isinstance(embeddings, Table):
             source = embeddings
         else:
             writable = path is None and optimizer is not None
-            source = Table.open(embeddings, name, writable=writable, memory_budget=memory_budget, config=config)
-        if len(source.row_shape) != 1:
-            raise ValueError(f"embeddings must have two dimensions, got the shape {source.shape}")
-        common: dict[str, Any] = {"memory_budget": memory_budget, "config": config, "optimizer": optimizer, "_freeze": freeze}
-        if path is None:
-            return cls(
-                source.rows, source.row_shape[0], path=source.directory, dtype=source.dtype, _table=source, **common, **more
-            )
+            source = opened = Table.open(embeddings, name, writable=writable, **memory)
         try:
-            return cls(
-                source.rows, source.row_shape[0], path=path, dtype=source.dtype,
-                values=lambda begin, end: _rows_of(source, begin, end), **common, **more,
-            )  # fmt: skip
+            if len(source.shape) != 2:
+                raise ValueError(f"embeddings must have two dimensions, got the shape {tuple(source.shape)}")
+            rows, dim = source.shape
+            if path is None:
+                assert isinstance(source, Table)
+                found = cls(rows, dim, path=source, dtype=source.dtype, optimizer=optimizer, **memory, **more)
+                opened = None  # the module has it
+            else:
+
+                def values(begin: int, end: int) -> torch.Tensor:
+                    """Return rows ``begin`` to ``end`` of the source."""
+                    return source[begin:end].cpu() if isinstance(source, torch.Tensor) else _read_range(source, begin, end)
+
+                found = cls(rows, dim, path=path, dtype=source.dtype, optimizer=optimizer, values=values, **memory, **more)
         finally:
-            if opened:
-                source.close()
+            if opened is not None:
+                opened.close()
+        return found.requires_grad_(not freeze)
 
     # -- what is trained
 
@@ -195,13 +205,23 @@ class RowsOnDisk(nn.Module):
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Start reading the rows of ids that will be asked for soon, of any shape. See :meth:`Table.prefetch`."""
-        self.table.prefetch(torch.unique(ids.detach()))
+        self.table.prefetch(self._unique(ids)[0])
+
+    def _unique(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows that ids have, each once and ascending, and which of them each id is.
+
+        Raises:
+            TypeError, IndexError: As :meth:`Table.read` does.
+        """
+        check_integers(ids)
+        rows, positions = torch.unique(ids.detach(), return_inverse=True)
+        if len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= self.num_embeddings):
+            checked_ids(ids, self.num_embeddings)  # raises with the position in ids
+        return rows, positions
 
     def _gather(self, ids: torch.Tensor) -> _Gathered:
         """Read the rows of ids. Blocks. Raises what :meth:`Table.read` does."""
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise TypeError(f"ids must be integers, got {ids.dtype}")
-        rows, positions = torch.unique(ids.detach(), return_inverse=True)
+        rows, positions = self._unique(ids)
         padding, count = None, len(rows)
         if self.padding_idx is not None:
             found = int(torch.searchsorted(rows, self.padding_idx))
@@ -229,13 +249,35 @@ class RowsOnDisk(nn.Module):
                 )
             holder.data = _holder(self.table, device)
 
+    # -- copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a module that reads the table's last commit, and those that follow. It is not trained."""
+        if self.table.writable:
+            warnings.warn(
+                f"the copy of {type(self).__name__} reads the last commit of {self.table}, and each one after it: it has no"
+                " rows of its own, and is not trained. For rows of its own, use from_pretrained(module.table, path=...)",
+                stacklevel=2,
+            )
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "gradient_holder"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.gradient_holder = _holder(self.table, torch.device("cpu"))  # without gradients: others have the table to change it
+
     # -- state dicts, in torch's form
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Add the rows, as a tensor that is mapped from a file without a name beside the table's."""
         table = self.table
         destination[prefix + "weight"] = mapped_tensors(
-            table.directory, table.rows, [(table.dtype, table.row_shape)], lambda begin, end: [_rows_of(table, begin, end)]
+            table.directory, table.rows, [(table.dtype, table.row_shape)], lambda begin, end: [_read_range(table, begin, end)]
         )[0]
 
     def _load_from_state_dict(
@@ -278,21 +320,38 @@ class EmbeddingOnDisk(RowsOnDisk):
 
     The rows are no ``nn.Parameter``: a parameter has its values in memory, and whoever goes through ``parameters()`` expects to
     read and change them there, such as optimizers, DistributedDataParallel and ``model.to()``. Their gradients are given to
-    :class:`~deepnvme.tables.RowOptimizer`. ``state_dict`` has them as torch's module does, mapped from a file.
+    :class:`~deepnvme.tables.RowOptimizer`, and are in :attr:`gradient_holder`. So ``model.zero_grad()`` does not drop them, and
+    ``clip_grad_norm_(model.parameters())`` does not clip them: RowOptimizer says what does. ``state_dict`` has the rows as
+    torch's module does, mapped from a file. ``load_state_dict`` changes them, and does not wait for a commit that has failed
+    halfway.
+
+    A copy, by ``copy.deepcopy`` or pickle, reads the table's last commit and those that follow. It is not trained, and has no
+    rows of its own.
+
+    A training reads each row in the forward, and again in the step, where it is in memory. So if a share ``h`` of the rows of the
+    forwards was in memory, ``table.stats().hit_rate`` is ``(1 + h) / 2``. ``rows_read`` is what the forwards did not find there.
+
+    Arguments are in torch's order, and have torch's meanings.
 
     Args:
         num_embeddings: Number of rows.
         embedding_dim: Elements of each.
         padding_idx: A row that is not trained; zeros in a new table.
+        max_norm: Is refused, with the reason.
+        norm_type: Is ignored, as by torch without ``max_norm``.
         scale_grad_by_freq: Whether gradients are divided by how often an id is in the forward.
+        sparse: Only True: gradients are sparse.
+        _weight: Is refused: :meth:`from_pretrained` takes rows.
+        _freeze: Whether the rows are not trained for now.
+        device: Only None or the CPU: results are on the device of the ids.
         path: A directory, or several on different drives. The table there is opened; else it is made, and its rows are those that
-            ``torch.nn.Embedding`` has with the same seed.
+            ``torch.nn.Embedding`` has with the same seed. Or an open :class:`Table`, which is used as it is.
         dtype: Of the rows; None for torch's default, or that of the table that is there.
         optimizer: What will train the rows: a torch optimizer class, or a ``functools.partial`` of one. Its states are kept
             beside each row. None for rows that are not trained, which take half the space.
         values: Returns rows ``begin`` to ``end`` of a new table, as for :meth:`Table.create`; None for those of torch.
         memory_budget: Bytes of memory for rows, as for :meth:`Table.open`.
-        max_norm: Is refused, with the reason.
+        staging_bytes: Bytes of pinned memory for rows on their way, likewise. Ignored, as ``memory_budget``, with an open table.
         config: Settings of the engine; None for the profile of the drive.
 
     Raises:
@@ -303,21 +362,25 @@ class EmbeddingOnDisk(RowsOnDisk):
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
-        scale_grad_by_freq: bool = False, *, path: AnyPath | Sequence[AnyPath], dtype: torch.dtype | None = None,
-        optimizer: OptimizerFactory | None = None, values: Values | None = None, memory_budget: int = DEFAULT_MEMORY_BUDGET,
-        config: AioConfig | None = None, _table: Table | None = None, _freeze: bool = False,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = True, _weight: None = None,
+        _freeze: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
+        path: AnyPath | Sequence[AnyPath] | Table, optimizer: OptimizerFactory | None = None, values: Values | None = None,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET, staging_bytes: int = DEFAULT_STAGING_BYTES, config: AioConfig | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             num_embeddings, embedding_dim, path=path, padding_idx=padding_idx, max_norm=max_norm,
-            scale_grad_by_freq=scale_grad_by_freq, dtype=dtype, optimizer=optimizer, values=values,
-            memory_budget=memory_budget, config=config, _table=_table, _freeze=_freeze,
+            scale_grad_by_freq=scale_grad_by_freq, sparse=sparse, weight=_weight, device=device, dtype=dtype, optimizer=optimizer,
+            values=values, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config,
         )  # fmt: skip
+        if _freeze:
+            self.requires_grad_(False)
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, padding_idx: int | None = None, *,
-        scale_grad_by_freq: bool = False, path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None,
-        optimizer: OptimizerFactory | None = None, memory_budget: int = DEFAULT_MEMORY_BUDGET, config: AioConfig | None = None,
+        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, padding_idx: int | None = None,
+        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = True, *,
+        path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None, optimizer: OptimizerFactory | None = None,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET, staging_bytes: int = DEFAULT_STAGING_BYTES, config: AioConfig | None = None,
     ) -> Self:  # fmt: skip
         """Return an embedding with rows that are there already.
 
@@ -326,16 +389,21 @@ class EmbeddingOnDisk(RowsOnDisk):
                 ``.npy``, ``.safetensors`` or ``.pt`` file. The latter two are used where they are if ``path`` is not given.
             freeze: Whether the rows are not trained. If they are, ``optimizer`` is needed.
             padding_idx: A row that is not trained. It keeps its values.
+            max_norm: As for the class.
+            norm_type: As for the class.
             scale_grad_by_freq: As for the class.
+            sparse: As for the class.
             path: A directory, or several, for a copy of the rows. Needed for tensors. A table that is there already is opened.
             name: Of the tensor in a file that has several.
             optimizer: As for the class.
             memory_budget: As for the class.
+            staging_bytes: As for the class.
             config: As for the class.
         """
+        memory: dict[str, Any] = {"memory_budget": memory_budget, "staging_bytes": staging_bytes, "config": config}
         return cls._from_pretrained(
-            embeddings, freeze, path, name, optimizer, memory_budget, config,
-            padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq,
+            embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, max_norm=max_norm,
+            scale_grad_by_freq=scale_grad_by_freq, sparse=sparse,
         )  # fmt: skip
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -364,11 +432,12 @@ class EmbeddingBagOnDisk(RowsOnDisk):
     """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, max_norm: float | None = None, scale_grad_by_freq: bool = False,
-        mode: Mode = "mean", *, include_last_offset: bool = False, padding_idx: int | None = None,
-        path: AnyPath | Sequence[AnyPath], dtype: torch.dtype | None = None, optimizer: OptimizerFactory | None = None,
-        values: Values | None = None, memory_budget: int = DEFAULT_MEMORY_BUDGET, config: AioConfig | None = None,
-        _table: Table | None = None, _freeze: bool = False,
+        self, num_embeddings: int, embedding_dim: int, max_norm: float | None = None, norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False, mode: Mode = "mean", sparse: bool = True, _weight: None = None,
+        include_last_offset: bool = False, padding_idx: int | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, *, path: AnyPath | Sequence[AnyPath] | Table,
+        optimizer: OptimizerFactory | None = None, values: Values | None = None, memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        staging_bytes: int = DEFAULT_STAGING_BYTES, config: AioConfig | None = None,
     ) -> None:  # fmt: skip
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
@@ -376,23 +445,25 @@ class EmbeddingBagOnDisk(RowsOnDisk):
             raise ValueError('scale_grad_by_freq is not supported with mode="max"')
         super().__init__(
             num_embeddings, embedding_dim, path=path, padding_idx=padding_idx, max_norm=max_norm,
-            scale_grad_by_freq=scale_grad_by_freq, dtype=dtype, optimizer=optimizer, values=values,
-            memory_budget=memory_budget, config=config, _table=_table, _freeze=_freeze,
+            scale_grad_by_freq=scale_grad_by_freq, sparse=sparse, weight=_weight, device=device, dtype=dtype, optimizer=optimizer,
+            values=values, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config,
         )  # fmt: skip
         self.mode = mode
         self.include_last_offset = include_last_offset
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, *, scale_grad_by_freq: bool = False,
-        mode: Mode = "mean", include_last_offset: bool = False, padding_idx: int | None = None,
+        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, mode: Mode = "mean", sparse: bool = True,
+        include_last_offset: bool = False, padding_idx: int | None = None, *,
         path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None, optimizer: OptimizerFactory | None = None,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET, config: AioConfig | None = None,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET, staging_bytes: int = DEFAULT_STAGING_BYTES, config: AioConfig | None = None,
     ) -> Self:  # fmt: skip
         """Return a module with rows that are there already: see :meth:`EmbeddingOnDisk.from_pretrained`."""
+        memory: dict[str, Any] = {"memory_budget": memory_budget, "staging_bytes": staging_bytes, "config": config}
         return cls._from_pretrained(
-            embeddings, freeze, path, name, optimizer, memory_budget, config, padding_idx=padding_idx, mode=mode,
-            include_last_offset=include_last_offset, scale_grad_by_freq=scale_grad_by_freq,
+            embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, max_norm=max_norm, mode=mode,
+            sparse=sparse, include_last_offset=include_last_offset, scale_grad_by_freq=scale_grad_by_freq,
         )  # fmt: skip
 
     def forward(
@@ -418,10 +489,12 @@ class EmbeddingBagOnDisk(RowsOnDisk):
 
 
 def _holder(table: Table, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the shape of all rows, with the memory of one element."""
     return torch.zeros((), dtype=table.dtype, device=device).expand(table.shape)
 
 
-def _rows_of(table: Table, begin: int, end: int) -> torch.Tensor:
+def _read_range(table: Table, begin: int, end: int) -> torch.Tensor:
+    """Return rows ``begin`` to ``end`` of a table."""
     rows = table.read(torch.arange(begin, end))
     assert isinstance(rows, torch.Tensor)
     return rows
@@ -433,15 +506,3 @@ def _check_fits(table: Table, shape: tuple[int, int], dtype: torch.dtype | None,
         raise ValueError(f"{table} has the shape {table.shape} in {table.dtype}, and {shape} in {dtype or table.dtype} is wanted")
     if optimizer is not None:
         check_states(table, optimizer)
-
-
-def check_states(table: Table, optimizer: OptimizerFactory) -> OptimizerStates:
-    """Return what an optimizer keeps for a table. Raises ValueError if the table has not what it keeps for each row."""
-    states = states_of(optimizer, table.dtype, table.row_shape[0])
-    wanted = {name: (state.dtype, tuple(state.shape)) for name, state in states.rows.items()}
-    if table.states != wanted:
-        raise ValueError(
-            f"{table} was made for an optimizer with the states {table.states or 'none'}, and {optimizer_name(optimizer)} has"
-            f" {wanted or 'none'}: make the table with optimizer={optimizer_name(optimizer)}"
-        )
-    return states

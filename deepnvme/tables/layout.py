@@ -17,7 +17,7 @@ VALUES = "values"
 
 
 class Column(NamedTuple):
-    """A part of each record."""
+    """A part of each record, such as the row's values or one of its optimizer states."""
 
     name: str
     dtype: torch.dtype
@@ -28,22 +28,13 @@ class Column(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one row."""
+        """Bytes that one row has in this column."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, records: torch.Tensor) -> torch.Tensor:
         """Return a view of this column of records, which are a contiguous uint8 tensor of shape (rows, bytes)."""
         part = records[:, self.offset : self.offset + self.nbytes]
-        return part.view(self.dtype).view(len(records), *self.shape) if part.is_contiguous() else _strided(part, self)
-
-
-def _strided(part: torch.Tensor, column: Column) -> torch.Tensor:
-    """Return columns that are not contiguous as tensors of their dtype and shape."""
-    itemsize = column.dtype.itemsize
-    storage = part.view(torch.uint8).untyped_storage()
-    whole = torch.empty(0, dtype=column.dtype, device=part.device).set_(storage)
-    inner = torch.empty(column.shape, device="meta").stride()
-    return whole.as_strided((len(part), *column.shape), (part.stride(0) // itemsize, *inner), part.storage_offset() // itemsize)
+        return part.view(self.dtype).view(len(records), *self.shape)
 
 
 class State(NamedTuple):
@@ -59,8 +50,10 @@ def columns_of(dtype: torch.dtype, shape: Sequence[int], states: Mapping[str, St
     """Return the columns of a record: the values, and states after them.
 
     Raises:
-        ValueError: If a row would have no bytes.
+        ValueError: If a row would have no bytes, or a state has the name of the values.
     """
+    if VALUES in (states or {}):
+        raise ValueError(f"a state must not have the name {VALUES!r}, which the rows themselves have")
     columns: list[Column] = []
     end = 0
     for name, state in {VALUES: State(dtype, shape), **(states or {})}.items():
@@ -89,7 +82,7 @@ class TableLayout:
 
     @property
     def values(self) -> Column:
-        """The rows' values."""
+        """The column with the rows' values, which is the first."""
         return self.columns[0]
 
     @property

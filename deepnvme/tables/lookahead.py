@@ -14,7 +14,7 @@ class Prefetching(Protocol):
     """What has rows that can be read ahead: an embedding on a drive, or a table."""
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Start reading rows."""
+        """Start reading the rows of ids into memory; return at once."""
 
 
 class Lookahead(Generic[Batch]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import tempfile
@@ -39,7 +40,7 @@ def mapped_tensors(
     The files have no names: their space is free again when the tensors are gone. Changes of a tensor are not written.
 
     Args:
-        directory: Where the files are.
+        directory: Where the files are; if it cannot be written to, they are in that for temporary files.
         rows: How many each tensor has.
         columns: Dtype, and shape of one row, of each tensor.
         values: Returns rows ``begin`` to ``end`` of each tensor, on the CPU.
@@ -49,8 +50,8 @@ def mapped_tensors(
     """
     row_bytes = [math.prod(shape) * dtype.itemsize for dtype, shape in columns]
     with contextlib.ExitStack() as stack:
-        paths = [stack.enter_context(_empty_file(directory, rows * each)) for each in row_bytes]
-        engine = stack.enter_context(engine_for(paths))
+        paths = [stack.enter_context(_unnamed_file(directory, rows * each)) for each in row_bytes]
+        engine = stack.enter_context(engine_for([directory]))
         files = [stack.enter_context(engine.open(path, "r+", whole_sectors=True)) for path in paths]
         under_way: deque[Future] = deque()
         for begin, end in parts_of(rows, sum(row_bytes)):
@@ -70,16 +71,38 @@ def mapped_tensors(
 
 
 @contextlib.contextmanager
-def _empty_file(directory: Path, size: int) -> Iterator[Path]:
-    """A file with space for so many bytes, which has its name only here."""
-    descriptor, name = tempfile.mkstemp(prefix="tensor-", suffix=".tmp", dir=directory)
-    path = Path(name)
+def _unnamed_file(directory: Path, size: int) -> Iterator[Path]:
+    """A file with space for so many bytes, without a name: a process that is killed leaves nothing.
+
+    The path, under /proc, is there until the block ends.
+    """
     try:
-        try:
-            with naming_file(path):
-                preallocate(descriptor, 0, padded(size, _SECTOR), name, "a state dict takes as many bytes as the rows: make room")
-        finally:
-            os.close(descriptor)
-        yield path
+        descriptor, held = _open_unnamed(directory), directory
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        held = Path(tempfile.gettempdir())  # the table is from a file that others own, or from a read-only mount
+        descriptor = _open_unnamed(held)
+    try:
+        remedy = "a state dict takes as many bytes as the rows: make room"
+        preallocate(descriptor, 0, padded(size, _SECTOR), str(held), remedy)
+        yield Path(f"/proc/self/fd/{descriptor}")
     finally:
-        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _open_unnamed(directory: Path) -> int:
+    """Return the descriptor of a new file without a name."""
+    with naming_file(directory):
+        try:
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):  # nfs, overlays, some FUSE
+                raise
+        descriptor, name = tempfile.mkstemp(prefix="tensor-", suffix=".tmp", dir=directory)
+        try:
+            os.unlink(name)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor

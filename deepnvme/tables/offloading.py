@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,10 @@ from deepnvme.memory.byte_count import byte_count
 
 from .embedding import EmbeddingBagOnDisk, EmbeddingOnDisk, RowsOnDisk
 from .manifest import MANIFEST_NAME
+from .paths import AnyPath, as_paths
 from .row_states import OptimizerFactory
-from .table import DEFAULT_MEMORY_BUDGET, AnyPath
+from .staging import DEFAULT_STAGING_BYTES
+from .table import DEFAULT_MEMORY_BUDGET
 
 _MIN_BYTES = 1 << 30
 
@@ -29,6 +30,7 @@ def offload_embeddings(
     min_bytes: int = _MIN_BYTES,
     optimizer: OptimizerFactory | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
     config: AioConfig | None = None,
 ) -> list[str]:
     """Replace the large embeddings of a model by ones whose rows are on a drive. Blocks until the rows are there.
@@ -46,6 +48,8 @@ def offload_embeddings(
         min_bytes: Embeddings of fewer bytes stay in memory.
         optimizer: What will train the rows, as for :class:`EmbeddingOnDisk`; None for rows that are not trained any more.
         memory_budget: Bytes of memory for all tables together, shared in proportion to their sizes.
+        staging_bytes: Bytes of pinned memory for rows on their way, of all tables together, shared equally. A table has at least
+            512 KiB, or two rows, for reads and as much for writes.
         config: Settings of the engine; None for the profile of the drive.
 
     Returns:
@@ -57,30 +61,23 @@ def offload_embeddings(
     """
     byte_count(min_bytes, "min_bytes")
     byte_count(memory_budget, "memory_budget")
+    byte_count(staging_bytes, "staging_bytes")
     if type(model) in (nn.Embedding, nn.EmbeddingBag):
         raise ValueError("the model is an embedding itself, and cannot be replaced in itself: use from_pretrained()")
-    users = _users_of_weights(model)
-    chosen: dict[str, nn.Embedding | nn.EmbeddingBag] = {}
-    for name, module in model.named_modules():
-        if type(module) not in (nn.Embedding, nn.EmbeddingBag) or module.weight.nbytes < min_bytes:
-            continue
-        assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        if module.max_norm is not None:
-            reason = f"has max_norm={module.max_norm}, for which each forward would change rows"
-        elif len(users[module.weight]) > 1:
-            reason = f"has the same weight as {', '.join(each for each in users[module.weight] if each != f'{name}.weight')}"
-        else:
-            chosen[name] = module
-            continue
+    chosen, reasons = _embeddings_to_move(model, min_bytes)
+    for name, reason in reasons.items():
         warnings.warn(f"the embedding {name!r} stays in memory: it {reason}", stacklevel=2)
-    paths = [path] if isinstance(path, str | bytes | os.PathLike) else list(path)
+    paths = as_paths(path)
     whole = sum(module.weight.nbytes for module in chosen.values())
     replaced: dict[nn.Module, RowsOnDisk] = {}
     try:
         for name, module in chosen.items():
-            directories = [Path(os.fsdecode(each)) / name for each in paths]
-            budget = memory_budget * module.weight.nbytes // max(whole, 1)
-            replaced[module] = _on_disk(module, directories, optimizer, budget, config)
+            memory = {
+                "memory_budget": memory_budget * module.weight.nbytes // max(whole, 1),
+                "staging_bytes": staging_bytes // len(chosen),
+                "config": config,
+            }
+            replaced[module] = _on_disk(module, [each / name for each in paths], optimizer, memory)
     except BaseException:
         for each in replaced.values():
             each.table.close()
@@ -90,6 +87,25 @@ def offload_embeddings(
             if child in replaced:
                 setattr(parent, child_name, replaced[child])
     return list(chosen)
+
+
+def _embeddings_to_move(model: nn.Module, min_bytes: int) -> tuple[dict[str, nn.Embedding | nn.EmbeddingBag], dict[str, str]]:
+    """Return the large embeddings of a model by name, and of those that cannot be moved the reasons."""
+    users = _users_of_weights(model)
+    chosen: dict[str, nn.Embedding | nn.EmbeddingBag] = {}
+    reasons: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if type(module) not in (nn.Embedding, nn.EmbeddingBag) or module.weight.nbytes < min_bytes:
+            continue
+        assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        others = [each for each in users[module.weight] if each != f"{name}.weight"]
+        if module.max_norm is not None:
+            reasons[name] = f"has max_norm={module.max_norm}, for which each forward would change rows"
+        elif others:
+            reasons[name] = f"has the same weight as {', '.join(others)}"
+        else:
+            chosen[name] = module
+    return chosen, reasons
 
 
 def _users_of_weights(model: nn.Module) -> dict[torch.Tensor, list[str]]:
@@ -102,15 +118,15 @@ def _users_of_weights(model: nn.Module) -> dict[torch.Tensor, list[str]]:
 
 
 def _on_disk(
-    module: nn.Embedding | nn.EmbeddingBag, directories: list[Path], optimizer: OptimizerFactory | None, memory_budget: int,
-    config: AioConfig | None,
+    module: nn.Embedding | nn.EmbeddingBag, directories: list[Path], optimizer: OptimizerFactory | None, memory: dict[str, Any]
 ) -> RowsOnDisk:  # fmt: skip
+    """Return a module on the drive with the rows of another. ``memory``: budgets and config, as a table takes them."""
     weight = module.weight
     if weight.is_meta and not (directories[0] / MANIFEST_NAME).exists():
         raise ValueError(f"there is no table in '{directories[0]}', and the module on the meta device has no rows to make it of")
     settings: dict[str, Any] = {
-        "path": directories, "optimizer": optimizer, "memory_budget": memory_budget, "config": config,
-        "padding_idx": module.padding_idx, "scale_grad_by_freq": module.scale_grad_by_freq,
+        **memory, "path": directories, "optimizer": optimizer, "padding_idx": module.padding_idx,
+        "scale_grad_by_freq": module.scale_grad_by_freq,
         "freeze": optimizer is None or not weight.requires_grad,
     }  # fmt: skip
     rows = weight.detach()

@@ -12,10 +12,11 @@ from deepnvme._shortened_lists import listed
 from deepnvme.checkpoint.weight_locations import Location, weights_in
 
 from .layout import TableLayout, columns_of
+from .manifest import CorruptTable
 
 
 class CheckpointFormat(enum.Enum):
-    """What a file is, by its name."""
+    """What a file is, by its name: a numpy array, a checkpoint of torch or safetensors, or rows and nothing else."""
 
     NPY = "numpy"
     WEIGHTS = "weights"
@@ -36,35 +37,53 @@ def find_layout(
     dtype: torch.dtype | None,
     shape: int | Sequence[int] | None,
     offset: int,
+    rows: int | None = None,
 ) -> TableLayout:
     """Return where the rows of a file are.
 
     Args:
-        kind: What it is. With ``dtype`` and ``shape`` it is read as raw whatever its name.
+        kind: What it is. A checkpoint with ``dtype`` and ``shape``, and without ``name``, is read as raw whatever its name.
         path: The file.
-        name: Of a tensor in it.
-        dtype: Of the values in a raw file.
-        shape: Of one row in a raw file.
+        name: Of a tensor in a checkpoint.
+        dtype: Of the values in a raw file. Of another file, what they are expected to have; None for any.
+        shape: Of one row, likewise.
         offset: Bytes from the start of a raw file to its first row.
+        rows: How many rows of a raw file the table has; None for all up to its end.
 
     Raises:
         FileNotFoundError: If it is missing.
-        ValueError: If its rows do not lie one after the other, there is no tensor of that name, or several and no name is given.
+        CorruptTable: If it has no whole header.
+        ValueError: If its rows do not lie one after the other; there is no tensor of that name, or several and no name is given;
+            or an argument contradicts the file.
     """
-    if dtype is not None and shape is not None:
-        return _raw(path, dtype, (shape,) if isinstance(shape, int) else tuple(shape), offset)
-    if kind is CheckpointFormat.NPY:
-        return _numpy(path)
-    if kind is CheckpointFormat.WEIGHTS:
-        return _tensor(path, name)
-    path.stat()  # raises FileNotFoundError
-    raise ValueError(f"'{path}' is read as a raw file: give dtype, and the shape of one row")
+    row_shape = (shape,) if isinstance(shape, int) else None if shape is None else tuple(shape)
+    if kind is CheckpointFormat.WEIGHTS and name is None and dtype is not None and shape is not None:
+        kind = CheckpointFormat.RAW
+    if name is not None and kind is not CheckpointFormat.WEIGHTS:
+        raise ValueError(f"'{path}' has no tensors with names, got name={name!r}")
+    if kind is CheckpointFormat.RAW:
+        path.stat()  # raises FileNotFoundError
+        if dtype is None or row_shape is None:
+            raise ValueError(f"'{path}' is read as a raw file: give dtype, and the shape of one row")
+        return _raw(path, dtype, row_shape, offset, rows)
+    if offset or rows is not None:
+        raise ValueError(f"'{path}' says itself where its rows are and how many: give offset and rows for raw files only")
+    layout = _numpy(path) if kind is CheckpointFormat.NPY else _tensor(path, name)
+    found = layout.values.dtype, layout.values.shape
+    wanted = dtype or found[0], found[1] if row_shape is None else row_shape
+    if found != wanted:
+        raise ValueError(f"'{path}' has rows of the shape {found[1]} in {found[0]}, and {wanted[1]} in {wanted[0]} is wanted")
+    return layout
 
 
-def _raw(path: Path, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> TableLayout:
+def _raw(path: Path, dtype: torch.dtype, shape: tuple[int, ...], offset: int, wanted: int | None) -> TableLayout:
     columns = columns_of(dtype, shape)
     if offset < 0:
         raise ValueError(f"offset must not be negative, got {offset}")
+    if wanted is not None:
+        if wanted < 0:
+            raise ValueError(f"rows must not be negative, got {wanted}")
+        return TableLayout((path,), wanted, columns, offset)
     size = path.stat().st_size - offset
     rows, rest = divmod(size, columns[0].nbytes)
     if size < 0 or rest:
@@ -79,21 +98,31 @@ def _numpy(path: Path) -> TableLayout:
         import numpy
     except ImportError as error:
         raise RuntimeError("numpy is needed to open .npy files: pip install numpy") from error
-    array = numpy.lib.format.open_memmap(path, mode="r")
-    if array.ndim == 0:
+    with open(path, "rb") as file:
+        try:
+            version = numpy.lib.format.read_magic(file)
+            # Version 3 is for structures whose fields have names beyond latin-1: no tensor can have these.
+            read_header = {1: numpy.lib.format.read_array_header_1_0, 2: numpy.lib.format.read_array_header_2_0}[version[0]]
+            shape, fortran_order, numpy_dtype = read_header(file)
+        except KeyError:
+            raise ValueError(f"'{path}' is of version {version[0]} of the format, and 1 and 2 can be read") from None
+        except ValueError as error:
+            raise CorruptTable(path, str(error)) from error
+        begin = file.tell()
+    if not shape:
         raise ValueError(f"'{path}' has one value, and no rows")
-    if not array.flags.c_contiguous:
+    if fortran_order and sum(each > 1 for each in shape) > 1:
         raise ValueError(
             f"'{path}' is in Fortran order, in which the values of a row are not next to one another: save it again by"
             " numpy.save(path, numpy.ascontiguousarray(array))"
         )
-    if array.dtype.byteorder == ">":
-        raise ValueError(f"'{path}' has big-endian values ({array.dtype}): save it again in the machine's order")
+    if numpy_dtype.byteorder == ">":
+        raise ValueError(f"'{path}' has big-endian values ({numpy_dtype}): save it again in the machine's order")
     try:
-        dtype = torch.from_numpy(numpy.empty(0, array.dtype)).dtype
+        dtype = torch.from_numpy(numpy.empty(0, numpy_dtype)).dtype
     except TypeError as error:
-        raise ValueError(f"'{path}' has values of {array.dtype}, which no tensor can have") from error
-    return TableLayout((path,), array.shape[0], columns_of(dtype, array.shape[1:]), int(array.offset))
+        raise ValueError(f"'{path}' has values of {numpy_dtype}, which no tensor can have") from error
+    return TableLayout((path,), shape[0], columns_of(dtype, shape[1:]), begin)
 
 
 def _tensor(path: Path, name: str | None) -> TableLayout:

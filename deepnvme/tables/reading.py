@@ -21,14 +21,11 @@ from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
 
 from .layout import TableLayout
+from .staging import StagingPool
 
 if TYPE_CHECKING:
     from deepnvme.ops.aio.async_io_op.tables import RowBatch, RowCache
 
-_STAGING_BYTES = 32 << 20
-"""Bytes that are under way at a time, of all reads of a table."""
-_PART_BYTES = 1 << 20
-"""Bytes that are read together. While one part is copied, others are read."""
 _GAP_BYTES = 4096
 """Bytes between two rows that are read as well if that makes one read of two: a drive reads 8 KiB nearly as quickly as 4."""
 
@@ -100,16 +97,17 @@ class RowReader:
         layout: Where the rows are.
         cache: The rows that are in memory.
         lock: The table's.
+        staging_bytes: Bytes of memory for rows that are being read.
     """
 
     def __init__(
-        self, engine: Engine, files: Sequence[File], layout: TableLayout, cache: RowCache, lock: threading.RLock
-    ) -> None:
+        self, engine: Engine, files: Sequence[File], layout: TableLayout, cache: RowCache, lock: threading.RLock,
+        staging_bytes: int,
+    ) -> None:  # fmt: skip
         self._engine, self._files, self._layout, self._cache, self._lock = engine, files, layout, cache, lock
         self.unit = unit_of(layout, files)
         extent = padded(layout.stride + self.unit, self.unit)
-        self._part_bytes = padded(max(_PART_BYTES, extent), self.unit)
-        self._staging: deque[torch.Tensor] | None = None  # free parts of it
+        self._staging = StagingPool(engine, staging_bytes, extent, self.unit)
         self._under_way: deque[_Part] = deque()  # the oldest first
         self._prefetches: list[Batch] = []
         # The last sector of a file may be less than one: that cannot be read as a unit.
@@ -137,7 +135,7 @@ class RowReader:
     ) -> Batch:
         """Copy the rows that are in memory, and start reading the others.
 
-        Blocks while more than 32 MiB are under way, and for prefetches that have the same rows.
+        Blocks while all staging memory is in use, and for prefetches that have the same rows.
 
         Args:
             rows: Their numbers, int64, contiguous.
@@ -161,7 +159,7 @@ class RowReader:
             for each in awaited:
                 self.finish(each)
             native.look_up()
-        native.plan(self._part_bytes, _GAP_BYTES)
+        native.plan(self._staging.part_bytes, _GAP_BYTES)
         if out is not None:
             self.hits += native.hits
             self.misses += rows.numel() - native.hits
@@ -177,12 +175,11 @@ class RowReader:
         return batch
 
     def _start_part(self, batch: Batch, number: int, volume: int, units: torch.Tensor) -> None:
-        if self._staging is None:
-            self._staging = deque(self._new_staging())
-        while not self._staging:
+        while not self._staging.free:
             self.while_waiting()
             self._deliver(self._under_way[0])
-        memory = self._staging[0][: units.numel() * self.unit]
+        staging = self._staging.take()
+        memory = staging[: units.numel() * self.unit]
         whole, end = self._ends[volume]
         if int(units[-1]) == whole:
             memory[-self.unit :][: len(end)] = end
@@ -191,19 +188,15 @@ class RowReader:
         with defer_interrupts():
             try:
                 future = self._engine.gather(self._files[volume], units, wanted)
-            except ValueError as error:
-                if hasattr(error, "file_size"):
+            except BaseException as error:
+                self._staging.give_back(staging)
+                if isinstance(error, ValueError) and hasattr(error, "file_size"):
                     raise self._changed_size(volume, error.file_size) from error
                 raise
-            part = _Part(batch, number, volume, future, units, self._staging.popleft())
+            part = _Part(batch, number, volume, future, units, staging)
             batch.parts.append(part)
             self._under_way.append(part)
         self.bytes_read += wanted.nbytes
-
-    def _new_staging(self) -> list[torch.Tensor]:
-        count = max(_STAGING_BYTES // self._part_bytes, 2)
-        memory = self._engine.empty_pinned(count * padded(self._part_bytes, 4096), torch.uint8)
-        return [part[: self._part_bytes] for part in memory.view(count, -1)]
 
     def _changed_size(self, volume: int, size: int) -> OSError:
         file = self._files[volume]
@@ -226,8 +219,7 @@ class RowReader:
             part.delivered = True
             part.batch.parts.remove(part)
             self._under_way.remove(part)
-            assert self._staging is not None
-            self._staging.append(part.staging)
+            self._staging.give_back(part.staging)
 
     def _read_singly(self, part: _Part, failed: Sequence[int], error: OSError) -> tuple[list[int], OSError]:
         """Read units once more that could not be read with their neighbours: of a page that is broken only its rows are lost.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from .common_commits import CommonCommits
-from .embedding import RowsOnDisk, check_states
+from .embedding import RowsOnDisk
 from .mapped_tensors import mapped_tensors, parts_of
-from .row_states import OptimizerFactory, OptimizerStates, as_number, optimizer_name
+from .row_states import OptimizerFactory, OptimizerStates, as_number, check_states, copied, optimizer_name
 from .table import Table
 
 _ATTRIBUTE = "optimizer"
@@ -28,9 +30,20 @@ class _Trained:
     states: OptimizerStates
     inner: torch.optim.Optimizer
     """Has no parameter but during a step."""
+    stepped: tuple[TensorWeakRef, int] | None = None
+    """The gradient of the last step, and its version then: to notice one that was not set to None since."""
+
+    def adds_to_stepped(self) -> bool:
+        """Return whether the gradient is that of the last step, and a backward has added to it since."""
+        gradient = self.embedding.gradient_holder.grad
+        if self.stepped is None or gradient is None:
+            return False
+        before, version = self.stepped
+        return before() is gradient and gradient._version != version
 
     @property
     def table(self) -> Table:
+        """The table with the embedding's rows and their states."""
         return self.embedding.table
 
 
@@ -51,7 +64,10 @@ class RowOptimizer(torch.optim.Optimizer):
     Changes are kept as :meth:`Table.write` does, and are there after a crash from :meth:`commit` on. An optimizer of embeddings
     that were opened again goes on from their last commit, with the right number of steps.
 
-    ``param_groups`` is for learning rate schedulers, as in torch. Its ``params`` are tensors without memory.
+    ``param_groups`` is for learning rate schedulers, as in torch. Its ``params`` are tensors without memory, the
+    ``gradient_holder`` of each embedding. They are no parameters of the model: so drop the gradients by this optimizer's
+    :meth:`zero_grad`, and not by the model's only, and clip them with ``clip_grad_norm_([*model.parameters(), *holders])``, where
+    ``holders`` are the params of these groups.
 
     Args:
         embeddings: A model, of which all embeddings on a drive are trained that are not frozen; or some of them; or groups of
@@ -61,6 +77,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: If there is no embedding to train, or the optimizer has other states than are kept beside the rows.
+        OSError: From the drive, if a commit of several tables has to be finished that a process before was killed in.
     """
 
     def __init__(
@@ -74,7 +91,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 raise ValueError("the embedding was made without optimizer=: its rows cannot be trained")
         self._factory = functools.partial(optimizer, **settings)
         self._trained: dict[torch.Tensor, _Trained] = {}
-        self._failed = False
+        self._failed = self._warned = False
         tried = self._factory([nn.Parameter(torch.zeros(1, 1))])
         super().__init__([self._with_holders(group) for group in groups], tried.defaults)
         self._commits = self._common_commits()
@@ -103,34 +120,51 @@ class RowOptimizer(torch.optim.Optimizer):
         """Go on from the last commit of an embedding's table."""
         trained = self._trained[holder]
         committed = trained.table.attributes.get(_ATTRIBUTE, {})
-        self.state[holder] = _copies(trained.states.table)
+        self.state[holder] = copied(trained.states.table)
         for name in trained.states.names:
             if name in committed:
                 self.state[holder][name] = _like(committed[name], trained.states.table.get(name))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's optimizers do: its ``params`` may be embeddings on a drive."""
+        """Add a group, as torch's optimizers do: its ``params`` may be embeddings on a drive.
+
+        These go on from their last commits; embeddings that were there before keep their steps.
+
+        Raises:
+            ValueError, OSError: As the class does.
+            RuntimeError: After a step that has failed.
+        """
         params = param_group["params"]
         given = [params] if isinstance(params, nn.Module | torch.Tensor) else list(params)
         later = any(isinstance(each, nn.Module) for each in given)
         if not later:  # those of the constructor
             super().add_param_group(param_group)
             return
+        self._check_whole()
         self._commits.finish()
+        commits_before = {holder: trained.table.commit_name for holder, trained in self._trained.items()}
         group = self._with_holders({**param_group, "params": given})
         super().add_param_group(group)
         self._commits = self._common_commits()
-        for holder in group["params"]:
-            self._continue(holder)
+        for holder, trained in self._trained.items():
+            # A table of before may have been prepared for a commit of the new tables, and is now at that one.
+            if commits_before.get(holder) != trained.table.commit_name or holder not in commits_before:
+                self._continue(holder)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Change the rows that have gradients. Blocks until they are read; they are written later.
 
+        Args:
+            closure: Computes the loss and its gradients again, as for torch's optimizers. None if the gradients are there.
+
+        Returns:
+            What the closure returned; None without one.
+
         Raises:
             OSError: From the drive, such as RowsUnreadable. Some rows may be changed: call :meth:`rollback`. Also if a commit has
                 failed halfway and cannot be finished yet: no row is changed then.
-            RuntimeError: After such an error.
+            RuntimeError: After such an error, or an interrupt; and for a gradient that is not sparse, where no row is changed.
         """
         self._check_whole()
         self._commits.finish()
@@ -138,21 +172,34 @@ class RowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for holder in group["params"]:
-                if holder.grad is not None:
-                    try:
-                        self._step(holder, group)
-                    except BaseException:
-                        self._failed = True
-                        raise
+        changed = [(each, group) for group in self.param_groups for each in group["params"] if each.grad is not None]
+        if not all(holder.grad.is_sparse for holder, _ in changed):
+            raise RuntimeError("gradients of rows on the drive must be sparse, as their forward makes them")
+        if not self._warned and any(self._trained[holder].adds_to_stepped() for holder, _ in changed):
+            self._warned = True
+            warnings.warn(
+                "the gradients of rows on the drive have those of the step before in them, as in torch without zero_grad():"
+                " call the zero_grad() of RowOptimizer, since that of the model does not reach them",
+                stacklevel=3,  # torch wraps step()
+            )
+        self._failed = True  # until all tables are changed: an interrupt between two of them would leave half a step
+        for holder, group in changed:
+            self._step(holder, group)
+        self._failed = False
+        for holder, _ in changed:
+            assert holder.grad is not None
+            self._trained[holder].stepped = TensorWeakRef(holder.grad), holder.grad._version
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the rows, or make them zero. ``model.zero_grad()`` does not: the rows are no parameters of it."""
+        super().zero_grad(set_to_none)
+        for trained in self._trained.values():
+            trained.stepped = None
 
     def _step(self, holder: torch.Tensor, group: Mapping[str, Any]) -> None:
         trained, gradient = self._trained[holder], holder.grad
         assert gradient is not None
-        if not gradient.is_sparse:
-            raise RuntimeError("gradients of rows on the drive must be sparse, as their forward makes them")
         rows, positions = torch.unique(gradient._indices()[0], return_inverse=True)
         if not len(rows):  # the step is counted nevertheless
             rows = rows.new_zeros(1)
@@ -170,7 +217,7 @@ class RowOptimizer(torch.optim.Optimizer):
         inner.param_groups[0].update({name: value for name, value in group.items() if name != "params"}, params=[compact])
         try:
             if self.state[holder] or trained.states.all_by_row:  # else the optimizer makes them: it is the first step
-                whole = {**_copies(self.state[holder]), **values}
+                whole = {**copied(self.state[holder]), **values}
                 inner.state[compact] = {name: whole[name] for name in trained.states.names}
             inner.step()
             states = dict(inner.state[compact])
@@ -183,7 +230,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _check_whole(self) -> None:
         if self._failed:
-            raise RuntimeError("a step has failed, and has perhaps changed some of its rows only: call rollback() first")
+            raise RuntimeError(
+                "a step or load_state_dict() failed or was interrupted, and has perhaps changed some rows only: call rollback()"
+            )
 
     # -- commits
 
@@ -206,7 +255,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: For attributes named "optimizer".
-            OSError: From the drive, such as ENOSPC. commit() may be called again.
+            OSError: From the drive, such as ENOSPC. commit() may be called again. Until it, or a step, has succeeded, do not
+                change rows by :meth:`Table.write` or a module's ``load_state_dict``, which do not wait for it: they might
+                become part of a commit that only some of the tables have.
             RuntimeError: After a step that has failed.
         """
         self._check_whole()
@@ -246,11 +297,12 @@ class RowOptimizer(torch.optim.Optimizer):
             table, rows = trained.table, trained.states.rows
 
             def values(begin: int, end: int, table: Table = table, names: tuple[str, ...] = tuple(rows)) -> list[torch.Tensor]:
+                """Return rows ``begin`` to ``end`` of each state."""
                 records = table.read_records(torch.arange(begin, end), keep=False)
                 return [records[name] for name in names]
 
             columns = [(state.dtype, tuple(state.shape)) for state in rows.values()]
-            whole = _copies(states)  # an optimizer that loads them may change them in place
+            whole = copied(states)  # an optimizer that loads them may change them in place
             if columns:
                 whole |= zip(rows, mapped_tensors(table.directory, table.rows, columns, values), strict=True)
             packed["state"][number] = {name: whole[name] for name in trained.states.names}
@@ -264,8 +316,10 @@ class RowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If they have other shapes or names; nothing is changed then.
             OSError: From the drive: call :meth:`rollback`.
+            RuntimeError: After a step that has failed.
         """
         states = state_dict["state"]
+        self._check_whole()
         self._commits.finish()
         by_row: list[tuple[_Trained, dict[str, torch.Tensor] | None]] = []
         of_tables: dict[int, dict[str, Any]] = {}
@@ -283,16 +337,18 @@ class RowOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"the state {name!r} must have the shape {shape}, got {tuple(own[name].shape)}")
             by_row.append((trained, own))
             if given:
-                of_tables[number] = _copies(given)
-        super().load_state_dict({**state_dict, "state": of_tables})
+                of_tables[number] = copied(given)
+        self._failed = True  # until all is loaded, also if an interrupt comes between
         try:
-            for trained, own in by_row:
-                _load_rows(trained, own)
-        except BaseException:
-            self._failed = True
+            super().load_state_dict({**state_dict, "state": of_tables})
+        except ValueError:  # other groups, of which torch makes sure first
+            self._failed = False
             raise
+        for trained, own in by_row:
+            _load_rows(trained, own)
         for holder, trained in self._trained.items():
-            self.state[holder] = {**_copies(trained.states.table), **self.state.get(holder, {})}
+            self.state[holder] = {**copied(trained.states.table), **self.state.get(holder, {})}
+        self._failed = False
 
     def _numbered(self) -> Iterator[tuple[int, _Trained]]:
         """Return the embeddings with the numbers that they have in state dicts."""
@@ -331,10 +387,6 @@ def _groups_of(embeddings: nn.Module | Iterable[nn.Module | dict[str, Any]]) -> 
             raise TypeError(f"embeddings must all be in groups, or none, got {type(each).__name__} beside a group")
         params = each["params"]
         yield {**each, "params": [params] if isinstance(params, nn.Module) else list(params)}
-
-
-def _copies(states: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in states.items()}
 
 
 def _like(number: float, example: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .layout import State
+from .table import Table
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 """A class of optimizers, or a ``functools.partial`` of one: called with a list of parameters."""
@@ -54,11 +55,14 @@ def states_of(optimizer: OptimizerFactory, dtype: torch.dtype, embedding_dim: in
     name = optimizer_name(optimizer)
     parameter = torch.nn.Parameter(torch.ones(_ROWS, embedding_dim, dtype=dtype))
     tried = optimizer([parameter])
-    before = {key: _copy(value) for key, value in tried.state[parameter].items() if not _is_per_row(value)}
+    before = copied({key: value for key, value in tried.state[parameter].items() if not _is_per_row(value)})
     state = tried.state[parameter]
     try:
+        # Optimizers such as SparseAdam make their states in the first step. The last row has no gradient in it: its states are
+        # what all rows begin with.
         _step(tried, parameter, 0, 0.0)
         initial = {key: value[-1].clone() for key, value in state.items() if _is_per_row(value)}
+        # A step with gradients for other rows must leave the last row and its states as they are: it would not be read.
         for row in (0, 1):
             untouched = {key: value[2:].clone() for key, value in state.items() if _is_per_row(value)}
             _step(tried, parameter, row, 1.0)
@@ -66,6 +70,7 @@ def states_of(optimizer: OptimizerFactory, dtype: torch.dtype, embedding_dim: in
                 raise ValueError(f"{name} changes the states of rows that have no gradient: {_REMEDY}")
         if not torch.equal(parameter[2:], torch.ones_like(parameter[2:])):
             raise ValueError(f"{name} changes rows that have no gradient: {_REMEDY}")
+        # Row 0 had a gradient before, and has none now: momentum would change it nevertheless.
         first = parameter[0].clone()
         _step(tried, parameter, 1, 1.0)
         if not torch.equal(parameter[0], first):
@@ -83,6 +88,18 @@ def states_of(optimizer: OptimizerFactory, dtype: torch.dtype, embedding_dim: in
     return OptimizerStates(rows, before, tuple(state))
 
 
+def check_states(table: Table, optimizer: OptimizerFactory) -> OptimizerStates:
+    """Return what an optimizer keeps for a table. Raises ValueError if the table has not what it keeps for each row."""
+    states = states_of(optimizer, table.dtype, table.row_shape[0])
+    wanted = {name: (state.dtype, tuple(state.shape)) for name, state in states.rows.items()}
+    if table.states != wanted:
+        raise ValueError(
+            f"{table} was made for an optimizer with the states {table.states or 'none'}, and {optimizer_name(optimizer)} has"
+            f" {wanted or 'none'}: make the table with optimizer={optimizer_name(optimizer)}"
+        )
+    return states
+
+
 def _step(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, row: int, gradient: float) -> None:
     values = torch.full((1, parameter.shape[1]), gradient, dtype=parameter.dtype)
     parameter.grad = torch.sparse_coo_tensor(torch.tensor([[row]]), values, parameter.shape, check_invariants=False)
@@ -93,8 +110,9 @@ def _is_per_row(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_sparse and value.dim() > 0 and value.shape[0] == _ROWS
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def copied(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of states, which an optimizer may change in place."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in states.items()}
 
 
 def as_number(value: Any) -> int | float:

@@ -30,6 +30,7 @@ from .layout import State, TableLayout, columns_of
 from .manifest import CorruptTable, Epochs, ManifestWatch, load_manifest
 from .opening import CheckpointFormat, find_layout
 from .reading import Batch, FailedRow, RowReader, RowsFuture, RowsUnreadable, unit_of
+from .staging import DEFAULT_STAGING_BYTES
 from .writing import RowWriter
 
 if TYPE_CHECKING:
@@ -105,12 +106,14 @@ class Table:
 
     def __init__(
         self, layout: TableLayout, directories: list[Path] | None, epochs: Epochs, writable: bool, memory_budget: int,
-        config: AioConfig | None, source: Mapping[str, Any],
+        staging_bytes: int, config: AioConfig | None, source: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self._layout, self._directories = layout, directories
         self._source, self._config = dict(source), config
         self.memory_budget = byte_count(memory_budget, "memory_budget")
         """Bytes of memory for rows, as given."""
+        self.staging_bytes = byte_count(staging_bytes, "staging_bytes")
+        """Bytes of pinned memory for rows on their way, as given."""
         self._lock = threading.RLock()
         self._writer: RowWriter | None = None
         self._locks: list[DirectoryLock] = []
@@ -133,6 +136,7 @@ class Table:
         states: Mapping[str, State] | None = None,
         updatable: bool = True,
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
         config: AioConfig | None = None,
     ) -> Table:
         """Make a new table and open it. Blocks until its rows are on the drive.
@@ -148,6 +152,7 @@ class Table:
             states: Optimizer states that are kept beside each row, by name.
             updatable: Whether rows can be changed. Each then takes twice its bytes, and whole sectors: see docs/tables.md.
             memory_budget: As for :meth:`open`.
+            staging_bytes: As for :meth:`open`.
             config: Settings of the engine; None for the profile of the drive.
 
         Raises:
@@ -160,7 +165,9 @@ class Table:
         byte_count(rows, "rows")
         initial = {name: state.initial for name, state in (states or {}).items()}
         create_files(directories, rows, columns, values, initial, updatable, config)
-        return cls.open(paths, writable=updatable, memory_budget=memory_budget, config=config)
+        return cls.open(
+            paths, writable=updatable, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config
+        )
 
     @classmethod
     def from_tensor(
@@ -170,6 +177,7 @@ class Table:
         *,
         updatable: bool = False,
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
         config: AioConfig | None = None,
     ) -> Table:
         """Make a table of the rows of a tensor: ``tensor[i]`` is row i. It may be mapped from a file, of any size.
@@ -186,6 +194,7 @@ class Table:
             values=lambda begin, end: tensor.detach()[begin:end],
             updatable=updatable,
             memory_budget=memory_budget,
+            staging_bytes=staging_bytes,
             config=config,
         )
 
@@ -200,6 +209,7 @@ class Table:
         offset: int = 0,
         writable: bool = False,
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
         config: AioConfig | None = None,
     ) -> Table:
         """Open a table, or a file that is one already, without a copy.
@@ -213,8 +223,10 @@ class Table:
             offset: Bytes from the start of a raw file to its first row.
             writable: Whether rows will be changed: of tables that were created ``updatable``. There is one writer at a time,
                 and any number of readers beside it, which see its last commit.
-            memory_budget: Bytes of rows that stay in memory, with what is needed to find them. Up to 48 MiB more are used for
-                rows on their way.
+            memory_budget: Bytes of rows that stay in memory, with what is needed to find them.
+            staging_bytes: Bytes of pinned memory for rows on their way, besides: two thirds for reads, and one third for writes
+                if the table is ``writable``. It is allocated when it is first used. At least two parts of 256 KiB, or of a row
+                if that is larger, are used for each.
             config: Settings of the engine; None for the profile of the drive.
 
         Raises:
@@ -238,13 +250,13 @@ class Table:
                 layout = replace(layout, files=tuple(each / layout.files[0].name for each in directories))
             if writable and not layout.updatable:
                 raise ValueError(f"the rows of '{first}' cannot be changed: make a copy by Table.create(..., updatable=True)")
-            return cls(layout, directories, epochs, writable, memory_budget, config, source)
+            return cls(layout, directories, epochs, writable, memory_budget, staging_bytes, config, source)
         if writable:
             raise ValueError(f"'{first}' is no table whose rows can be changed: make one by Table.create")
         if len(given) > 1:
             raise ValueError(f"'{first}' is no table's directory: give one file, got {len(given)}")
         layout = find_layout(CheckpointFormat.of(first), first, name, dtype, shape, offset)
-        return cls(layout, None, Epochs(), False, memory_budget, config, source)
+        return cls(layout, None, Epochs(), False, memory_budget, staging_bytes, config, source)
 
     def _open(self, epochs: Epochs, writable: bool) -> None:
         """Open the files, with an empty cache. Undone if it fails."""
@@ -268,10 +280,13 @@ class Table:
             self._check_files(writable)
             self._memory, self._cache = self._new_cache(writable)
             self._show(epochs)
-            self._reader = RowReader(self._engine, self._files, layout, self._cache, self._lock)
+            self._reader = RowReader(self._engine, self._files, layout, self._cache, self._lock, self.staging_bytes * 2 // 3)
             if writable:
                 assert self._directories is not None
-                self._writer = RowWriter(self._engine, self._files, layout, self._cache, self._reader, self._directories, epochs)
+                self._writer = RowWriter(
+                    self._engine, self._files, layout, self._cache, self._reader, self._directories, epochs,
+                    self.staging_bytes // 3,
+                )  # fmt: skip
         except BaseException:
             self._release()
             raise
@@ -405,7 +420,7 @@ class Table:
         return PartialRows(_delivered(started), () if failure is None else failure.failed, positions)
 
     def read_async(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> RowsFuture:
-        """Start reading rows; return as soon as all reads are under way, which takes as long as 32 MiB are already.
+        """Start reading rows; return as soon as all reads are under way, which takes as long as all staging memory is in use.
 
         Rows that are changed before ``result()`` has returned may be old or new. Arguments and errors are those of :meth:`read`.
 
@@ -807,12 +822,13 @@ class Table:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened_again, (self._source, self.memory_budget, self._config)
+        return _opened_again, (self._source, self.memory_budget, self.staging_bytes, self._config)
 
 
-def _opened_again(source: dict[str, Any], memory_budget: int, config: AioConfig | None) -> Table:
+def _opened_again(source: dict[str, Any], memory_budget: int, staging_bytes: int, config: AioConfig | None) -> Table:
     source = dict(source)
-    return Table.open(source.pop("paths"), source.pop("name"), **source, memory_budget=memory_budget, config=config)
+    paths, name = source.pop("paths"), source.pop("name")
+    return Table.open(paths, name, **source, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config)
 
 
 def _absolute(paths: AnyPath | Iterable[AnyPath]) -> list[Path]:

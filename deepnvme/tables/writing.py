@@ -13,20 +13,16 @@ import torch
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine, File, Future
-from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
 
 from .layout import TableLayout
 from .manifest import Epochs, Prepared, save_manifest
 from .reading import RowReader, int64_at
+from .staging import StagingPool
 
 if TYPE_CHECKING:
     from deepnvme.ops.aio.async_io_op.tables import RowCache, WriteBatch
 
-_STAGING_BYTES = 16 << 20
-"""Bytes that are being written at a time."""
-_PART_BYTES = 1 << 20
-"""Bytes that are written together."""
 _RESERVED_EPOCHS = 1 << 16
 """Commits until the manifest has to be written once more. Of so many epochs, a writer that crashes abandons the rest."""
 
@@ -58,6 +54,7 @@ class RowWriter:
         reader: Reads rows that are not.
         directories: Of the table; the first has the manifest.
         epochs: Of the manifest, for a new writer.
+        staging_bytes: Bytes of memory for rows that are being written.
     """
 
     def __init__(
@@ -69,6 +66,7 @@ class RowWriter:
         reader: RowReader,
         directories: list[Path],
         epochs: Epochs,
+        staging_bytes: int,
     ) -> None:
         self._engine, self._files, self._layout, self._cache, self._reader = engine, files, layout, cache, reader
         self._directories = directories
@@ -78,8 +76,8 @@ class RowWriter:
         self._written_in_epoch = False
         self._manifest_uncertain = False  # a commit failed or was interrupted, and may be in force nevertheless
         self._flush_error: OSError | None = None
-        self._rows_per_part = max(_PART_BYTES // layout.version_bytes, 1)
-        self._staging: deque[torch.Tensor] | None = None
+        self._staging = StagingPool(engine, staging_bytes, layout.version_bytes, layout.version_bytes)
+        self._rows_per_part = self._staging.part_bytes // layout.version_bytes
         self._under_way: deque[_Write] = deque()
         self._error: OSError | None = None
         self.commits = self.bytes_written = self.rows_written = 0
@@ -143,21 +141,13 @@ class RowWriter:
         self._collect()
         begun = 0
         while self._cache.changed and (parts is None or begun < parts):
-            if self._staging is None:
-                self._staging = deque(self._new_staging())
-            if not self._staging:
+            if not self._staging.free:
                 break
             self._begin_epoch()
             if not self._write_part():
                 break
             begun += 1
         return begun
-
-    def _new_staging(self) -> list[torch.Tensor]:
-        part_bytes = self._rows_per_part * self._layout.version_bytes
-        count = max(_STAGING_BYTES // part_bytes, 2)
-        memory = self._engine.empty_pinned(count * padded(part_bytes, 4096), torch.uint8)
-        return [part[:part_bytes] for part in memory.view(count, -1)]
 
     def _begin_epoch(self) -> None:
         """Have the manifest say that versions of this epoch may be on the drive, before they are."""
@@ -173,13 +163,14 @@ class RowWriter:
 
     def _write_part(self) -> bool:
         """Begin to write some rows. Returns whether there were any that are not being written already."""
-        assert self._staging is not None
         size = self._layout.version_bytes
         with defer_interrupts():
-            native = load_async_io().tables.WriteBatch(self._cache, self._rows_per_part, self._staging[0].data_ptr())
+            staging = self._staging.take()
+            native = load_async_io().tables.WriteBatch(self._cache, self._rows_per_part, staging.data_ptr())
             if not native.rows:
+                self._staging.give_back(staging)
                 return False
-            write = _Write(native, self._staging.popleft(), [])
+            write = _Write(native, staging, [])
             self._under_way.append(write)
             begin = 0
             try:
@@ -211,8 +202,7 @@ class RowWriter:
                 self._error = errors[0]
             write.native.written(not errors and not write.incomplete)
             self._under_way.popleft()
-            assert self._staging is not None
-            self._staging.append(write.staging)
+            self._staging.give_back(write.staging)
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -225,3 +225,9 @@ def test_a_table_that_does_not_fit_leaves_nothing(small_disk: Disk) -> None:
     assert caught.value.errno == errno.ENOSPC
     assert not (small_disk / "table").exists()
     assert small_disk.bytes_free() == free
+
+
+def test_a_state_must_not_have_the_name_of_the_values(drive: Path) -> None:
+    """It would take the place of the rows themselves."""
+    with pytest.raises(ValueError, match="must not have the name 'values'"):
+        Table.create(drive / "table", 10, 4, torch.float32, states={"values": State(torch.float64, (2,))})

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from deepnvme import Engine
 from deepnvme.tables import Table
+from deepnvme.tables.staging import StagingPool
 
 from ..support.interpreters import Interpreters
 
@@ -61,7 +63,9 @@ def test_rows_that_are_used_often_stay_when_all_are_read_once(scan: Any, drive: 
 
 _READ_ALL = """
 import torch
+from deepnvme import Engine
 from deepnvme.tables import Table
+from deepnvme.tables.staging import StagingPool
 def pages(kind):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
@@ -88,3 +92,25 @@ def test_memory_stays_within_the_budget(interpreters: Interpreters, drive: Path,
     ).close()
     more = int(interpreters.run(_READ_ALL.format(path=str(path), writable=writable)).check())
     assert more < 64 << 20, f"{more >> 20} MiB more than the budget"
+
+
+@pytest.mark.parametrize("width", [16, 100_000], ids=["small rows", "rows of 400 KB"])
+def test_tables_work_with_little_staging_memory(drive: Path, width: int) -> None:
+    values = torch.arange(40 * width, dtype=torch.float32).view(40, width)
+    for staging_bytes in (0, 1 << 20):
+        paths = [drive / f"{staging_bytes}-{name}" for name in "ab"]
+        with Table.from_tensor(paths, values, updatable=True, memory_budget=0, staging_bytes=staging_bytes) as table:
+            assert table.staging_bytes == staging_bytes
+            table.prefetch(torch.arange(40))
+            assert torch.equal(table.read(torch.arange(40)), values)
+            table.write(torch.arange(40), values + 1)
+            table.commit()
+        with Table.open(paths[0], staging_bytes=staging_bytes) as table:
+            assert torch.equal(table.read(torch.arange(40)), values + 1)
+
+
+def test_parts_of_staging_memory_shrink_for_small_allowances() -> None:
+    with Engine() as engine:
+        sizes = [(pool.part_bytes, pool.parts) for pool in (StagingPool(engine, mib << 20, 4096, 512) for mib in (32, 4, 1, 0))]
+        assert sizes == [(1 << 20, 32), (512 << 10, 8), (256 << 10, 4), (256 << 10, 2)]
+        assert StagingPool(engine, 1 << 20, 3 << 20, 512).part_bytes == 3 << 20

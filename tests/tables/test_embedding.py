@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,8 @@ from torch import nn
 from deepnvme.nn import EmbeddingBagOnDisk, EmbeddingOnDisk
 from deepnvme.tables import RowOptimizer, Table
 
-ROWS, DIM = 1000, 24
-SMALL = 60_000
-"""Bytes of memory for rows, of 96 000 bytes and more that all have."""
+from ..support.embedding_ids import DIM, ROWS, SMALL, some_ids
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
@@ -39,13 +40,6 @@ def bags(drive: Path, **more: Any) -> tuple[nn.EmbeddingBag, EmbeddingBagOnDisk]
 def dense(gradient: torch.Tensor | None) -> torch.Tensor:
     assert gradient is not None
     return gradient.coalesce().to_dense() if gradient.is_sparse else gradient
-
-
-def some_ids(*shape: int) -> torch.Tensor:
-    """Ids many of which occur several times."""
-    ids = torch.randint(0, ROWS, shape)
-    ids.view(-1)[::3] %= 7
-    return ids
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
@@ -261,16 +255,20 @@ def test_bad_arguments(drive: Path) -> None:
     assert not (drive / "t").exists()
 
 
-def test_bad_ids(drive: Path) -> None:
-    _, ours = pair(drive)
-    for grad in (True, False):
+@pytest.mark.parametrize("kind", [EmbeddingOnDisk, EmbeddingBagOnDisk])
+@pytest.mark.parametrize("grad", [True, False])
+def test_of_bad_ids_the_first_one_and_its_position_are_named(kind: Any, grad: bool, drive: Path) -> None:
+    """Also where rows are read that are sorted, and each once."""
+    ours = kind(ROWS, DIM, path=drive / "table", optimizer=torch.optim.SGD)
+    for bad in (ROWS, -1, -7):
+        ids = torch.tensor([[5, 5, 2], [2, bad, bad - 1]])
         with torch.set_grad_enabled(grad):
-            with pytest.raises(IndexError):
-                ours(torch.tensor([0, ROWS]))
-            with pytest.raises(IndexError):
-                ours(torch.tensor([-1]))
-            with pytest.raises(TypeError):
-                ours(torch.tensor([0.5]))
+            for call in (ours, ours.prefetch):
+                with pytest.raises(IndexError, match=rf"^ids\[1, 1\] is {bad}, and the table has the rows 0 to {ROWS - 1}$"):
+                    call(ids)
+                with pytest.raises(TypeError):
+                    call(torch.tensor([[0.5]]))
+    assert ours.table.stats().rows_read == 0
 
 
 def test_a_state_dict_is_torchs_and_takes_no_name_on_the_drive(drive: Path) -> None:
@@ -308,13 +306,86 @@ def test_a_state_dict_of_a_whole_model_is_loaded_or_refused(drive: Path) -> None
     reader.table.close()
 
 
-def test_a_copy_reads_the_last_commit(drive: Path) -> None:
+def test_a_copy_of_what_is_trained_says_that_it_reads_the_last_commit(drive: Path) -> None:
     _, ours = pair(drive)
-    ours.table.commit()
-    again = copy.deepcopy(ours)
-    with torch.no_grad():
-        assert torch.equal(again(torch.tensor([5])), ours(torch.tensor([5])))
+    ids = torch.tensor([5])
+    committed = ours(ids).detach()
+    optimizer = RowOptimizer(ours, lr=1.0)
+    ours(ids).sum().backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="reads the last commit of") as warned:
+        again = copy.deepcopy(nn.Sequential(ours))[0]
+    assert len(warned) == 1
+    assert torch.equal(again(ids), committed)
+    assert not again.trained
+    assert again.gradient_holder.grad is None
+    with pytest.raises(ValueError, match="cannot be trained"):
+        again.requires_grad_()
+    optimizer.commit()
+    assert torch.equal(again(ids), ours(ids))
+    other = copy.deepcopy(again)  # of what cannot be changed: nothing to be said
+    pickled = pickle.loads(pickle.dumps(ours))
+    for each in (other, pickled):
+        assert torch.equal(each(ids), ours(ids))
+        assert not each.trained
+        each.table.close()
     again.table.close()
+
+
+def parameters_of(function: Any) -> list[str]:
+    """Names of the parameters that may be given by position."""
+    found = inspect.signature(function).parameters.values()
+    return [each.name for each in found if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(EmbeddingOnDisk, nn.Embedding), (EmbeddingBagOnDisk, nn.EmbeddingBag)])
+def test_arguments_are_in_the_order_of_torch(ours: Any, theirs: Any) -> None:
+    assert parameters_of(ours) == parameters_of(theirs)
+    assert parameters_of(ours.from_pretrained) == parameters_of(theirs.from_pretrained)
+
+
+@pytest.mark.parametrize("kind", [EmbeddingOnDisk, EmbeddingBagOnDisk])
+def test_arguments_of_torch_have_their_meaning_or_are_refused(kind: Any, drive: Path) -> None:
+    for number, more in enumerate(({"sparse": True}, {"device": "cpu"}, {"device": torch.device("cpu")}, {"norm_type": 1.0})):
+        assert kind(3, 2, path=drive / str(number), **more)(torch.tensor([[1]])).device.type == "cpu"
+    for more, remedy in (
+        ({"sparse": False}, "leave sparse out"),
+        ({"device": "cuda"}, "leave device out"),
+        ({"device": "meta"}, "leave device out"),
+        ({"_weight": torch.zeros(3, 2)}, "from_pretrained"),
+    ):
+        with pytest.raises(ValueError, match=remedy):
+            kind(3, 2, path=drive / "refused", **more)
+    assert not (drive / "refused").exists()
+
+
+def test_an_open_table_is_used_as_it_is(drive: Path) -> None:
+    table = Table.from_tensor(drive / "table", torch.randn(3, 2))
+    embedding = EmbeddingOnDisk(3, 2, path=table)
+    assert embedding.table is table
+    with pytest.raises(ValueError, match="is wanted"):
+        EmbeddingOnDisk(4, 2, path=table)
+    assert torch.equal(embedding(torch.tensor([2])), table.read(torch.tensor([2])))
+    table.close()
+
+
+def test_a_frozen_one_is_trained_when_it_is_told(drive: Path) -> None:
+    ours = EmbeddingOnDisk(3, 2, path=drive / "table", optimizer=torch.optim.SGD, _freeze=True)
+    assert not ours.trained
+    assert ours.requires_grad_().trained
+
+
+def test_in_a_training_the_step_asks_for_the_rows_again(drive: Path) -> None:
+    _, ours = pair(drive)
+    optimizer = RowOptimizer(ours, lr=0.1)
+    for hit in (0, 10):
+        before = ours.table.stats()
+        ours(torch.arange(10)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = ours.table.stats()
+        assert (after.hits - before.hits, after.misses - before.misses) == (10 + hit, 10 - hit)
+        assert after.rows_read - before.rows_read == 10 - hit
 
 
 def test_non_reentrant_checkpointing_and_autocast(drive: Path) -> None:

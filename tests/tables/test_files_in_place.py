@@ -11,7 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from deepnvme.tables import PartialRows, Table
+from deepnvme.tables import CorruptTable, PartialRows, Table
+from deepnvme.tables.opening import CheckpointFormat, find_layout
 
 VALUES = torch.arange(1000 * 77, dtype=torch.int16).view(1000, 7, 11)
 IDS = torch.tensor([[999, 0], [3, 999]])
@@ -137,16 +138,52 @@ def test_such_files_cannot_be_changed(drive: Path) -> None:
         table.write(torch.tensor([0]), VALUES[:1])
 
 
-@pytest.mark.parametrize("suffix", ["npy", "safetensors", "pt"])
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
 def test_truncated_files_are_refused(drive: Path, suffix: str) -> None:
     path = drive / f"rows.{suffix}"
-    if suffix == "npy":
-        numpy.save(path, VALUES.numpy())
-    else:
-        (_safetensors if suffix == "safetensors" else _pt)(path, {"rows": VALUES})
+    (_safetensors if suffix == "safetensors" else _pt)(path, {"rows": VALUES})
     os.truncate(path, path.stat().st_size - 100)
     with pytest.raises((ValueError, OSError)):
         Table.open(path)
+
+
+@pytest.mark.parametrize("left", [-100, 0, 5, 8, 40, 128])
+def test_a_truncated_numpy_file_is_corrupt_wherever_it_ends(drive: Path, left: int) -> None:
+    path = drive / "rows.npy"
+    numpy.save(path, VALUES.numpy())
+    os.truncate(path, left if left >= 0 else path.stat().st_size + left)
+    with pytest.raises(CorruptTable) as caught:
+        Table.open(path)
+    assert caught.value.filename == str(path)
+
+
+def test_what_contradicts_a_file_is_refused(drive: Path) -> None:
+    path = drive / "rows.npy"
+    numpy.save(path, VALUES.numpy())
+    for right in ({"dtype": torch.int16}, {"shape": (7, 11)}, {"dtype": torch.int16, "shape": (7, 11)}):
+        with Table.open(path, **right) as table:
+            assert torch.equal(table.read(torch.tensor([3])), VALUES[3:4])
+    for wrong in ({"dtype": torch.int8}, {"shape": 77}, {"dtype": torch.int8, "shape": 154}):
+        with pytest.raises(ValueError, match=r"rows of the shape \(7, 11\) in torch\.int16, and .* is wanted"):
+            Table.open(path, **wrong)
+    with pytest.raises(ValueError, match="offset"):
+        Table.open(path, offset=128)
+    with pytest.raises(ValueError, match="no tensors with names, got name='rows'"):
+        Table.open(path, "rows")
+    with pytest.raises(ValueError, match="no tensors with names"):
+        Table.open(drive / "raw", "rows", dtype=torch.int16, shape=77)
+    _pt(drive / "rows.pt", {"rows": VALUES})
+    with pytest.raises(ValueError, match="is wanted"):
+        Table.open(drive / "rows.pt", dtype=torch.int8)
+
+
+def test_a_raw_file_may_have_more_than_the_rows_that_are_wanted(drive: Path) -> None:
+    path = drive / "rows.raw"
+    path.write_bytes(VALUES.numpy().tobytes() + b"the end")
+    layout = find_layout(CheckpointFormat.RAW, path, None, torch.int16, (7, 11), 0, 1000)
+    assert (layout.rows, layout.bytes_in(0)) == (1000, 154_000)
+    with pytest.raises(ValueError, match="rows must not be negative, got -1"):
+        find_layout(CheckpointFormat.RAW, path, None, torch.int16, (7, 11), 0, -1)
 
 
 def test_a_file_that_becomes_shorter_while_it_is_open(drive: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,9 @@ from torch import nn
 from deepnvme.nn import EmbeddingBagOnDisk, EmbeddingOnDisk
 from deepnvme.tables import Lookahead, RowOptimizer, RowWiseAdagrad
 
-ROWS, DIM = 1000, 24
-SMALL = 60_000
+from ..support.embedding_ids import DIM, ROWS, SMALL, some_ids
+from ..support.interpreters import Interpreters
+
 OPTIMIZERS = [
     (torch.optim.SGD, {"lr": 0.1}),
     (torch.optim.SGD, {"lr": 0.1, "maximize": True}),
@@ -43,12 +47,6 @@ def pair(drive: Path, kind: Any, settings: dict[str, Any], dtype: torch.dtype = 
     torch.manual_seed(5)
     theirs = nn.Embedding(ROWS, DIM, sparse=True, dtype=dtype, **more)
     return theirs, kind(theirs.parameters(), **settings), ours, RowOptimizer(ours, kind, **settings)
-
-
-def some_ids(*shape: int) -> torch.Tensor:
-    ids = torch.randint(0, ROWS, shape)
-    ids.view(-1)[::3] %= 7
-    return ids
 
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer, *batches: torch.Tensor) -> None:
@@ -348,6 +346,114 @@ def test_an_embedding_is_added_later(drive: Path) -> None:
     assert [states["step"] for states in optimizer.state_dict()["state"].values()] == [2, 1]
 
 
+def two_tables(drive: Path) -> tuple[EmbeddingOnDisk, EmbeddingOnDisk]:
+    first = EmbeddingOnDisk(10, 4, path=drive / "a", optimizer=torch.optim.SparseAdam)
+    return first, EmbeddingOnDisk(10, 4, path=drive / "b", optimizer=torch.optim.SparseAdam)
+
+
+def test_an_interrupt_between_two_tables_is_no_whole_step(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = two_tables(drive)
+    optimizer = RowOptimizer([first, second], lr=0.1)
+    ids = torch.tensor([1, 3])
+    wanted = first(ids).detach()
+    optimizer.commit()
+    (first(ids).sum() + second(ids).sum()).backward()
+    whole_step = optimizer._step
+    stepped = []
+
+    def interrupted(holder: torch.Tensor, group: Any) -> None:
+        whole_step(holder, group)
+        stepped.append(holder)
+
+    class Interrupted(dict[Any, Any]):
+        """Raises when the second table's embedding is looked up, before its own step has begun."""
+
+        def __getitem__(self, holder: Any) -> Any:
+            if stepped:
+                raise KeyboardInterrupt
+            return super().__getitem__(holder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "_step", interrupted)
+        patch.setattr(optimizer, "_trained", Interrupted(optimizer._trained))
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    for refused in (optimizer.commit, optimizer.step, lambda: optimizer.load_state_dict(optimizer.state_dict())):
+        with pytest.raises(RuntimeError, match="rollback"):
+            refused()
+    third = EmbeddingOnDisk(10, 4, path=drive / "c", optimizer=torch.optim.SparseAdam)
+    with pytest.raises(RuntimeError, match="rollback"):
+        optimizer.add_param_group({"params": [third]})
+    optimizer.rollback()
+    assert torch.equal(first(ids), wanted)
+
+
+def test_a_gradient_that_is_not_sparse_changes_nothing(drive: Path) -> None:
+    first, second = two_tables(drive)
+    optimizer = RowOptimizer([first, second], lr=0.1)
+    wanted = first(torch.tensor([1])).detach()
+    first(torch.tensor([1])).sum().backward()
+    second.gradient_holder.grad = torch.zeros(10, 4)
+    with pytest.raises(RuntimeError, match="must be sparse"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.commit()
+    assert torch.equal(first(torch.tensor([1])), wanted)
+
+
+def test_gradients_that_the_model_does_not_drop_are_warned_of_once(drive: Path) -> None:
+    first, second = two_tables(drive)
+    model = nn.ModuleList([first, second])
+    optimizer = RowOptimizer(model, lr=0.1)
+    ids = torch.tensor([1])
+    for set_to_none in (True, False):  # what is right
+        first(ids).sum().backward()
+        first(ids).sum().backward()
+        optimizer.step()
+        optimizer.step()  # the same gradient again, as in torch
+        optimizer.zero_grad(set_to_none)
+    optimizer.zero_grad()
+    first(ids).sum().backward()
+    optimizer.step()
+    model.zero_grad()
+    first(ids).sum().backward()
+    with pytest.warns(UserWarning, match=r"zero_grad\(\) of RowOptimizer"):
+        optimizer.step()
+    model.zero_grad()
+    first(ids).sum().backward()
+    optimizer.step()
+
+
+def test_a_table_that_is_added_later_brings_its_commit_to_those_before(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process was killed when the first table was committed and the second one was prepared: the first table decides."""
+    first, second = two_tables(drive)
+    optimizer = RowOptimizer([first, second], lr=0.1)
+    for _ in range(2):
+        (first(torch.tensor([1])).sum() + second(torch.tensor([1])).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not optimizer.attributes:
+            optimizer.commit({"step": 1})
+    wanted = second(torch.tensor([1])).detach()
+
+    def killed(name: str, attributes: Any) -> None:
+        raise OSError(5, "killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(second.table, "commit_prepared", killed)
+        with pytest.raises(OSError, match="killed"):
+            optimizer.commit({"step": 2})
+    for each in (first, second):
+        each.table.close()
+    first, second = two_tables(drive)
+    optimizer = RowOptimizer(second, lr=0.1)
+    assert optimizer.attributes == {"step": 1}
+    optimizer.add_param_group({"params": [first]})
+    assert optimizer.attributes == {"step": 2}
+    assert [states["step"] for states in optimizer.state_dict()["state"].values()] == [2, 2]
+    assert torch.equal(second(torch.tensor([1])), wanted)
+
+
 class Batches:
     """Half of the rows of each batch are in the next one too."""
 
@@ -380,44 +486,57 @@ def test_with_lookahead_rows_trained_meanwhile_are_seen(memory_budget: int, driv
     assert list(Lookahead([], lambda ids: {})) == []
 
 
-KILLED = """
-import os, signal, sys, threading
+_TRAINING = """
 import torch
 from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.tables import RowOptimizer
 torch.manual_seed(5)
-embedding = EmbeddingOnDisk(1000, 24, path=sys.argv[1], optimizer=torch.optim.SparseAdam, memory_budget=60_000)
-optimizer = RowOptimizer(embedding)
+embeddings = [EmbeddingOnDisk({rows}, {dim}, path={directory!r} + name, optimizer=torch.optim.SparseAdam, memory_budget={budget})
+              for name in ("/a", "/b")]
+optimizer = RowOptimizer(embeddings)
 for batch in range(10_000):
-    generator = torch.Generator().manual_seed(batch)
-    embedding(torch.randint(0, 1000, (64,), generator=generator)).sum().backward()
+    ids = torch.randint(0, {rows}, (64,), generator=torch.Generator().manual_seed(batch))
+    (embeddings[0](ids).sum() + embeddings[1](ids % 50).sum()).backward()
     optimizer.step()
     optimizer.zero_grad()
     if batch % 5 == 4:
-        optimizer.commit({"batch": batch + 1})
-    if batch == 12:
-        threading.Timer(float(sys.argv[2]), lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        optimizer.commit({{"batch": batch + 1}})
+        print("committed", batch + 1, flush=True)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.0, 0.003, 0.011, 0.05])
-def test_a_killed_training_goes_on_from_its_last_commit(delay: float, drive: Path) -> None:
-    import subprocess
-    import sys
-
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(drive / "table"), str(delay)], check=False, timeout=100)
-    assert ended.returncode == -9
-    ours = EmbeddingOnDisk(ROWS, DIM, path=drive / "table", optimizer=torch.optim.SparseAdam, memory_budget=SMALL)
+def test_a_killed_training_goes_on_from_its_last_commit(delay: float, interpreters: Interpreters, drive: Path) -> None:
+    """That is the last one of which ``commit()`` has returned, or the one under way after it: none is lost, or half there."""
+    interpreters.stdout().write_text("")  # has what the one before has said until the program begins
+    child = interpreters.start(_TRAINING.format(rows=ROWS, dim=DIM, budget=SMALL, directory=str(drive)))
+    interpreters.wait_for("committed 10\n")
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+    said = interpreters.wait(child)
+    assert said.returncode == -signal.SIGKILL, said.stderr
+    returned = int(said.stdout.split()[-1])
+    ours = [
+        EmbeddingOnDisk(ROWS, DIM, path=drive / name, optimizer=torch.optim.SparseAdam, memory_budget=SMALL)
+        for name in ("a", "b")
+    ]
     mine = RowOptimizer(ours)
     batches = mine.attributes["batch"]
-    assert batches >= 10
+    assert batches in (returned, returned + 5)
     torch.manual_seed(5)
-    theirs = nn.Embedding(ROWS, DIM, sparse=True)
-    torchs = torch.optim.SparseAdam(theirs.parameters())
+    theirs = [nn.Embedding(ROWS, DIM, sparse=True) for _ in range(2)]
+    torchs = torch.optim.SparseAdam([each.weight for each in theirs])
     for batch in range(batches):
-        generator = torch.Generator().manual_seed(batch)
-        theirs(torch.randint(0, ROWS, (64,), generator=generator)).sum().backward()
+        ids = torch.randint(0, ROWS, (64,), generator=torch.Generator().manual_seed(batch))
+        (theirs[0](ids).sum() + theirs[1](ids % 50).sum()).backward()
         torchs.step()
         torchs.zero_grad()
-    assert_same(theirs, torchs, ours, mine)
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert torch.equal(found.state_dict()["weight"], wanted.weight)
+    found_states, wanted_states = mine.state_dict()["state"], torchs.state_dict()["state"]
+    for number in range(2):
+        for name, value in wanted_states[number].items():
+            assert torch.equal(torch.as_tensor(found_states[number][name]), torch.as_tensor(value))
+    for each in ours:
+        each.table.close()
