@@ -84,18 +84,20 @@ void bind_batches(py::module_& tables) {
     using namespace pybind11::literals;
     py::class_<Batch>(tables, "RowBatch", py::module_local())
         .def(py::init([](SharedTable table, Address rows, std::uint64_t count, Address out, std::uint64_t begin, std::uint64_t width,
-                         bool always_admit) {
-                 const auto admission = always_admit ? Admission::always : Admission::by_use;
+                         bool admit) {
+                 const auto admission = admit ? Admission::always : Admission::by_use;
                  return std::make_unique<Batch>(std::move(table), rows_at(rows, count), Destination{at<std::byte>(out), begin, width},
                                                 admission);
              }),
-             "table"_a, "rows"_a, "count"_a, "out"_a, "begin"_a, "width"_a, "always_admit"_a)
+             "table"_a, "rows"_a, "count"_a, "out"_a, "begin"_a, "width"_a, "admit"_a)
         .def("look_up", [](Batch& self) { self.rows.look_up(); }, py::call_guard<py::gil_scoped_release>())
-        .def("waits_for", [](const Batch& self, const Batch& other) { return self.rows.waits_for(other.rows); }, "other"_a)
+        .def("awaited_parts", [](const Batch& self, const Batch& other) { return self.rows.awaited_parts(other.rows); }, "other"_a)
+        .def("leave_out", [](Batch& self, const Batch& other) { self.rows.leave_out(other.rows); }, "other"_a)
         .def(
             "plan", [](Batch& self, std::uint64_t part_bytes, std::uint64_t gap_bytes) { self.rows.plan(part_bytes, gap_bytes); },
             "part_bytes"_a, "gap_bytes"_a, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("hits", [](const Batch& self) { return self.rows.hits(); })
+        .def_property_readonly("numbers", [](const Batch& self) { return self.rows.numbers(); })
         .def_property_readonly("missing", [](const Batch& self) { return self.rows.missing(); })
         // (volume, address of the units' numbers, how many), for each part
         .def_property_readonly("parts",

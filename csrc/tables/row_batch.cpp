@@ -68,12 +68,14 @@ void RowBatch::look_up() {
         }
         hits_ = rows_.size() - wanted_.size();
     }
-    const auto before = [&](const Wanted& left, const Wanted& right) {
-        const auto left_volume = geometry_.volume_of(left.row), right_volume = geometry_.volume_of(right.row);
-        if (left_volume != right_volume) return left_volume < right_volume;
-        return left.row != right.row ? left.row < right.row : left.position < right.position;
+    const auto in_order = [&](const Wanted& left, const Wanted& right) {
+        return left.row != right.row ? before(left.row, right.row) : left.position < right.position;
     };
-    if (!std::is_sorted(wanted_.begin(), wanted_.end(), before)) std::sort(wanted_.begin(), wanted_.end(), before);
+    if (!std::is_sorted(wanted_.begin(), wanted_.end(), in_order)) std::sort(wanted_.begin(), wanted_.end(), in_order);
+    group_missing();
+}
+
+void RowBatch::group_missing() {
     missing_.clear();
     for (std::size_t i = 0; i < wanted_.size(); ++i) {
         if (missing_.empty() || missing_.back().row != wanted_[i].row) missing_.push_back({wanted_[i].row, i, i});
@@ -81,15 +83,31 @@ void RowBatch::look_up() {
     }
 }
 
-bool RowBatch::waits_for(const RowBatch& other) const noexcept {
+std::vector<std::size_t> RowBatch::awaited_parts(const RowBatch& other) const {
+    std::vector<std::size_t> parts;
+    std::size_t part = 0;
     auto mine = missing_.begin();
-    for (auto theirs = other.missing_.begin(); mine != missing_.end() && theirs != other.missing_.end();) {
-        if (mine->row == theirs->row) return true;
-        const auto volume = geometry_.volume_of(mine->row), their_volume = geometry_.volume_of(theirs->row);
-        if (volume != their_volume ? volume < their_volume : mine->row < theirs->row) ++mine;
-        else ++theirs;
+    for (std::size_t i = 0; mine != missing_.end() && i < other.missing_.size();) {
+        const std::uint64_t row = other.missing_[i].row;
+        if (mine->row != row) {
+            if (before(mine->row, row)) ++mine;
+            else ++i;
+            continue;
+        }
+        while (other.parts_[part].end_row <= i) ++part;
+        parts.push_back(part);
+        i = other.parts_[part].end_row;
     }
-    return false;
+    return parts;
+}
+
+void RowBatch::leave_out(const RowBatch& other) {
+    auto theirs = other.missing_.begin();
+    std::erase_if(wanted_, [&](const Wanted& wanted) {
+        while (theirs != other.missing_.end() && before(theirs->row, wanted.row)) ++theirs;
+        return theirs != other.missing_.end() && theirs->row == wanted.row;
+    });
+    group_missing();
 }
 
 void RowBatch::plan(std::uint64_t part_bytes, std::uint64_t gap_bytes) {

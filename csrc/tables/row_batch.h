@@ -1,6 +1,6 @@
 // One read of many rows: those in the cache are copied at once, and the others from what is read into staging memory, part by part.
 //
-//   RowBatch batch(...);      // checked() before
+//   RowBatch batch(...);      // all numbers are of rows: first_outside() has found none
 //   batch.look_up();          // copies what the cache has
 //   batch.plan(...);          // the rest, each row once, in the order of the file, as parts with units to read
 //   batch.deliver(part, ...)  // once the units of a part are in its staging memory
@@ -53,8 +53,10 @@ public:
 
     // Copy what the cache has. The first call counts uses, if rows are copied at all; a later one, before plan(), finds what has come meanwhile.
     void look_up();
-    // Whether this batch misses rows that the other one reads.
-    bool waits_for(const RowBatch& other) const noexcept;
+    // Numbers of the other batch's parts, ascending, that have rows which this one misses. The other one has its parts.
+    std::vector<std::size_t> awaited_parts(const RowBatch& other) const;
+    // Have rows that the other batch reads not be read by this one, which has no destination. Before plan().
+    void leave_out(const RowBatch& other);
     // Divide what is missing into parts of at most `part_bytes`, or one row. Up to `gap_bytes` between two rows are read as well, where
     // that makes one read of two.
     void plan(std::uint64_t part_bytes, std::uint64_t gap_bytes);
@@ -64,6 +66,7 @@ public:
     std::span<const std::int64_t> units(const Part& part) const noexcept {
         return std::span(units_).subspan(part.first_unit, part.end_unit - part.first_unit);
     }
+    std::uint64_t numbers() const noexcept { return rows_.size(); }     // that were asked for
     std::uint64_t missing() const noexcept { return missing_.size(); }  // rows, each once
     std::uint64_t hits() const noexcept { return hits_; }               // numbers that the cache had when they were first looked for
 
@@ -92,6 +95,12 @@ private:
     };
 
     void copy_to(std::uint32_t position, const std::byte* record) noexcept;
+    // In the order of volumes and their files.
+    bool before(std::uint64_t left, std::uint64_t right) const noexcept {
+        const auto left_volume = geometry_.volume_of(left), right_volume = geometry_.volume_of(right);
+        return left_volume != right_volume ? left_volume < right_volume : left < right;
+    }
+    void group_missing();
 
     RowCache& cache_;
     const Geometry& geometry_;

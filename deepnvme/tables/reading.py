@@ -68,6 +68,10 @@ class _Part:
     delivered: bool = False
 
 
+_PlannedPart = tuple[int, int, int]
+"""Volume, address of the numbers of its units, and how many they are."""
+
+
 @dataclass(eq=False)
 class Batch:
     """Rows that are read together."""
@@ -75,6 +79,8 @@ class Batch:
     native: RowBatch
     keep: object
     """What has to live until all rows were delivered: the memory that they are copied to."""
+    unstarted: dict[int, _PlannedPart] = field(default_factory=dict)
+    """Parts of a prefetch whose read has not begun, by their numbers."""
     parts: list[_Part] = field(default_factory=list)
     """Those that are not delivered. The others are left out, since they refer to this batch: it would stay, with all its memory,
     until the garbage collector looks for cycles."""
@@ -85,7 +91,12 @@ class Batch:
     @property
     def delivered(self) -> bool:
         """Whether all parts were."""
-        return not self.parts
+        return not self.parts and not self.unstarted
+
+    def abandon(self) -> None:
+        """Deliver nothing any more: nobody waits for the rows, and their memory may be somebody else's from now on."""
+        self.abandoned = True
+        self.unstarted.clear()
 
 
 class RowReader:
@@ -109,12 +120,11 @@ class RowReader:
         extent = padded(layout.stride + self.unit, self.unit)
         self._staging = StagingPool(engine, staging_bytes, extent, self.unit)
         self._under_way: deque[_Part] = deque()  # the oldest first
-        self._prefetches: list[Batch] = []
+        self._kept_for_callers = max(self._staging.parts // 4, 1)  # parts of it that prefetches leave free
+        self._prefetches: list[Batch] = []  # with something that is not delivered
         # The last sector of a file may be less than one: that cannot be read as a unit.
         self._ends = [self._read_end(file, number) for number, file in enumerate(files)]
         self.hits = self.misses = self.rows_read = self.bytes_read = 0
-        self.while_waiting: Callable[[], object] = lambda: None
-        """Is called again and again while rows are read, with the lock held: has nothing to wait for, and raises nothing."""
 
     def _read_end(self, file: File, volume: int) -> tuple[int, torch.Tensor]:
         """Return the number of a file's last unit if that is not a whole one, and its bytes."""
@@ -124,18 +134,8 @@ class RowReader:
             self._engine.read(end, file, whole * self.unit).result()
         return whole, end
 
-    def start(
-        self,
-        rows: torch.Tensor,
-        out: torch.Tensor | None,
-        begin: int,
-        width: int,
-        admit: bool,
-        keep: object = None,
-    ) -> Batch:
-        """Copy the rows that are in memory, and start reading the others.
-
-        Blocks while all staging memory is in use, and for prefetches that have the same rows.
+    def batch(self, rows: torch.Tensor, out: torch.Tensor | None, begin: int, width: int, admit: bool) -> Batch:
+        """Return a batch of rows, none of which is read yet.
 
         Args:
             rows: Their numbers, int64, contiguous.
@@ -143,59 +143,158 @@ class RowReader:
             begin: Where the bytes to copy begin in a record.
             width: How many they are.
             admit: Whether all rows that are read go into the cache.
-            keep: What has to live until all are delivered.
+        """
+        address = 0 if out is None else out.data_ptr()
+        rows_of = load_async_io().tables.RowBatch
+        return Batch(rows_of(self._cache, rows.data_ptr(), rows.numel(), address, begin, width, admit), out)
+
+    def start(self, batch: Batch) -> None:
+        """Copy the rows that are in memory, and start reading the others.
+
+        Blocks while all staging memory is in use, and for those parts of prefetches that have the same rows.
+
+        Raises:
+            OSError: If a file cannot be read at all. The batch is abandoned then.
+        """
+        native = batch.native
+        try:
+            self.collect()
+            native.look_up()
+            if self._finish_prefetched(native):
+                native.look_up()
+            native.plan(self._staging.part_bytes, _GAP_BYTES)
+            self.hits += native.hits
+            self.misses += native.numbers - native.hits
+            self.rows_read += native.missing
+            for number, part in enumerate(native.parts):
+                self._start_part(batch, number, part)
+        except BaseException:
+            batch.abandon()
+            raise
+
+    def load(self, rows: torch.Tensor) -> None:
+        """Have rows in the cache, as far as there is room. Blocks until they are read.
+
+        Args:
+            rows: Their numbers, int64, contiguous.
+
+        Raises:
+            RowsUnreadable, OSError: If they cannot be read.
+        """
+        hits, misses = self.hits, self.misses
+        batch = self.batch(rows, None, 0, 0, True)
+        self.start(batch)
+        self.hits, self.misses = hits, misses  # nobody has asked for these rows
+        self.finish(batch)
+        failure = self.failure_of(batch)
+        if failure is not None:
+            raise failure
+
+    def prefetch(self, rows: torch.Tensor) -> None:
+        """Start reading rows into the cache, as far as there is free staging memory that callers do not need. Never waits for the
+        drive: what is not begun yet is begun by :meth:`next_prefetched`, :meth:`collect`, or a read of the same rows.
 
         Raises:
             OSError: If a file cannot be read at all.
         """
-        native = load_async_io().tables.RowBatch(
-            self._cache, rows.data_ptr(), rows.numel(), 0 if out is None else out.data_ptr(), begin, width, admit
-        )
-        batch = Batch(native, (keep, out))
+        batch = self.batch(rows, None, 0, 0, True)
+        native = batch.native
         self.collect()
         native.look_up()
-        awaited = [each for each in self._prefetches if native.waits_for(each.native)]
-        if awaited:
-            for each in awaited:
-                self.finish(each)
-            native.look_up()
+        for each in self._prefetches:
+            native.leave_out(each.native)
         native.plan(self._staging.part_bytes, _GAP_BYTES)
-        if out is not None:
-            self.hits += native.hits
-            self.misses += rows.numel() - native.hits
-        self.rows_read += native.missing
-        try:
-            for number, (volume, address, count) in enumerate(native.parts):
-                self._start_part(batch, number, volume, int64_at(address, count))
-            if out is None and batch.parts:
-                self._prefetches.append(batch)
-        except BaseException:
-            batch.abandoned = True
-            raise
-        return batch
+        batch.unstarted.update(enumerate(native.parts))
+        if batch.unstarted:
+            self.rows_read += native.missing
+            self._prefetches.append(batch)
+            self._start_prefetches()
 
-    def _start_part(self, batch: Batch, number: int, volume: int, units: torch.Tensor) -> None:
-        while not self._staging.free:
-            self.while_waiting()
-            self._deliver(self._under_way[0])
-        staging = self._staging.take()
-        memory = staging[: units.numel() * self.unit]
-        whole, end = self._ends[volume]
-        if int(units[-1]) == whole:
-            memory[-self.unit :][: len(end)] = end
-            units = units[:-1]
-        wanted = memory[: units.numel() * self.unit].view(-1, self.unit)
+    @property
+    def prefetching(self) -> bool:
+        """Whether there are prefetches of which something is not delivered."""
+        return bool(self._prefetches)
+
+    def next_prefetched(self) -> Future | None:
+        """Go on with prefetches, without waiting for the drive.
+
+        Returns:
+            A read to wait for until there is more to do; None if no prefetch is left.
+        """
+        try:
+            for batch in self._prefetches:
+                for part in batch.parts:
+                    if part.future.done():
+                        self._deliver(part)
+                        break  # one at a time: others wait for the lock
+                else:
+                    continue
+                break
+            self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
+            self._start_prefetches()
+        except (OSError, ValueError):  # whoever reads the rows gets the error
+            self.drop_prefetches()
+        for batch in self._prefetches:
+            for part in batch.parts:
+                return part.future
+        # All staging memory is in use by others, whose reads make room for those that are not begun.
+        return self._under_way[0].future if self._prefetches and self._under_way else None
+
+    def drop_prefetches(self) -> None:
+        """Begin no more reads of prefetches."""
+        for batch in self._prefetches:
+            batch.unstarted.clear()
+        self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
+
+    def _start_prefetches(self) -> None:
+        for batch in self._prefetches:
+            while batch.unstarted:
+                if self._staging.free <= self._kept_for_callers:
+                    return
+                self._start_planned(batch, next(iter(batch.unstarted)))
+
+    def _start_planned(self, batch: Batch, number: int) -> None:
         with defer_interrupts():
             try:
+                self._start_part(batch, number, batch.unstarted[number])
+            finally:
+                batch.unstarted.pop(number, None)
+
+    def _finish_prefetched(self, native: RowBatch) -> bool:
+        """Wait for those parts of prefetches that have missing rows of a batch. Returns whether there were any."""
+        awaited = [(batch, number) for batch in self._prefetches for number in native.awaited_parts(batch.native)]
+        for batch, number in awaited:
+            if number in batch.unstarted:
+                self._start_planned(batch, number)
+        for batch, number in awaited:
+            for part in [each for each in batch.parts if each.number == number]:
+                self._deliver(part)
+        self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
+        return bool(awaited)
+
+    def _start_part(self, batch: Batch, number: int, part: _PlannedPart) -> None:
+        volume, address, count = part
+        units = int64_at(address, count)
+        while not self._staging.free:
+            self._deliver(self._under_way[0])
+        with defer_interrupts():
+            staging = self._staging.take()
+            try:
+                memory = staging[: units.numel() * self.unit]
+                whole, end = self._ends[volume]
+                if int(units[-1]) == whole:
+                    memory[-self.unit :][: len(end)] = end
+                    units = units[:-1]
+                wanted = memory[: units.numel() * self.unit].view(-1, self.unit)
                 future = self._engine.gather(self._files[volume], units, wanted)
             except BaseException as error:
                 self._staging.give_back(staging)
                 if isinstance(error, ValueError) and hasattr(error, "file_size"):
                     raise self._changed_size(volume, error.file_size) from error
                 raise
-            part = _Part(batch, number, volume, future, units, staging)
-            batch.parts.append(part)
-            self._under_way.append(part)
+            started = _Part(batch, number, volume, future, units, staging)
+            batch.parts.append(started)
+            self._under_way.append(started)
         self.bytes_read += wanted.nbytes
 
     def _changed_size(self, volume: int, size: int) -> OSError:
@@ -244,6 +343,7 @@ class RowReader:
             if part.future.done():
                 self._deliver(part)
         self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
+        self._start_prefetches()
 
     def finish(self, batch: Batch) -> None:
         """Wait for all rows of a batch. Blocks; may be called without the lock, which is not held while it waits."""
@@ -252,13 +352,15 @@ class RowReader:
                 part.future.exception()
             with self._lock:
                 self._deliver(part)
-                self.while_waiting()
-        with self._lock:
-            if batch in self._prefetches:
-                self._prefetches.remove(batch)
+
+    def abandon(self, batch: Batch) -> None:
+        """Deliver nothing of a batch any more, once this returns. May be called without the lock."""
+        with defer_interrupts(), self._lock:
+            batch.abandon()
 
     def finish_all(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all that is under way. What a prefetch has not begun yet is not read."""
+        self.drop_prefetches()
         while self._under_way:
             self._deliver(self._under_way[0])
         self._prefetches.clear()

@@ -25,6 +25,7 @@ from deepnvme.ops import load_async_io
 from deepnvme.profiles import engine_for
 from deepnvme.store.directory_lock import DirectoryLock
 
+from .background import BackgroundThread
 from .creating import create_files
 from .layout import State, TableLayout, columns_of
 from .manifest import CorruptTable, Epochs, ManifestWatch, load_manifest
@@ -34,7 +35,7 @@ from .staging import DEFAULT_STAGING_BYTES
 from .writing import RowWriter
 
 if TYPE_CHECKING:
-    from deepnvme.ops.aio.async_io_op.tables import RowCache
+    from deepnvme.ops.aio.async_io_op.tables import RowBatch, RowCache
 
 AnyPath = str | os.PathLike[str]
 Errors = Literal["raise", "partial"]
@@ -118,6 +119,7 @@ class Table:
         self._writer: RowWriter | None = None
         self._locks: list[DirectoryLock] = []
         self._manifest: ManifestWatch | None = None
+        self._at_collection: weakref.finalize[Any, Table] | None = None
         self._generation = 0  # of a reader: how many commits it has gone on to
         self._open(epochs, writable)
         _opened.add(self)
@@ -287,6 +289,10 @@ class Table:
                     self._engine, self._files, layout, self._cache, self._reader, self._directories, epochs,
                     self.staging_bytes // 3,
                 )  # fmt: skip
+            self._background = BackgroundThread(self._lock, self._reader, self._writer)
+            self._at_collection = weakref.finalize(
+                self, _release_collected, self._pid, self._lock, self._background, self._writer, list(self._locks)
+            )
         except BaseException:
             self._release()
             raise
@@ -406,18 +412,19 @@ class Table:
         if errors not in ("raise", "partial"):
             raise ValueError(f'errors must be "raise" or "partial", got {errors!r}')
         numbers = self._checked(ids)
-        started = self._start(numbers, out)
+        read = self._new_read(numbers, out)
         try:
-            started, failure = self._finish(started, numbers, out)
+            self._start(read)
+            failure = self._finish(read)
         except BaseException:
-            started.batch.abandoned = True  # the caller may use ``out`` again
+            self._abandon(read)
             raise
         if errors == "raise":
             if failure is not None:
                 raise failure
-            return _delivered(started)
-        positions = torch.tensor(started.batch.native.failed_positions(), dtype=torch.int64)
-        return PartialRows(_delivered(started), () if failure is None else failure.failed, positions)
+            return _result_of(read)
+        positions = torch.tensor(read.native.failed_positions(), dtype=torch.int64)
+        return PartialRows(_result_of(read), () if failure is None else failure.failed, positions)
 
     def read_async(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> RowsFuture:
         """Start reading rows; return as soon as all reads are under way, which takes as long as all staging memory is in use.
@@ -430,15 +437,21 @@ class Table:
         numbers = self._checked(ids)
         if self._layout.updatable:
             numbers = numbers.clone()  # for a second read, when the caller may have changed them
-        started = self._start(numbers, out)
+        read = self._new_read(numbers, out)
+        try:
+            self._start(read)
 
-        def finish() -> torch.Tensor:
-            finished, failure = self._finish(started, numbers, out)
-            if failure is not None:
-                raise failure
-            return _delivered(finished)
+            def finish() -> torch.Tensor:
+                failure = self._finish(read)
+                if failure is not None:
+                    raise failure
+                return _result_of(read)
 
-        return RowsFuture(started.batch, finish)
+            assert read.batch is not None
+            return RowsFuture(read.batch, finish)
+        except BaseException:
+            self._abandon(read)
+            raise
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Start reading rows into memory that will be asked for soon; return at once. A read of the same rows waits for them.
@@ -453,7 +466,8 @@ class Table:
             self._check_usable()
             self._refresh()
             if self._cache.slots:
-                self._reader.start(numbers, None, 0, 0, True)
+                self._reader.prefetch(numbers.flatten())
+                self._background.wake()
 
     def pin(self, ids: torch.Tensor) -> int:
         """Have rows stay in memory, such as those known to be used most. Blocks until they are read.
@@ -473,11 +487,7 @@ class Table:
             self._refresh()
             absent = self._cache.pin(numbers.data_ptr(), numbers.numel(), self._cache.slots * 9 // 10)
             numbers = numbers[torch.tensor(absent, dtype=torch.int64)]
-            batch = self._reader.start(numbers, None, 0, 0, True)
-            self._reader.finish(batch)
-            failure = self._reader.failure_of(batch)
-            if failure is not None:
-                raise failure
+            self._reader.load(numbers)
             return self._cache.pinned
 
     def unpin(self) -> None:
@@ -501,8 +511,8 @@ class Table:
             raise IndexError(f"{which} is {ids.flatten()[outside].item()}, and the table has {rows}")
         return numbers
 
-    def _start(self, numbers: torch.Tensor, out: torch.Tensor | None) -> _StartedRead:
-        """Start a read."""
+    def _new_read(self, numbers: torch.Tensor, out: torch.Tensor | None) -> _Read:
+        """Return a read of values that has not begun. Raises TypeError and ValueError for another ``out``."""
         shape = (*numbers.shape, *self.row_shape)
         if out is not None:
             if out.dtype != self.dtype:
@@ -513,11 +523,7 @@ class Table:
             rows = out.detach()
         else:
             rows = self._new_rows(shape, pinned=out is not None and out.device.type == "cuda")
-        with self._lock:
-            self._check_usable()
-            self._refresh()
-            batch = self._reader.start(numbers, rows, 0, self._layout.values.nbytes, False)
-            return _StartedRead(batch, rows, rows if out is None else out, self._pid, self._generation)
+        return _Read(numbers, rows, rows if out is None else out, self._layout.values.nbytes, False)
 
     def _new_rows(self, shape: tuple[int, ...], pinned: bool) -> torch.Tensor:
         nbytes = math.prod(shape) * self.dtype.itemsize
@@ -525,23 +531,36 @@ class Table:
             return torch.empty(shape, dtype=self.dtype, device="cpu", pin_memory=pinned)
         return empty_aligned(padded(nbytes, ALIGNMENT))[:nbytes].view(self.dtype).view(shape)
 
-    def _finish(
-        self, started: _StartedRead, numbers: torch.Tensor, out: torch.Tensor | None
-    ) -> tuple[_StartedRead, RowsUnreadable | None]:
-        """Wait for a read. It is made once more if what it has read may be torn, since rows were written meanwhile.
+    def _start(self, read: _Read) -> None:
+        with self._lock:
+            self._check_usable()
+            self._refresh()
+            read.generation, read.pid, read.reader = self._generation, self._pid, self._reader
+            read.batch = self._reader.batch(read.numbers, read.rows, 0, read.width, read.admit)
+            self._reader.start(read.batch)
+
+    def _finish(self, read: _Read) -> RowsUnreadable | None:
+        """Wait for a read that was started. It is made once more if what it has read may be torn, since rows were written
+        meanwhile.
 
         Every read of a reader ends with a look at the manifest: whatever the cache has was read before it, and so while that was
         in force, whose versions no writer touches.
         """
         while True:
-            if started.pid == os.getpid():  # or else this is a forked child, which has not what its parent has read
-                self._reader.finish(started.batch)
+            if read.pid == os.getpid():  # or else this is a forked child, which has not what its parent has read
+                assert read.batch is not None
+                self._reader.finish(read.batch)
                 with self._lock:
                     if not self._closed:
                         self._refresh()
-                    if started.generation == self._generation and not started.batch.native.stale:
-                        return started, self._reader.failure_of(started.batch)
-            started = self._start(numbers, out)
+                    if read.generation == self._generation and not read.native.stale:
+                        return self._reader.failure_of(read.batch)
+            self._start(read)
+
+    def _abandon(self, read: _Read) -> None:
+        """Have no rows come to the memory of a read any more, which its caller may use again."""
+        if read.batch is not None and read.reader is not None and read.pid == os.getpid():
+            read.reader.abandon(read.batch)
 
     def _refresh(self) -> None:
         """Go on to the writer's last commit, if this is a reader and there is a newer one."""
@@ -641,18 +660,13 @@ class Table:
         self._change(numbers, fill, all_columns=columns.keys() == known.keys())
 
     def _read_records(self, numbers: torch.Tensor, records: torch.Tensor, keep: bool = True) -> None:
-        started = None
-        while started is None or started.generation != self._generation or started.batch.native.stale:
-            with self._lock:
-                self._check_usable()
-                self._refresh()
-                batch = self._reader.start(numbers, records, 0, self._layout.record_bytes, keep)
-                started = _StartedRead(batch, records, records, self._pid, self._generation)
-            self._reader.finish(batch)
-            with self._lock:
-                if not self._closed:
-                    self._refresh()
-                failure = self._reader.failure_of(batch)
+        read = _Read(numbers, records, records, self._layout.record_bytes, keep)
+        try:
+            self._start(read)
+            failure = self._finish(read)
+        except BaseException:
+            self._abandon(read)
+            raise
         if failure is not None:
             raise failure
 
@@ -669,6 +683,7 @@ class Table:
                     self._read_records(some, records)
                 fill(begin, begin + some.numel(), records)
                 writer.change(some, records)
+                self._background.wake()
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -780,6 +795,8 @@ class Table:
         if self._closed:
             raise ValueError("the table is closed")
         if os.getpid() != self._pid:
+            if self._at_collection is not None:
+                self._at_collection.detach()
             self._writer, self._locks, self._manifest = None, [], None
             epochs = Epochs() if self._directories is None else self._newest_epochs()
             self._open(epochs, writable=False)
@@ -794,6 +811,7 @@ class Table:
             if self._closed:
                 return
             try:
+                self._background.stop()
                 if os.getpid() == self._pid:
                     self._reader.finish_all()
                     if self._writer is not None:
@@ -806,6 +824,8 @@ class Table:
             self._closed = True
             if os.getpid() != self._pid:
                 return
+            if self._at_collection is not None:
+                self._at_collection.detach()
             with contextlib.ExitStack() as stack:  # all of it, whatever fails
                 for lock in self._locks:
                     stack.callback(lock.release)
@@ -853,17 +873,44 @@ def _renew_locks() -> None:
 os.register_at_fork(after_in_child=_renew_locks)
 
 
-class _StartedRead(NamedTuple):
+def _release_collected(
+    pid: int, lock: threading.RLock, background: BackgroundThread, writer: RowWriter | None, locks: list[DirectoryLock]
+) -> None:
+    """Have another writer have the table, of one that was collected without being closed, once nothing is being written."""
+    if os.getpid() != pid:
+        return
+    with defer_interrupts(), lock:  # the table is gone: only its thread may have the lock, or be the one that runs this
+        background.stop()
+        if writer is not None:
+            writer.finish_writes()
+        for each in locks:
+            with contextlib.suppress(OSError):
+                each.release()
+
+
+@dataclass(eq=False)
+class _Read:
     """Rows that are being read for a caller."""
 
-    batch: Batch
+    numbers: torch.Tensor
     rows: torch.Tensor
-    """In host memory."""
+    """What is read, in host memory."""
     result: torch.Tensor
     """What the caller gets."""
-    pid: int
-    generation: int
+    width: int
+    """Bytes of each record that are copied, from its beginning."""
+    admit: bool
+    """Whether all rows stay in memory as far as there is room."""
+    batch: Batch | None = None
+    reader: RowReader | None = None
+    pid: int = 0
+    generation: int = -1
     """The table's when it was started."""
+
+    @property
+    def native(self) -> RowBatch:
+        assert self.batch is not None
+        return self.batch.native
 
 
 def _is_plain(out: torch.Tensor) -> bool:
@@ -877,7 +924,7 @@ def _require(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, n
         raise ValueError(f"{name} must have the shape {shape} in {dtype}, got {tuple(tensor.shape)} in {tensor.dtype}")
 
 
-def _delivered(read: _StartedRead) -> torch.Tensor:
+def _result_of(read: _Read) -> torch.Tensor:
     """Return the tensor for the caller, which has the rows."""
     if read.result is not read.rows and not (_is_plain(read.result) and read.result.data_ptr() == read.rows.data_ptr()):
         with torch.no_grad():

@@ -81,7 +81,6 @@ class RowWriter:
         self._under_way: deque[_Write] = deque()
         self._error: OSError | None = None
         self.commits = self.bytes_written = self.rows_written = 0
-        reader.while_waiting = self._write_behind
         self._show()
 
     def _show(self) -> None:
@@ -108,20 +107,41 @@ class RowWriter:
         while absent := self._cache.change(rows.data_ptr(), len(rows), records.data_ptr(), epoch):
             # Where their last committed version is, is read from the drive.
             rows, records = rows[absent].contiguous(), records[absent].contiguous()
-            batch = self._reader.start(rows, None, 0, 0, True)
-            self._reader.finish(batch)
-            failure = self._reader.failure_of(batch)
-            if failure is not None:
-                raise failure
-        self._write_behind()
+            self._reader.load(rows)
+        self.write_behind()
 
-    def _write_behind(self) -> None:
-        """Go on writing if much is changed. Does not block; errors are raised by what changes or commits next."""
+    @property
+    def writing_behind(self) -> bool:
+        """Whether there is something to write, or a write under way, without anybody waiting for it."""
+        return bool(self._under_way) or self._much_changed()
+
+    def _much_changed(self) -> bool:
+        """After an error, nothing is written until the next change or commit has raised it: a drive that fails is not asked again
+        and again."""
+        return self._error is None and self._cache.changed > 0 and self._cache.changed >= self._cache.slots // 4
+
+    def write_behind(self, parts: int | None = None) -> None:
+        """Go on writing if much is changed, as far as there is staging memory. Does not block; errors are raised by what changes
+        or commits next.
+
+        Args:
+            parts: Most parts whose write is begun; None for all.
+        """
         try:
-            if self._cache.changed >= self._cache.slots // 4:
-                self._write_some()
+            self._collect()
+            if self._much_changed():
+                self._write_some(parts)
         except OSError as error:
             self._error = error
+
+    def next_written(self) -> Future | None:
+        """Go on writing, some of it.
+
+        Returns:
+            A write to wait for until there is more to do; None if nothing has to be written now.
+        """
+        self.write_behind(parts=1)
+        return next((future for write in self._under_way for future in write.futures if not future.done()), None)
 
     def _make_room(self, rows: int) -> None:
         """Have so many rows in memory that need not stay."""
@@ -213,8 +233,7 @@ class RowWriter:
         """Write all that is changed, to stable storage. Blocks. Raises OSError; what was not written is still changed."""
         if self._flush_error is not None:
             raise self._flush_error
-        while self._under_way:
-            self._finish_oldest()
+        self.finish_writes()
         self._error = None  # what could not be written is still changed, and is written once more now
         while self._cache.changed or self._under_way:
             self._write_some()
@@ -284,8 +303,7 @@ class RowWriter:
 
     def rollback(self) -> None:
         """Go back to the last commit. Blocks for writes under way. Raises OSError; call it again then."""
-        while self._under_way:
-            self._finish_oldest()
+        self.finish_writes()
         self._error = None
         if self._written_in_epoch or self._manifest_uncertain:
             epochs = replace(self.epochs, reserved=self.epochs.present).begin()
@@ -300,10 +318,14 @@ class RowWriter:
         else:
             self._cache.drop_changed(self.epochs.present)
 
-    def close(self) -> None:
-        """Wait for writes under way. What was not committed is lost."""
+    def finish_writes(self) -> None:
+        """Wait for writes under way."""
         while self._under_way:
             self._finish_oldest()
+
+    def close(self) -> None:
+        """Wait for writes under way. What was not committed is lost."""
+        self.finish_writes()
         unchanged = not self._written_in_epoch and not self._manifest_uncertain
         if unchanged and self.epochs.reserved > self.epochs.committed >= self.epochs.present - 1:
             save_manifest(self._directories, self._layout, replace(self.epochs, reserved=self.epochs.committed))

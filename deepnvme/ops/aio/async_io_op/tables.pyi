@@ -61,19 +61,23 @@ class RowCache:
 
 class RowBatch:
     """One read of many rows. ``out``: an address, or 0 to have the rows in the cache only; of each record, bytes
-    ``[begin, begin + width)`` are copied to it. ``always_admit``: whether all rows that are read go into the cache.
+    ``[begin, begin + width)`` are copied to it. ``admit``: whether all rows that are read go into the cache.
     """
 
     def __init__(
-        self, table: RowCache, rows: int, count: int, out: int, begin: int, width: int, always_admit: bool
+        self, table: RowCache, rows: int, count: int, out: int, begin: int, width: int, admit: bool
     ) -> None: ...
     def look_up(self) -> None:
         """Copy what the cache has. To be called again, before :meth:`plan`, when more may have come."""
-    def waits_for(self, other: RowBatch) -> bool:
-        """Return whether the other one reads rows that this one misses."""
+    def awaited_parts(self, other: RowBatch) -> list[int]:
+        """Return the numbers of the other one's parts that have rows which this one misses."""
+    def leave_out(self, other: RowBatch) -> None:
+        """Have rows that the other one reads not be read by this one, which has no ``out``. Before :meth:`plan`."""
     def plan(self, part_bytes: int, gap_bytes: int) -> None: ...
     @property
     def hits(self) -> int: ...
+    @property
+    def numbers(self) -> int: ...
     @property
     def missing(self) -> int:
         """Return the number of rows that are missing, each once."""

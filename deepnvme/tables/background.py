@@ -1,0 +1,65 @@
+"""The thread of a table that goes on with prefetches and with writing while nobody calls the table."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+from deepnvme._interrupts import defer_interrupts
+
+if TYPE_CHECKING:
+    from .reading import RowReader
+    from .writing import RowWriter
+
+_WAIT_SECONDS = 0.005
+"""Of one transfer, before the thread looks at the others: there may be reads and writes under way."""
+
+
+class BackgroundThread:
+    """Delivers parts of prefetches as they are read, starts further ones, and goes on writing changed rows.
+
+    The thread is there only as long as there is something to do. It waits for the drive without the table's lock, and knows the
+    table's reader and writer, but not the table. It is a daemon: at the end of the interpreter nothing waits for it.
+
+    Args:
+        lock: The table's.
+        reader: Has the prefetches.
+        writer: Has the changed rows; None for a table that is only read.
+    """
+
+    def __init__(self, lock: threading.RLock, reader: RowReader, writer: RowWriter | None) -> None:
+        self._lock, self._reader, self._writer = lock, reader, writer
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def wake(self) -> None:
+        """Have the thread run if there is something to do. Never blocks. Called with the lock held."""
+        if self._stopped or (self._thread is not None and self._thread.is_alive()):
+            return
+        if not self._reader.prefetching and (self._writer is None or not self._writer.writing_behind):
+            return
+        with defer_interrupts():
+            self._thread = threading.Thread(target=self._run, name="deepnvme table", daemon=True)
+            # Without a thread, everything goes on with the next call of the table.
+            with contextlib.suppress(RuntimeError):
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Have the thread begin nothing more, and end soon. Called with the lock held."""
+        self._stopped = True
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                future = None if self._stopped else self._reader.next_prefetched()
+                if future is None and self._writer is not None and not self._stopped:
+                    future = self._writer.next_written()
+                elif self._writer is not None and not self._stopped:
+                    self._writer.write_behind(parts=1)
+                if future is None:
+                    self._thread = None  # the lock is held: who comes next starts another one
+                    return
+            with contextlib.suppress(TimeoutError):
+                future.exception(_WAIT_SECONDS)
+            del future
