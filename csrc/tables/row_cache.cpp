@@ -12,6 +12,9 @@ namespace {
 constexpr int kCandidates = 8;
 // Looks of the hand that a row survives which was fetched on purpose: so it stays while half as many others come as there are slots.
 constexpr std::uint8_t kProtection = kCandidates / 2;
+// Changes remembered for reads under way, of some 50 bytes each. There is always a read under way where others are made ahead, or one
+// is kept that nobody asks for: so older ones are forgotten, and what a read has that is older than these is taken for changed.
+constexpr std::size_t kMostRemembered = 1 << 16;
 
 }  // namespace
 
@@ -96,8 +99,11 @@ void RowCache::clear() {
 void RowCache::change(Slot slot, const std::byte* record, std::uint64_t epoch) {
     Entry& entry = slots_[slot];
     ++changes_;
+    if (reading_ == 0 || changed_while_reading_.size() == kMostRemembered) {
+        changed_while_reading_.clear();
+        forgotten_ = changes_ - 1;
+    }
     if (reading_ > 0) changed_while_reading_[entry.row] = changes_;
-    else changed_while_reading_.clear();
     std::memcpy(this->record(slot), record, record_bytes_);
     if (entry.epoch != epoch) {
         entry.version ^= 1;
@@ -149,6 +155,7 @@ std::uint64_t RowCache::begin_reading() {
 void RowCache::end_reading() noexcept { --reading_; }
 
 bool RowCache::changed_since(std::uint64_t row, std::uint64_t changes) const {
+    if (changes < forgotten_) return true;
     if (changed_while_reading_.empty()) return false;
     const auto found = changed_while_reading_.find(row);
     return found != changed_while_reading_.end() && found->second > changes;

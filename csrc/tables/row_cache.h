@@ -73,6 +73,7 @@ public:
     // the number of changes so far.
     std::uint64_t begin_reading();
     void end_reading() noexcept;
+    // Whether a row was, or perhaps was, changed after so many changes.
     bool changed_since(std::uint64_t row, std::uint64_t changes) const;
 
     std::uint64_t row_of(Slot slot) const noexcept { return slots_[slot].row; }
@@ -115,6 +116,7 @@ private:
     std::unordered_set<std::uint64_t> pinned_;
     std::atomic<std::uint64_t> reading_ = 0;  // not locked: reads are let go of by any thread at any time, in forked children too
     std::uint64_t changes_ = 0;
+    std::uint64_t forgotten_ = 0;  // changes up to this one are not remembered any more
     std::unordered_map<std::uint64_t, std::uint64_t> changed_while_reading_;  // row -> the number of the change
 };
 

@@ -64,8 +64,8 @@ class _Fields(BaseModel):
     reserved: _Count
     abandoned: list[tuple[_Count, _Count]]
     attributes: dict[str, Any]
-    name: str
-    prepared: Prepared | None
+    name: str = ""
+    prepared: Prepared | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import math
 import os
@@ -570,14 +571,18 @@ class Table:
         newer = ManifestWatch(self._directories[0])
         try:
             epochs = self._newest_epochs()
-            self._reader.finish_all()
+            # A writer replaces the manifest also before it writes, and to prepare a commit: what was read is as good then.
+            committed = (epochs.committed, epochs.abandoned) != (self._epochs.committed, self._epochs.abandoned)
+            if committed:
+                self._reader.finish_all()
         except BaseException:
             newer.close()
             raise
         with defer_interrupts():
-            self._cache.clear()
+            if committed:
+                self._cache.clear()
+                self._generation += 1
             self._show(epochs)
-            self._generation += 1
             self._manifest.close()
             self._manifest = newer
 
@@ -690,7 +695,8 @@ class Table:
         """What the last commit has noted besides the rows, such as a number of steps."""
         with self._lock:
             self._check_usable()
-            return dict(self._epochs.attributes if self._writer is None else self._writer.epochs.attributes)
+            self._refresh()
+            return copy.deepcopy(dict(self._epochs.attributes if self._writer is None else self._writer.epochs.attributes))
 
     def commit(self, attributes: Mapping[str, Any] | None = None) -> int:
         """Make the changes so far the table's last commit, as a whole: after a crash at any time it is that, or the one before.

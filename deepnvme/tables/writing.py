@@ -76,6 +76,7 @@ class RowWriter:
         self._written_in_epoch = False
         self._manifest_uncertain = False  # a commit failed or was interrupted, and may be in force nevertheless
         self._flush_error: OSError | None = None
+        self._flushed = False  # nothing was changed since the last flush
         self._staging = StagingPool(engine, staging_bytes, layout.version_bytes, layout.version_bytes)
         self._rows_per_part = self._staging.part_bytes // layout.version_bytes
         self._under_way: deque[_Write] = deque()
@@ -102,6 +103,7 @@ class RowWriter:
             OSError: From the drive. Some rows may have been changed then.
         """
         self.prepared = None
+        self._flushed = False
         self._make_room(len(rows))
         epoch = self.epochs.present
         while absent := self._cache.change(rows.data_ptr(), len(rows), records.data_ptr(), epoch):
@@ -233,6 +235,8 @@ class RowWriter:
         """Write all that is changed, to stable storage. Blocks. Raises OSError; what was not written is still changed."""
         if self._flush_error is not None:
             raise self._flush_error
+        if self._flushed:
+            return
         self.finish_writes()
         self._error = None  # what could not be written is still changed, and is written once more now
         while self._cache.changed or self._under_way:
@@ -249,6 +253,7 @@ class RowWriter:
                 # The system may have dropped what it could not write, and a second flush would not tell.
                 self._flush_error = errors[0]
                 raise errors[0]
+        self._flushed = True
 
     def prepare(self, name: str, attributes: Mapping[str, Any]) -> None:
         """Have all changes so far on the drive, so that :meth:`commit` of the same name and attributes only has to say so. A

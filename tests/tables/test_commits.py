@@ -204,3 +204,48 @@ def test_after_a_kill_the_table_is_its_last_commit(interpreters: Interpreters, d
 @pytest.mark.parametrize("volumes", [1, 2])
 def test_after_dozens_of_kills_the_table_is_its_last_commit(interpreters: Interpreters, drive: Path, volumes: int) -> None:
     kill_writers(interpreters, [drive / str(number) for number in range(volumes)], 15, 100 * volumes)
+
+
+def test_what_a_writer_prepares_does_not_empty_the_memory_of_a_reader(drive: Path) -> None:
+    ids = torch.arange(50)
+    with Table.create(drive / "table", 100, 4, torch.int64) as writer, Table.open(drive / "table") as reader:
+        writer.commit({"step": 1})
+        assert reader.attributes == {"step": 1}
+        reader.read(ids)
+        writer.write(ids, torch.ones(50, 4, dtype=torch.int64))
+        writer.prepare_commit("with others", {"step": 2})
+        misses = reader.stats().misses
+        rows = reader.read(ids)
+        assert isinstance(rows, torch.Tensor)
+        assert not rows.any()
+        assert reader.stats().misses == misses
+        assert reader.attributes == {"step": 1}
+        writer.commit_prepared("with others", {"step": 2})
+        assert reader.attributes == {"step": 2}  # without a read
+        rows = reader.read(ids)
+        assert isinstance(rows, torch.Tensor)
+        assert (rows == 1).all()
+
+
+def test_attributes_that_are_changed_in_place_are_committed(drive: Path) -> None:
+    with Table.create(drive / "table", 10, 4, torch.int64) as table:
+        table.commit({"history": [1]})
+        attributes = table.attributes
+        attributes["history"].append(2)
+        assert table.attributes == {"history": [1]}
+        table.commit(attributes)
+    with Table.open(drive / "table") as table:
+        assert table.attributes == {"history": [1, 2]}
+
+
+def test_a_future_that_nobody_asked_knows_that_too_much_was_changed_to_be_remembered(drive: Path) -> None:
+    rows = 200_000  # more than RowCache remembers
+    with Table.create(drive / "table", rows, 1, torch.int64, memory_budget=1 << 20) as table:
+        future = table.read_async(torch.arange(0, rows, 1000))
+        for value in (1, 2):
+            table.write(torch.arange(rows), torch.full((rows, 1), value))
+        table.commit()
+        assert set(future.result().flatten().tolist()) <= {0, 2}
+        read = table.read(torch.arange(rows))
+        assert isinstance(read, torch.Tensor)
+        assert (read == 2).all()

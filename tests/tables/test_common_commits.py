@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepnvme.engine import Engine
 from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.tables import RowOptimizer, Table, writing
 from deepnvme.tables.common_commits import CommonCommits
@@ -170,3 +171,24 @@ def test_a_training_waits_for_its_commit_to_be_finished(drive: Path, monkeypatch
     assert optimizer.attributes == {"steps": 1}
     for bag, values in zip(bags, before, strict=True):
         assert torch.equal(bag(CHANGED), values - 1)
+
+
+def test_a_decided_commit_is_finished_without_the_drive_being_flushed_again(
+    drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = created(drive)
+    with opened(paths) as (tables, commits):
+        at_save(monkeypatch, DECIDES, "after", lambda: fail_flushes(monkeypatch))
+        change_and_commit(tables, commits, 1)
+        assert round_of(tables) == 1
+        monkeypatch.undo()
+        change_and_commit(tables, commits, 2)
+    with opened(paths) as (tables, _):
+        assert round_of(tables) == 2
+
+
+def fail_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Engine, "fsync", fsync)
