@@ -19,7 +19,7 @@ from deepnvme._files import UnfitFile, naming_file, read_regular, replacing, syn
 from deepnvme.memory.tensor_bytes import dtype_named
 from deepnvme.store.directory_lock import refers_to
 
-from .layout import Column, TableLayout
+from .layout import Column, State, TableLayout, columns_of
 
 MANIFEST_NAME = "deepnvme-table.json"
 """Name of the manifest in the table's first directory."""
@@ -185,6 +185,9 @@ def load_manifest(directory: Path) -> tuple[list[Path], TableLayout, Epochs]:
         if fields.kind != _KIND:
             raise ValueError(f"it says that it is {fields.kind!r}, and not {_KIND!r}")
         columns = tuple(Column(name, dtype_named(dtype), tuple(shape), offset) for name, dtype, shape, offset in fields.columns)
+        values, *states = columns
+        if columns != columns_of(values.dtype, values.shape, {each.name: State(each.dtype, each.shape) for each in states}):
+            raise ValueError("its columns do not follow one another")
     except (UnfitFile, ValidationError, ValueError) as error:
         raise CorruptTable(path, str(error)) from error
     directories = [Path(each) for each in fields.directories]

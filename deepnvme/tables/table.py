@@ -299,7 +299,11 @@ class Table:
             raise
 
     def _check_files(self, writable: bool) -> None:
-        """Raise CorruptTable if a file is too short, and ValueError if its rows cannot be changed here."""
+        """Raise CorruptTable if a file is too short or its versions are, and ValueError if its rows cannot be changed here."""
+        header = load_async_io().tables.VERSION_HEADER_BYTES
+        version = self._layout.version_bytes
+        if self._layout.updatable and version < header + self._layout.record_bytes:
+            raise CorruptTable(self._layout.files[0], f"a row does not fit into the {version} bytes of a version")
         for volume, (path, file) in enumerate(zip(self._layout.files, self._files, strict=True)):
             wanted = self._layout.bytes_in(volume)
             if file.size() < wanted:

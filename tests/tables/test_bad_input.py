@@ -179,6 +179,25 @@ def test_a_damaged_manifest_is_refused(drive: Path, field: str, value: object) -
     assert caught.value.filename == str(path)
 
 
+def test_a_damaged_manifest_does_not_have_memory_overwritten(drive: Path) -> None:
+    states = {"sum": State(torch.float32, (2,))}
+    Table.create(drive / "table", 10, 4, torch.float32, states=states).close()
+    path = drive / "table" / "deepnvme-table.json"
+    whole = json.loads(path.read_text())
+    values, state = whole["columns"]
+    damages: list[dict[str, object]] = [
+        {"version_bytes": 16},
+        {"columns": [values, [*state[:3], 4]]},
+        {"columns": [values, [*state[:3], 1 << 40]]},
+        {"columns": [values, [values[0], *state[1:]]]},
+        {"columns": [[*values[:2], [0], 0], state]},
+    ]
+    for damage in damages:
+        path.write_text(json.dumps(whole | damage))
+        with pytest.raises(CorruptTable):
+            Table.open(drive / "table", writable=True)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b"\xff\xfe"])
 def test_a_manifest_that_is_none_is_refused(drive: Path, content: bytes) -> None:
     Table.from_tensor(drive / "table", VALUES).close()
