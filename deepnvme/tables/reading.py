@@ -65,6 +65,8 @@ class _Part:
     units: torch.Tensor
     """Numbers of those that are read, in native memory of the batch."""
     staging: torch.Tensor
+    awaited: bool
+    """Whether a caller waits for it: else it is a prefetch's, which nobody has asked for yet."""
     delivered: bool = False
 
 
@@ -167,7 +169,7 @@ class RowReader:
             self.misses += native.numbers - native.hits
             self.rows_read += native.missing
             for number, part in enumerate(native.parts):
-                self._start_part(batch, number, part)
+                self._start_part(batch, number, part, awaited=True)
         except BaseException:
             batch.abandon()
             raise
@@ -251,12 +253,13 @@ class RowReader:
             while batch.unstarted:
                 if self._staging.free <= self._kept_for_callers:
                     return
-                self._start_planned(batch, next(iter(batch.unstarted)))
+                self._start_planned(batch, next(iter(batch.unstarted)), awaited=False)
 
-    def _start_planned(self, batch: Batch, number: int) -> None:
+    def _start_planned(self, batch: Batch, number: int, awaited: bool) -> None:
+        self._make_room()  # it may wait for the drive: interrupts are let through
         with defer_interrupts():
             try:
-                self._start_part(batch, number, batch.unstarted[number])
+                self._start_part(batch, number, batch.unstarted[number], awaited)
             finally:
                 batch.unstarted.pop(number, None)
 
@@ -264,19 +267,21 @@ class RowReader:
         """Wait for those parts of prefetches that have missing rows of a batch. Returns whether there were any."""
         awaited = [(batch, number) for batch in self._prefetches for number in native.awaited_parts(batch.native)]
         for batch, number in awaited:
+            for part in batch.parts:
+                part.awaited = part.awaited or part.number == number
+        for batch, number in awaited:
             if number in batch.unstarted:
-                self._start_planned(batch, number)
+                self._start_planned(batch, number, awaited=True)
         for batch, number in awaited:
             for part in [each for each in batch.parts if each.number == number]:
                 self._deliver(part)
         self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
         return bool(awaited)
 
-    def _start_part(self, batch: Batch, number: int, part: _PlannedPart) -> None:
+    def _start_part(self, batch: Batch, number: int, part: _PlannedPart, awaited: bool) -> None:
         volume, address, count = part
         units = int64_at(address, count)
-        while not self._staging.free:
-            self._deliver(self._under_way[0])
+        self._make_room()
         with defer_interrupts():
             staging = self._staging.take()
             try:
@@ -292,10 +297,24 @@ class RowReader:
                 if isinstance(error, ValueError) and hasattr(error, "file_size"):
                     raise self._changed_size(volume, error.file_size) from error
                 raise
-            started = _Part(batch, number, volume, future, units, staging)
+            started = _Part(batch, number, volume, future, units, staging, awaited)
             batch.parts.append(started)
             self._under_way.append(started)
         self.bytes_read += wanted.nbytes
+
+    def _make_room(self) -> None:
+        """Have a part of staging memory free. Blocks."""
+        while not self._staging.free:
+            self._deliver(self._next_to_end())
+
+    def _next_to_end(self) -> _Part:
+        """Return the part whose memory is to be free next: one that has been read, or the oldest that a caller waits for, or the
+        oldest of a prefetch.
+        """
+        for part in self._under_way:
+            if part.future.done():
+                return part
+        return next((part for part in self._under_way if part.awaited), self._under_way[0])
 
     def _changed_size(self, volume: int, size: int) -> OSError:
         file = self._files[volume]

@@ -39,9 +39,9 @@ def interrupted(number: int, operation: Callable[[], object]) -> bool:
     return True
 
 
-def _reads(drive: Path, points: int) -> None:
+def _reads(drive: Path, points: int, updatable: bool = False) -> None:
     values = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH)
-    with Table.from_tensor([drive / "a", drive / "b"], values, memory_budget=64 << 10) as table:
+    with Table.from_tensor([drive / "a", drive / "b"], values, updatable=updatable, memory_budget=64 << 10) as table:
         generator = random.Random(2)
 
         def use() -> None:
@@ -139,7 +139,11 @@ def _openings(drive: Path, points: int) -> None:
         gc.collect()
 
 
-CASES = {"reads": _reads, "changes": _changes, "readers": _readers, "openings": _openings}
+def _updatable_reads(drive: Path, points: int) -> None:
+    _reads(drive, points, updatable=True)
+
+
+CASES = {"reads": _reads, "updatable reads": _updatable_reads, "changes": _changes, "readers": _readers, "openings": _openings}
 
 
 @pytest.mark.parametrize("case", CASES)
