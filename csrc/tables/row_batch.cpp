@@ -34,9 +34,9 @@ RowBatch::RowBatch(RowCache& cache, const Geometry& geometry, std::span<const st
       rows_(rows.begin(), rows.end()),
       destination_(destination),
       admission_(admission),
-      changes_before_(cache.begin_reading()) {}
+      reading_(cache.begin_reading()) {}
 
-RowBatch::~RowBatch() { cache_.end_reading(); }
+RowBatch::~RowBatch() { cache_.end_reading(reading_); }
 
 void RowBatch::copy_to(std::uint32_t position, const std::byte* record) noexcept {
     if (destination_.memory)
@@ -159,7 +159,7 @@ void RowBatch::deliver(std::size_t number, const std::byte* staging, const Visib
         }
         Stored stored;
         if (geometry_.versioned()) {
-            if (cache_.changed_since(missing.row, changes_before_)) {  // and dropped again: the drive has newer
+            if (cache_.changed_since(missing.row, reading_.changes)) {  // and dropped again: the drive has newer
                 stale_ = true;
                 continue;
             }

@@ -107,7 +107,7 @@ private:
     std::vector<std::int64_t> rows_;
     const Destination destination_;
     const Admission admission_;
-    const std::uint64_t changes_before_;
+    const RowCache::Reading reading_;
     bool looked_up_ = false;
     bool stale_ = false;
     std::uint64_t hits_ = 0;

@@ -12,9 +12,10 @@ namespace {
 constexpr int kCandidates = 8;
 // Looks of the hand that a row survives which was fetched on purpose: so it stays while half as many others come as there are slots.
 constexpr std::uint8_t kProtection = kCandidates / 2;
-// Changes remembered for reads under way, of some 50 bytes each. There is always a read under way where others are made ahead, or one
-// is kept that nobody asks for: so older ones are forgotten, and what a read has that is older than these is taken for changed.
-constexpr std::size_t kMostRemembered = 1 << 16;
+// Changes remembered for reads under way, of some 50 bytes each, or as many as there are slots if those are more: a step of a training
+// changes no more rows while the next ones are read ahead. A read that nobody asks for would have them grow without bound: of one that
+// is older than what is remembered, all that is delivered later is taken for changed.
+constexpr std::size_t kLeastRemembered = 1 << 16;
 
 }  // namespace
 
@@ -99,11 +100,14 @@ void RowCache::clear() {
 void RowCache::change(Slot slot, const std::byte* record, std::uint64_t epoch) {
     Entry& entry = slots_[slot];
     ++changes_;
-    if (reading_ == 0 || changed_while_reading_.size() == kMostRemembered) {
-        changed_while_reading_.clear();
+    if (!reads_.any()) {
+        // Only if there are any: to clear an empty map takes as long as it was ever large.
+        if (!changed_while_reading_.empty()) changed_while_reading_.clear();
         forgotten_ = changes_ - 1;
+    } else {
+        if (changed_while_reading_.size() >= std::max(kLeastRemembered, slots_.size())) forget_changes();
+        changed_while_reading_[entry.row] = changes_;
     }
-    if (reading_ > 0) changed_while_reading_[entry.row] = changes_;
     std::memcpy(this->record(slot), record, record_bytes_);
     if (entry.epoch != epoch) {
         entry.version ^= 1;
@@ -147,12 +151,16 @@ void RowCache::drop_changed(std::uint64_t epoch) {
     }
 }
 
-std::uint64_t RowCache::begin_reading() {
-    if (reading_++ == 0) changed_while_reading_.clear();
-    return changes_;
+void RowCache::forget_changes() {
+    const std::uint64_t kept = changed_while_reading_.size() / 2;
+    const std::uint64_t oldest = std::min(reads_.oldest(), changes_ - 1);
+    std::erase_if(changed_while_reading_, [&](const auto& changed) { return changed.second <= oldest; });
+    if (changed_while_reading_.size() <= kept) return;
+    forgotten_ = changes_ - 1 - std::min(kept, changes_ - 1);
+    std::erase_if(changed_while_reading_, [&](const auto& changed) { return changed.second <= forgotten_; });
 }
 
-void RowCache::end_reading() noexcept { --reading_; }
+RowCache::Reading RowCache::begin_reading() noexcept { return {changes_, reads_.begin(changes_)}; }
 
 bool RowCache::changed_since(std::uint64_t row, std::uint64_t changes) const {
     if (changes < forgotten_) return true;

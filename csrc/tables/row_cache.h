@@ -3,7 +3,6 @@
 // No method reads or writes a file. The caller has one call at a time, but for end_reading().
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "tables/geometry.h"
+#include "tables/live_reads.h"
 #include "tables/row_index.h"
 #include "tables/use_counts.h"
 
@@ -69,10 +69,13 @@ public:
     // Drop all that was changed since the last commit, as far as it is here. No row is being written.
     void drop_changed(std::uint64_t epoch);
 
-    // From now on, until as many calls of end_reading(), changes are remembered, so that what was read before is known to be old. Returns
-    // the number of changes so far.
-    std::uint64_t begin_reading();
-    void end_reading() noexcept;
+    // A read under way: from when it begins until end_reading(), changes are remembered, so that what was read before is known to be old.
+    struct Reading {
+        std::uint64_t changes;  // how many were made before
+        std::size_t place;
+    };
+    Reading begin_reading() noexcept;
+    void end_reading(const Reading& reading) noexcept { reads_.end(reading.place); }
     // Whether a row was, or perhaps was, changed after so many changes.
     bool changed_since(std::uint64_t row, std::uint64_t changes) const;
 
@@ -114,7 +117,9 @@ private:
     std::uint64_t write_hand_ = 0;
     std::uint64_t changed_ = 0, writing_ = 0;
     std::unordered_set<std::uint64_t> pinned_;
-    std::atomic<std::uint64_t> reading_ = 0;  // not locked: reads are let go of by any thread at any time, in forked children too
+    // Forget changes that no read under way has to know of; and, if these are too many nevertheless, the oldest half.
+    void forget_changes();
+    LiveReads reads_;
     std::uint64_t changes_ = 0;
     std::uint64_t forgotten_ = 0;  // changes up to this one are not remembered any more
     std::unordered_map<std::uint64_t, std::uint64_t> changed_while_reading_;  // row -> the number of the change

@@ -56,7 +56,7 @@ class BackgroundThread:
                 if future is None and self._writer is not None and not self._stopped:
                     future = self._writer.next_written()
                 elif self._writer is not None and not self._stopped:
-                    self._writer.write_behind(parts=1)
+                    self._writer.write_behind()
                 if future is None:
                     self._thread = None  # the lock is held: who comes next starts another one
                     return

@@ -142,7 +142,7 @@ class RowWriter:
         Returns:
             A write to wait for until there is more to do; None if nothing has to be written now.
         """
-        self.write_behind(parts=1)
+        self.write_behind()
         return next((future for write in self._under_way for future in write.futures if not future.done()), None)
 
     def _make_room(self, rows: int) -> None:

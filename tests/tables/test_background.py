@@ -92,6 +92,20 @@ def test_rows_in_two_prefetches_are_read_once(drive: Path) -> None:
         assert table.stats().rows_read == ROWS
 
 
+def test_what_is_read_ahead_is_used_though_many_rows_are_changed_meanwhile(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, ahead = 100_000, torch.arange(90_000, 90_500)
+    with Table.create(drive / "table", rows, 1, torch.int64) as table:
+        unasked = table.read_async(torch.tensor([0]))
+        released = held(monkeypatch, "gather", range(1))
+        table.prefetch(ahead)
+        table.write(torch.arange(80_000), torch.ones(80_000, 1, dtype=torch.int64))
+        released.set()
+        before = table.stats().rows_read
+        assert not table.read(ahead).any()
+        assert table.stats().rows_read == before
+        unasked.result()
+
+
 def test_changed_rows_are_written_while_nobody_calls(drive: Path) -> None:
     with filled(drive / "table", updatable=True) as table:
         quarter = table.stats().cache_capacity // 4
