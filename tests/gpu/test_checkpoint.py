@@ -59,6 +59,7 @@ def test_the_object_is_torchs(drive: Path, device: torch.device, save: Callable[
 
 
 @SAVES
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_of_objects_that_look_at_their_tensors_when_they_are_made(
     drive: Path, device: torch.device, save: Callable[..., None]
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from .conftest import FACES, Make
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]  # the device counts the memory of all processes together
 
 MIB = 1 << 20
 SIZE = 16 * MIB

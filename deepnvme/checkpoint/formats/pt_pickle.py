@@ -73,7 +73,9 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
         device = storage.device
         location = locations.get(device)
         if location is None:
-            location = locations[device] = location_of(storage)
+            location = location_of(storage)
+            if device.type == "cpu":  # of others torch makes a new string each time, which the pickle then has each time
+                locations[device] = location
         address = 0 if location == "meta" else storage.data_ptr()
         if address and storage is known and dtypes.setdefault(address, dtype) != dtype:
             raise RuntimeError(

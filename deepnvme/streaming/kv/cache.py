@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
 from deepnvme.store.volumes import Directory
@@ -21,6 +23,12 @@ from .strip import Pair
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
+
+if Version(transformers.__version__).release < (5, 19):
+    raise ImportError(
+        f"an offloaded KV cache needs transformers 5.19 or later, and {transformers.__version__} is installed:"
+        " pip install --upgrade transformers"
+    )
 
 Where = Literal["cpu", "nvme"]
 """Where keys and values are kept: in host memory or on a drive."""
@@ -304,7 +312,11 @@ def _caches_otherwise(
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
 """What ``generate`` calls a cache: the second is its name before transformers 5.24."""
 _OFFLOADED = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
-_KEPT = (cache_utils.DummyLayer, cache_utils.LinearAttentionLayer)
+_KEPT = tuple(
+    getattr(cache_utils, name)
+    for name in ("DummyLayer", "LinearAttentionLayer")  # the first since 5.23
+    if hasattr(cache_utils, name)
+)
 
 
 def _check(where: str, path: object, memory_budget: int, prefetch: int, aio_config: object) -> None:

@@ -1,0 +1,59 @@
+"""transformers' generation on a device, with its keys and values on a drive or in pinned memory, against its own cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+from deepnvme.streaming import OffloadedCache  # noqa: E402
+from deepnvme.streaming.kv import layer as kv_layer  # noqa: E402
+
+from ..support.transformers_names import CACHE  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few positions in each, so that short generation has many."""
+    monkeypatch.setattr(kv_layer, "CHUNK_BYTES", 2048)
+
+
+@pytest.fixture
+def model(device: torch.device) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        intermediate_size=32,
+        vocab_size=64,
+        pad_token_id=0,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(device)
+
+
+def generated(model: Any, ids: torch.Tensor, cache: Any = None, **settings: Any) -> torch.Tensor:
+    given = {} if cache is None else {CACHE: cache}
+    tokens: torch.Tensor = model.generate(
+        ids, do_sample=False, pad_token_id=0, eos_token_id=None, max_new_tokens=20, **settings, **given
+    )
+    return tokens
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("where", ["nvme", "cpu"])
+def test_the_same_tokens(where: Any, beams: int, prefetch: int, model: Any, device: torch.device, drive: Path) -> None:
+    ids = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(1)).to(device)
+    wanted = generated(model, ids, num_beams=beams)
+    path = {"path": drive} if where == "nvme" else {}
+    with OffloadedCache(model.config, where=where, prefetch=prefetch, **path) as cache:
+        assert torch.equal(generated(model, ids, cache, num_beams=beams), wanted)
+        assert cache.layers[0].keys.device == device
