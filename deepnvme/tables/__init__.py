@@ -7,7 +7,9 @@ from deepnvme._lazy import from_modules
 from .layout import State
 from .manifest import CorruptTable
 from .reading import FailedRow, RowsFuture, RowsUnreadable
-from .table import PartialRows, Table, TableStats
+from .row_read import PartialRows
+from .table import Table
+from .table_stats import TableStats
 
 if TYPE_CHECKING:
     from .embedding import EmbeddingBagOnDisk, EmbeddingOnDisk

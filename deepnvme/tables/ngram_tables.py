@@ -20,8 +20,10 @@ from deepnvme.memory.byte_count import byte_count
 from .paths import AnyPath
 from .reading import FailedRow, RowsFuture, RowsUnreadable
 from .row_ids import checked_ids
+from .row_read import PartialRows
 from .staging import DEFAULT_STAGING_BYTES
-from .table import DEFAULT_MEMORY_BUDGET, Errors, PartialRows, Table, TableStats
+from .table import DEFAULT_MEMORY_BUDGET, Errors, Table
+from .table_stats import TableStats
 
 SHARD_NAME = r"(?P<table>.+?)[._-](?:shard|part)[._-]?(?P<number>\d+)(?P<rest>\.\w+)?"
 """What the name of a tensor looks like that has some rows of a table: "ngram.shard_3.weight" is the fourth of "ngram.weight"."""

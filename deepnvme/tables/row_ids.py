@@ -38,3 +38,12 @@ def checked_ids(ids: torch.Tensor, rows: int) -> torch.Tensor:
         held = f"the rows 0 to {rows - 1}" if rows else "no rows"
         raise IndexError(f"{which} is {ids.flatten()[outside].item()}, and the table has {held}")
     return numbers
+
+
+def last_of_each(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each number once, ascending, and where it is for the last time."""
+    ordered, positions = torch.sort(numbers, stable=True)
+    last = torch.ones(ordered.numel(), dtype=torch.bool)
+    if ordered.numel():
+        last[:-1] = ordered[1:] != ordered[:-1]
+    return ordered[last].contiguous(), positions[last]

@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.config import AioConfig
 from deepnvme.engine import Engine, File
-from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.byte_count import byte_count
-from deepnvme.memory.host import empty_aligned, huge_pages
+from deepnvme.memory.host import huge_pages
 from deepnvme.ops import load_async_io
 from deepnvme.profiles import engine_for
 from deepnvme.store.directory_lock import DirectoryLock
@@ -31,66 +29,23 @@ from .creating import create_files
 from .layout import State, TableLayout, columns_of
 from .manifest import CorruptTable, Epochs, ManifestWatch, load_manifest
 from .opening import CheckpointFormat, find_layout
-from .reading import Batch, FailedRow, RowReader, RowsFuture, RowsUnreadable, unit_of
+from .paths import AnyPath, as_directories
+from .reading import RowReader, RowsFuture, RowsUnreadable, unit_of
+from .row_ids import checked_ids, last_of_each
+from .row_read import PartialRows, RowRead
 from .staging import DEFAULT_STAGING_BYTES
+from .table_stats import TableStats
 from .writing import RowWriter
 
 if TYPE_CHECKING:
-    from deepnvme.ops.aio.async_io_op.tables import RowBatch, RowCache
+    from deepnvme.ops.aio.async_io_op.tables import RowCache
 
-AnyPath = str | os.PathLike[str]
 Errors = Literal["raise", "partial"]
 """What happens if rows cannot be read: an exception, or the others are returned."""
 
 DEFAULT_MEMORY_BUDGET = 64 << 20
 _FEWEST_SLOTS = 64
 """Rows that an updatable table has in memory at least."""
-_HUGE_FROM = 4 << 20
-"""Bytes of a result that is on huge pages: with others, 32 MiB of rows took twice as long, most of it to allocate pages."""
-
-
-class PartialRows(NamedTuple):
-    """What could be read, with ``errors="partial"``."""
-
-    rows: torch.Tensor
-    """As :meth:`Table.read` returns them. Those that could not be read have undefined values."""
-    failed: tuple[FailedRow, ...]
-    """Rows that could not be read, each once; empty if all could."""
-    positions: torch.Tensor
-    """Where these are in ``ids.flatten()``, int64, ascending."""
-
-
-@dataclass(frozen=True)
-class TableStats:
-    """What a table has done since it was opened."""
-
-    hits: int
-    """Numbers of rows that were in memory when they were asked for."""
-    misses: int
-    """Numbers of rows that were not."""
-    rows_read: int
-    """Rows read from the drive: of several equal numbers in a call, one."""
-    rows_written: int
-    """Rows written to the drive."""
-    bytes_read: int
-    """Bytes read from the drive: whole sectors, and what lies between rows that are read together."""
-    bytes_written: int
-    """Bytes written to the drive."""
-    commits: int
-    """Number of commits."""
-    cached_rows: int
-    """Rows that are in memory now."""
-    cache_capacity: int
-    """Rows that memory has room for."""
-    changed_rows: int
-    """Rows that are not written yet."""
-    pinned_rows: int
-    """Rows that stay in memory."""
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the numbers that were in memory, 0 to 1; 0 before the first read."""
-        return self.hits / max(self.hits + self.misses, 1)
 
 
 class Table:
@@ -164,7 +119,7 @@ class Table:
             OSError: From the drive; ENOSPC before anything is written if there is too little space. Nothing is left then.
         """
         columns = columns_of(dtype, (shape,) if isinstance(shape, int) else shape, states)
-        directories = _absolute(paths)
+        directories = as_directories(paths)
         byte_count(rows, "rows")
         initial = {name: state.initial for name, state in (states or {}).items()}
         create_files(directories, rows, columns, values, initial, updatable, config)
@@ -240,7 +195,7 @@ class Table:
                 ``writable`` for what is not an updatable table.
             OSError: From opening it.
         """
-        given = _absolute(paths)
+        given = as_directories(paths)
         first = given[0]
         source: dict[str, Any] = {"paths": given, "name": name, "dtype": dtype, "shape": shape, "offset": offset}
         if first.is_dir():
@@ -398,6 +353,9 @@ class Table:
     def read(self, ids: torch.Tensor, out: torch.Tensor | None = None, *, errors: Errors = "raise") -> torch.Tensor | PartialRows:
         """Return rows by their numbers. Blocks.
 
+        Beside a writer in another process, a read that a commit overtakes is made once more: it ends if it takes less time than
+        passes between two commits.
+
         Args:
             ids: Integers of any shape and in any order; the same may occur more than once.
             out: A tensor of shape ``ids.shape + row_shape`` and the table's dtype to put them in, on any device. None for a
@@ -416,8 +374,8 @@ class Table:
         """
         if errors not in ("raise", "partial"):
             raise ValueError(f'errors must be "raise" or "partial", got {errors!r}')
-        numbers = self._checked(ids)
-        read = self._new_read(numbers, out)
+        numbers = checked_ids(ids, self.rows)
+        read = RowRead.of_values(numbers, out, self._layout)
         try:
             self._start(read)
             failure = self._finish(read)
@@ -427,9 +385,9 @@ class Table:
         if errors == "raise":
             if failure is not None:
                 raise failure
-            return _result_of(read)
+            return read.delivered()
         positions = torch.tensor(read.native.failed_positions(), dtype=torch.int64)
-        return PartialRows(_result_of(read), () if failure is None else failure.failed, positions)
+        return PartialRows(read.delivered(), () if failure is None else failure.failed, positions)
 
     def read_async(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> RowsFuture:
         """Start reading rows; return as soon as all reads are under way, which takes as long as all staging memory is in use.
@@ -439,10 +397,10 @@ class Table:
         Returns:
             A future, whose ``result()`` is the rows. ``out`` must not be touched before.
         """
-        numbers = self._checked(ids)
+        numbers = checked_ids(ids, self.rows)
         if self._layout.updatable:
             numbers = numbers.clone()  # for a second read, when the caller may have changed them
-        read = self._new_read(numbers, out)
+        read = RowRead.of_values(numbers, out, self._layout)
         try:
             self._start(read)
 
@@ -450,7 +408,7 @@ class Table:
                 failure = self._finish(read)
                 if failure is not None:
                     raise failure
-                return _result_of(read)
+                return read.delivered()
 
             assert read.batch is not None
             return RowsFuture(read.batch, finish)
@@ -466,7 +424,7 @@ class Table:
         Raises:
             IndexError, TypeError, ValueError: As :meth:`read` does.
         """
-        numbers = self._checked(ids)
+        numbers = checked_ids(ids, self.rows)
         with self._lock:
             self._check_usable()
             self._refresh()
@@ -486,7 +444,7 @@ class Table:
         Raises:
             IndexError, TypeError, ValueError, OSError: As :meth:`read` does.
         """
-        numbers = self._checked(ids).flatten()
+        numbers = checked_ids(ids, self.rows).flatten()
         with self._lock:
             self._check_usable()
             self._refresh()
@@ -501,42 +459,7 @@ class Table:
             self._check_usable()
             self._cache.unpin_all()
 
-    def _checked(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return numbers of rows as contiguous int64 on the CPU. Raises TypeError and IndexError."""
-        if not isinstance(ids, torch.Tensor):
-            ids = torch.as_tensor(ids)
-        if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
-            raise TypeError(f"ids must be integers, got {ids.dtype}")
-        numbers = ids.detach().to("cpu", torch.int64).contiguous()
-        outside = load_async_io().tables.first_outside(numbers.data_ptr(), numbers.numel(), self.rows)
-        if outside is not None:
-            where = torch.unravel_index(torch.tensor(outside), numbers.shape) if numbers.dim() else ()
-            which = f"ids[{', '.join(str(int(each)) for each in where)}]" if numbers.dim() else "ids"
-            rows = f"the rows 0 to {self.rows - 1}" if self.rows else "no rows"
-            raise IndexError(f"{which} is {ids.flatten()[outside].item()}, and the table has {rows}")
-        return numbers
-
-    def _new_read(self, numbers: torch.Tensor, out: torch.Tensor | None) -> _Read:
-        """Return a read of values that has not begun. Raises TypeError and ValueError for another ``out``."""
-        shape = (*numbers.shape, *self.row_shape)
-        if out is not None:
-            if out.dtype != self.dtype:
-                raise TypeError(f"out must be of the table's dtype {self.dtype}, got {out.dtype}")
-            if tuple(out.shape) != shape:
-                raise ValueError(f"out must have the shape {shape}, got {tuple(out.shape)}")
-        if out is not None and _is_plain(out):
-            rows = out.detach()
-        else:
-            rows = self._new_rows(shape, pinned=out is not None and out.device.type == "cuda")
-        return _Read(numbers, rows, rows if out is None else out, self._layout.values.nbytes, False)
-
-    def _new_rows(self, shape: tuple[int, ...], pinned: bool) -> torch.Tensor:
-        nbytes = math.prod(shape) * self.dtype.itemsize
-        if pinned or nbytes < _HUGE_FROM:
-            return torch.empty(shape, dtype=self.dtype, device="cpu", pin_memory=pinned)
-        return empty_aligned(padded(nbytes, ALIGNMENT))[:nbytes].view(self.dtype).view(shape)
-
-    def _start(self, read: _Read) -> None:
+    def _start(self, read: RowRead) -> None:
         with self._lock:
             self._check_usable()
             self._refresh()
@@ -544,7 +467,7 @@ class Table:
             read.batch = self._reader.batch(read.numbers, read.rows, 0, read.width, read.admit)
             self._reader.start(read.batch)
 
-    def _finish(self, read: _Read) -> RowsUnreadable | None:
+    def _finish(self, read: RowRead) -> RowsUnreadable | None:
         """Wait for a read that was started. It is made once more if what it has read may be torn, since rows were written
         meanwhile.
 
@@ -562,7 +485,7 @@ class Table:
                         return self._reader.failure_of(read.batch)
             self._start(read)
 
-    def _abandon(self, read: _Read) -> None:
+    def _abandon(self, read: RowRead) -> None:
         """Have no rows come to the memory of a read any more, which its caller may use again."""
         if read.batch is not None and read.reader is not None and read.pid == os.getpid():
             read.reader.abandon(read.batch)
@@ -617,11 +540,11 @@ class Table:
             PermissionError: If the table was not opened ``writable``.
             OSError: From the drive: also if an earlier row could not be written. Some rows may be changed.
         """
-        numbers = self._checked(ids)
+        numbers = checked_ids(ids, self.rows)
         _require(rows, (*numbers.shape, *self.row_shape), self.dtype, "rows")
         numbers = numbers.flatten()
         rows = rows.detach().to("cpu").contiguous().view(numbers.numel(), *self.row_shape)
-        numbers, last = _last_of_each(numbers)
+        numbers, last = last_of_each(numbers)
         self._change(numbers, lambda begin, end, records: self._layout.values.of(records).copy_(rows[last[begin:end]]))
 
     def read_records(self, ids: torch.Tensor, *, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -635,7 +558,7 @@ class Table:
         Raises:
             IndexError, TypeError, ValueError, OSError: As :meth:`read` does.
         """
-        numbers = self._checked(ids)
+        numbers = checked_ids(ids, self.rows)
         if numbers.dim() != 1:
             raise ValueError(f"ids must have one dimension, got {numbers.dim()}")
         records = torch.empty(numbers.numel(), self._layout.record_bytes, dtype=torch.uint8)
@@ -653,7 +576,7 @@ class Table:
         Raises:
             IndexError, TypeError, ValueError, PermissionError, OSError: As :meth:`write` does; ValueError also for unknown names.
         """
-        numbers = self._checked(ids)
+        numbers = checked_ids(ids, self.rows)
         known = {each.name: each for each in self._layout.columns}
         if columns.keys() - known.keys():
             raise ValueError(f"the table has no {sorted(columns.keys() - known.keys())}, but {sorted(known)}")
@@ -669,7 +592,7 @@ class Table:
         self._change(numbers, fill, all_columns=columns.keys() == known.keys())
 
     def _read_records(self, numbers: torch.Tensor, records: torch.Tensor, keep: bool = True) -> None:
-        read = _Read(numbers, records, records, self._layout.record_bytes, keep)
+        read = RowRead(numbers, records, records, self._layout.record_bytes, keep)
         try:
             self._start(read)
             failure = self._finish(read)
@@ -861,16 +784,6 @@ def _opened_again(source: dict[str, Any], memory_budget: int, staging_bytes: int
     return Table.open(paths, name, **source, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config)
 
 
-def _absolute(paths: AnyPath | Iterable[AnyPath]) -> list[Path]:
-    given = [paths] if isinstance(paths, str | bytes | os.PathLike) else list(paths)
-    found = [Path(os.path.abspath(os.fsdecode(each))) for each in given]
-    if not found:
-        raise ValueError("a table needs a directory, got none")
-    if len(set(found)) < len(found):
-        raise ValueError(f"a directory is given twice: {', '.join(map(str, found))}")
-    return found
-
-
 _opened: weakref.WeakSet[Table] = weakref.WeakSet()
 
 
@@ -898,54 +811,7 @@ def _release_collected(
                 each.release()
 
 
-@dataclass(eq=False)
-class _Read:
-    """Rows that are being read for a caller."""
-
-    numbers: torch.Tensor
-    rows: torch.Tensor
-    """What is read, in host memory."""
-    result: torch.Tensor
-    """What the caller gets."""
-    width: int
-    """Bytes of each record that are copied, from its beginning."""
-    admit: bool
-    """Whether all rows stay in memory as far as there is room."""
-    batch: Batch | None = None
-    reader: RowReader | None = None
-    pid: int = 0
-    generation: int = -1
-    """The table's when it was started."""
-
-    @property
-    def native(self) -> RowBatch:
-        assert self.batch is not None
-        return self.batch.native
-
-
-def _is_plain(out: torch.Tensor) -> bool:
-    """Return whether a tensor's memory is what its values say, so that rows can be copied to it as bytes."""
-    return out.device.type == "cpu" and out.is_contiguous() and not out.is_conj() and not out.is_neg()
-
-
 def _require(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
     """Raise ValueError for another shape or dtype."""
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have the shape {shape} in {dtype}, got {tuple(tensor.shape)} in {tensor.dtype}")
-
-
-def _result_of(read: _Read) -> torch.Tensor:
-    """Return the tensor for the caller, which has the rows."""
-    if read.result is not read.rows and not (_is_plain(read.result) and read.result.data_ptr() == read.rows.data_ptr()):
-        with torch.no_grad():
-            read.result.copy_(read.rows)
-    return read.result
-
-
-def _last_of_each(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each number once, ascending, and where it is for the last time."""
-    ordered, positions = torch.sort(numbers, stable=True)
-    last = torch.ones(ordered.numel(), dtype=torch.bool)
-    if ordered.numel():
-        last[:-1] = ordered[1:] != ordered[:-1]
-    return ordered[last].contiguous(), positions[last]
