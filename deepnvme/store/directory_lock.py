@@ -140,6 +140,8 @@ class DirectoryLock:
                 lock_for(self._owner, self._file, fcntl.LOCK_EX, path, collect=self._collect)
             except BlockingIOError:
                 self._ask_to_give_way(self._file)
+                with naming_file(path):
+                    self._file.close()
                 continue
             self._locked = refers_to(path, descriptor)
             if not self._locked:

@@ -236,11 +236,12 @@ class OffloadedOptimizer(Optimizer):
             The total norm of the gradients before clipping.
 
         Raises:
-            RuntimeError: With ``step_in_backward``, which uses gradients before their norm is known.
+            RuntimeError: With ``step_in_backward``, which uses gradients before their norm is known. Also after :meth:`close`.
             OSError: From the drive, with ``offload_gradients``.
         """
         if self._step_in_backward:
             raise RuntimeError("step_in_backward uses gradients before their norm is known: to clip, set it to False")
+        self._runner.guard.check_open()
         params = list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
         if self._offload_gradients:
             return self._runner.clip(params, max_norm, norm_type)
