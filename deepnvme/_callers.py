@@ -10,7 +10,7 @@ _NOT_THE_USERS = frozenset(("deepnvme", "torch", "contextlib", "functools"))
 
 
 def caller() -> str:
-    """Return file and line of the innermost call that is not this package's own, such as "train.py:12" or "cell In[3], line 1"."""
+    """Return file and line of the innermost call that is not of this package: "train.py:12", or "cell In[3], line 1"."""
     frame, _ = _outermost_call()
     cell = _notebook_cell(frame.f_code.co_filename)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if cell is None else f"{cell}, line {frame.f_lineno}"

@@ -208,7 +208,8 @@ def test_system_packages_are_named_before_they_are_installed_and_left_alone_if_t
         assert "Installing" not in done.stdout
         assert re.search(r"^    sudo apt-get install .*\bg\+\+", done.stderr, re.MULTILINE)
     else:
-        assert re.match(r"Installing system packages: .*g\+\+.* \(NO_APT=1 prints the command instead\)$", done.stdout.splitlines()[0])
+        first = done.stdout.splitlines()[0]
+        assert re.fullmatch(r"Installing system packages: .*g\+\+.* \(NO_APT=1 prints the command instead\)", first)
         assert log.read_text().startswith("update -qq\ninstall ")
 
 

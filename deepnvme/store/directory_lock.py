@@ -57,7 +57,7 @@ class LockOwner:
 
 
 GiveWay = Callable[["DirectoryOwner", Path], None]
-"""Closes an object, since another one was made on a directory of its. Raises RuntimeError or OSError if it cannot be closed now."""
+"""Closes an object, since another one was made on a directory of its. Raises RuntimeError or OSError if that cannot be now."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +252,7 @@ def lock_for(owner: DirectoryOwner, file: io.FileIO, kind: int, path: Path, *, c
 
 
 def owners_of(file: io.FileIO | Path) -> list[DirectoryOwner]:
-    """Return for whom this process has a file locked, which may be open by ``file`` or have this path: several if they read it."""
+    """Return for whom this process has a file locked, given open or by its path: several objects if they read it."""
     try:
         status = os.stat(str(file)) if isinstance(file, Path) else os.fstat(file.fileno())
     except OSError:  # there is no such file

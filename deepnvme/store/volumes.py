@@ -105,8 +105,8 @@ class Volumes:
             self._identity = uuid.uuid4().hex if known is None else known.store
             if persist and known is None:
                 first = str(self._owners[0].directory)
-                for index, owner in enumerate(self._owners[1:], 1):
-                    manifest.join(owner.directory, StoreMembership(self._identity, index, first))
+                for index, locked in enumerate(self._owners[1:], 1):
+                    manifest.join(locked.directory, StoreMembership(self._identity, index, first))
         except BaseException:
             self.leave()
             raise

@@ -382,9 +382,9 @@ def _refuse_to_compile() -> NoReturn:
     raise RuntimeError(f"a model whose weights are streamed cannot be compiled by torch.compile: {_FIRST}")
 
 
-# As torch._dynamo.assume_constant_result does, whose import takes a second: what is so marked runs when torch.compile comes to it,
-# which ends the compiling with the error. An exception that it only traces would have it go on without compiling, and read weights
-# into graphs.
+# As torch._dynamo.assume_constant_result does, whose import takes a second: what is so marked runs when torch.compile comes to
+# it, which ends the compiling with the error. An exception that it only traces would have it go on without compiling here, and
+# read weights into graphs elsewhere.
 _refuse_to_compile._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -119,10 +119,11 @@ def test_a_streamed_model_generates_what_it_does_in_memory(drive: Path) -> None:
 
 
 def test_without_transformers_the_example_has_its_help_and_says_what_to_install(drive: Path) -> None:
-    absent = "import runpy, sys; sys.modules['transformers'] = None; sys.argv = {argv}; runpy.run_path(sys.argv[0], run_name='__main__')"
-    argv = [str(EXAMPLES / "generate_streamed.py")]
-    for more, code, said in ((["--help"], 0, "Generate text with a Llama"), (["--dir", str(drive)], 1, "pip install 'deepnvme[tra")):
-        program = absent.format(argv=[*argv, *more])
+    example = str(EXAMPLES / "generate_streamed.py")
+    told = ((["--help"], 0, "Generate text with a Llama"), (["--dir", str(drive)], 1, "pip install 'deepnvme[transformers]'"))
+    for more, code, said in told:
+        program = "import runpy, sys; sys.modules['transformers'] = None; "
+        program += f"sys.argv = {[example, *more]}; runpy.run_path({example!r}, run_name='__main__')"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
         assert done.returncode == code, done.stdout + done.stderr
         assert said in done.stdout + done.stderr

@@ -68,9 +68,8 @@ def test_a_file_made_for_a_write_that_does_not_fit_is_removed(
 ) -> None:
     there = set(small_disk.path.iterdir())
     wanted = small_disk.bytes_free() // 4096 * 4096 - 16384 if reserved else too_much
-    with engine.open(small_disk / "file", mode) as file:
-        with pytest.raises(OSError, match="bytes free"):
-            engine.write(page_aligned(bytes(wanted)), file).result()
+    with engine.open(small_disk / "file", mode) as file, pytest.raises(OSError, match="bytes free"):
+        engine.write(page_aligned(bytes(wanted)), file).result()
     assert set(small_disk.path.iterdir()) == there
 
 

@@ -41,7 +41,7 @@ class UsabilityGuard:
 
     def close(self, reason: str | None = None) -> None:
         """Have all later checks but :meth:`check_process` fail. ``reason``: why it is closed, if its user has not closed it."""
-        self._closed = self._closed or ("this optimizer is closed" if reason is None else f"this optimizer was closed: {reason}")
+        self._closed = self._closed or ("this optimizer is closed" if reason is None else f"this OffloadedOptimizer was closed: {reason}")
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:

@@ -658,8 +658,8 @@ class OffloadedTraining:
             )
         if self.steps != self._saved_steps:
             warnings.warn(
-                f"another OffloadedTraining is made of this {kind}: the one before is closed, and its {self.steps} steps are lost."
-                " save() keeps them",
+                f"another OffloadedTraining is made of this {kind}: the one before is closed, and its {self.steps} steps are"
+                " lost. save() keeps them",
                 stacklevel=stack_level(),
             )
         self._closed_because = f"this training was closed: another one was made of its model at {other.made_at}: use that one"

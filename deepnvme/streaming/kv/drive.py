@@ -17,8 +17,8 @@ from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.lease import Computed, Lease, Transfer
 from deepnvme.memory.pool import BufferPool
 from deepnvme.profiles import engine_for
-from deepnvme.store.futures import StoreTransfer
 from deepnvme.store.directory_lock import DirectoryOwner
+from deepnvme.store.futures import StoreTransfer
 from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.block import Block, Memory

@@ -78,7 +78,7 @@ def test_a_name_of_safetensors_alone_makes_none(tmp_path: Path) -> None:
         deepnvme.load(path)
     deepnvme.safetensors.save_file({"a": torch.ones(3)}, path)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CorruptCheckpoint, match="^((?!looks like).)*$"):  # it is damaged
+    with pytest.raises(CorruptCheckpoint, match=r"^((?!looks like).)*$"):  # it is damaged
         deepnvme.load(path)
 
 
