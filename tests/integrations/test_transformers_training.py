@@ -115,8 +115,7 @@ def test_a_trainer_is_made_and_offloaded_again(drive: Path, tmp_path: Path) -> N
         trainer = trainer_of(tmp_path / "trained", max_steps=1)
         training = offload(trainer, drive)
         trainer.train()
-    again = trainer_of(tmp_path / "again", max_steps=1)
-    again.model = trainer.model
+    again = transformers.Trainer(trainer.model, trainer.args, train_dataset=trainer.train_dataset)
     with pytest.raises(RuntimeError, match=rf"is trained by the OffloadedTraining .* made at {__file__}:.*close\(restore=True\)"):
         offload(again, drive)
     training.close(restore=True)
