@@ -52,8 +52,8 @@ class LockOwner:
     """Class of the object that the directory is locked for."""
 
     def __str__(self) -> str:
-        kind = f", for its {self.kind}" if self.kind else ""
-        return f"process {self.pid} on {self.host} since {self.started} ({self.command}){kind}"
+        kind = f"the {self.kind} of " if self.kind else ""
+        return f"{kind}process {self.pid} on {self.host} since {self.started} ({self.command})"
 
 
 GiveWay = Callable[["DirectoryOwner", Path], None]
