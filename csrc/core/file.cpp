@@ -221,7 +221,7 @@ File::~File() {
     const int buffered = buffered_.close();
     const int error = direct ? direct : buffered;
     // The file of a forked child is its parent's, who knows what has become of it.
-    if (created_by_ == process_generation() && !keep_ && (provisional_ || write_failed_))
+    if (created_by_ == process_generation() && !keep_ && (provisional_ || found_no_room_))
         remove_if_unused_and_empty(path_.c_str(), {file_system_, inode_}, empty_size_);
     if (!error || !closing_error) return;
     try {
@@ -430,14 +430,14 @@ void File::preallocate(std::uint64_t offset, std::uint64_t length) {
     try {
         check_room(fd, needed, {offset, length}, path_);
     } catch (const IoError&) {
-        write_failed_ = true;
+        found_no_room_ = true;
         throw;
     }
     int error;
     do error = ::fallocate(fd, 0, static_cast<off_t>(begin), static_cast<off_t>(needed)) == 0 ? 0 : errno;
     while (error == EINTR);
-    if (error == ENOSPC || error == EDQUOT || error == EFBIG) write_failed_ = true;
     if (error == ENOSPC || error == EDQUOT) {
+        found_no_room_ = true;
         // What was reserved before the room ran out goes back. The length stays as it is: others may be extending the file beside
         // us, and to cut it could cut off what they have written.
         give_back_reserved(fd, static_cast<off_t>(begin), static_cast<off_t>(end));

@@ -119,7 +119,7 @@ private:
     bool removed_meanwhile_ = false;
     bool provisional_ = false;
     std::optional<std::uint64_t> created_by_;  // of a file that this open created, the process_generation()
-    std::atomic<bool> write_failed_{false};    // for lack of room, before anything was written
+    std::atomic<bool> found_no_room_{false};   // a write, before it began
     std::atomic<bool> keep_{false};
     std::atomic<std::uint64_t> empty_size_{0};  // which a reservation that failed has left it
     std::atomic<std::uint64_t> known_size_{0};
