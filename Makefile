@@ -9,6 +9,10 @@
 # make gpu-check  on a machine with a GPU: both ops, the tests that need it, and a benchmark in DIR; one table in the end
 # make clean      remove what the above made here
 #
+# demo and test install what is missing: a compiler and headers by the system's package manager, as root or by sudo without a password,
+# and torch and this package by pip, in VENV. They say what before they begin, and ask nothing. NO_APT=1 keeps them from system packages
+# of any package manager: they then print the command.
+#
 # PYTHON is the interpreter to start from, VENV the environment to make, or one that is there; its torch is used, or that of PYTHON.
 # TORCH is what pip installs where neither has one (with numpy, whose absence torch complains of). DIR is a directory on the drive.
 
@@ -78,7 +82,10 @@ clean:
 
 # What would fail in the end fails here, before torch is downloaded.
 $(VENV)/with-torch:
-	@PYTHON="$(PYTHON)" bash .ci/install_system_packages
+	@echo "Installing by pip, in $(VENV): this package, and what it depends on"
+	@$(python) -c "import torch" 2>/dev/null || $(PYTHON) -c "import torch" 2>/dev/null || \
+	    echo "    $(TORCH): some GB with its CUDA libraries (TORCH=... names another)"
+	@PYTHON="$(PYTHON)" NO_APT="$(NO_APT)" bash .ci/install_system_packages
 	[ -x $(python) ] || $(PYTHON) -m venv $$($(PYTHON) -c "import torch; print('--system-site-packages')" 2>/dev/null) $(VENV) || \
 	    { rm -rf $(VENV); exit 1; }
 	$(python) -c "import torch" 2>/dev/null || $(pip) install $(TORCH)
@@ -89,7 +96,7 @@ $(VENV)/installed: $(VENV)/with-torch pyproject.toml setup.py
 	touch $@
 
 $(VENV)/installed-for-tests: $(VENV)/with-torch pyproject.toml setup.py
-	@PYTHON="$(PYTHON)" bash .ci/install_system_packages for-tests
+	@PYTHON="$(PYTHON)" NO_APT="$(NO_APT)" bash .ci/install_system_packages for-tests
 	$(pip) install --editable ".[test]"
 	touch $@ $(VENV)/installed
 

@@ -43,10 +43,10 @@ def preallocate(descriptor: int, begin: int, end: int, path: str, remedy: str) -
         except OSError as failed:
             error = failed.errno or errno.EIO
     if error:
-        free = free_bytes(descriptor, path)
+        free = _free_as_text(descriptor, path, nbytes)
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, begin)  # frees what was allocated before it failed
-        text = f"{os.strerror(error)}: {nbytes} more bytes wanted, {free} free"
+        text = f"{os.strerror(error)}: {nbytes} more bytes wanted, {free}"
         raise OSError(error, f"{text}; {remedy}" if error == errno.ENOSPC else text, path)
 
 
@@ -55,3 +55,11 @@ def free_bytes(descriptor: int, path: str) -> int:
     with naming_file(path):
         status = os.fstatvfs(descriptor)
     return status.f_bavail * status.f_frsize
+
+
+def _free_as_text(descriptor: int, path: str, wanted: int) -> str:
+    """Return what the file's file system has free, and what is reserved if ``wanted`` bytes would have fitted with that."""
+    with naming_file(path):
+        status = os.fstatvfs(descriptor)
+    free, reserved = status.f_bavail * status.f_frsize, (status.f_bfree - status.f_bavail) * status.f_frsize
+    return f"{free} free" + (f", and {reserved} reserved for root or the file system" if free < wanted <= free + reserved else "")

@@ -378,6 +378,8 @@ class Engine:
     ) -> File:
         """Open a file once, for many transfers.
 
+        A file that this creates is removed when it is closed, if its first write found too little space and nothing is in it.
+
         Args:
             path: The file.
             mode: As for the built-in ``open``: r, r+, w, w+, x, x+. In addition rw, to read and write a file that is created if

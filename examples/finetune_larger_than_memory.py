@@ -341,7 +341,7 @@ def figures(training: Training) -> list[tuple[str, str]]:
     job, found = training.job, [("step", f"{len(training.steps)} of {training.job.steps}")]
     if training.steps:
         step = training.steps[-1]
-        found += [("loss", f"{step.loss:.4f}"), ("tokens/s", f"{job.tokens / step.seconds:.0f}")]
+        found += [("loss", f"{step.loss:.4f}"), ("trained tokens/s", f"{job.tokens / step.seconds:.0f}")]
         if step.report is not None:
             read, written = (step.report[f"bytes_{what}"] / 1e9 / step.seconds for what in ("read", "written"))
             found.append(("drive", f"reads {read:.2f} GB/s and writes {written:.2f} GB/s"))

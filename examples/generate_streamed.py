@@ -6,6 +6,8 @@ The model is made here, with random weights in bf16, so the text is random too. 
 memory is what the system says. Files go to a temporary directory under DIR (default: the current directory).
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -15,13 +17,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
 import deepnvme.streaming
+
+if TYPE_CHECKING:
+    import transformers
 
 GB = 10**9
 PROMPTS = torch.tensor([[1, 17, 4, 99, 23, 5, 42, 8]])
@@ -29,6 +34,8 @@ PROMPTS = torch.tensor([[1, 17, 4, 99, 23, 5, 42, 8]])
 
 def configuration(nbytes: int) -> transformers.LlamaConfig:
     """Return the configuration of a Llama that takes about ``nbytes`` in bf16."""
+    import transformers
+
     width = 2048 if nbytes >= GB // 2 else 256
     config = transformers.LlamaConfig(
         hidden_size=width,
@@ -46,6 +53,8 @@ def configuration(nbytes: int) -> transformers.LlamaConfig:
 
 def make(checkpoint: Path, nbytes: int) -> None:
     """Write a checkpoint of random weights, in shards."""
+    import transformers
+
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM._from_config(configuration(nbytes))
     model.save_pretrained(checkpoint, max_shard_size="1GB")
@@ -60,6 +69,8 @@ def generate(model: transformers.PreTrainedModel, count: int) -> dict[str, objec
 
 
 def in_memory(checkpoint: Path, count: int) -> dict[str, object]:
+    import transformers
+
     return generate(transformers.AutoModelForCausalLM.from_pretrained(checkpoint), count)
 
 
@@ -88,6 +99,10 @@ def main() -> None:
     parser.add_argument("--part", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     budget = int((options.size / 4 if options.budget is None else options.budget) * GB)
+    try:
+        import transformers
+    except ImportError as error:
+        sys.exit(f"{error}: pip install 'deepnvme[transformers]'")
     transformers.logging.disable_progress_bar()
     if options.part:
         name, folder = options.part[0], Path(options.part[1])
@@ -108,7 +123,7 @@ def main() -> None:
             known = in_its_own_process("--part", "in-memory", *rest)
         found = in_its_own_process("--part", "streamed", *rest)
     table = Table(title=f"{options.tokens} tokens of a Llama of {options.size:g} GB in bf16")
-    for column in ("weights", "tokens/s", "peak memory of the process, MB"):
+    for column in ("weights", "generated tokens/s", "peak memory of the process, MB"):
         table.add_column(column, justify="left" if column == "weights" else "right")
     for name, result in (("in memory", known), (f"streamed, {budget / GB:.2g} GB of them kept", found)):
         table.add_row(name, f"{options.tokens / float(result['seconds']):.2f}", f"{float(result['peak']) / 1e6:.0f}")

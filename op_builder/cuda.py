@@ -3,6 +3,7 @@ read; no CUDA library is loaded, and torch is not imported."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -16,6 +17,10 @@ from . import packages
 
 DEFAULT_TOOLKIT = Path("/usr/local/cuda")
 NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
+DEVICES = Path("/dev")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"
+"""What PCI devices have as their vendor, and as the beginning of their class."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,17 @@ class GdsProbe:
     torch_cuda: str | None
     mismatch: str
     """How the toolkit's CUDA differs from torch's; empty if it does not, or either is missing."""
+    gpu: bool = True
+    """Whether there is an NVIDIA GPU, with its driver or without."""
+
+    def lacking(self) -> list[str]:
+        """Why the gds op would be of no use; empty if it would. Without a GPU that is the only reason: nothing is advised."""
+        reasons = [reason for reason in (self.without_cuda(), self.cufile_library.problem) if reason]
+        return reasons if self.gpu else reasons[:1] and [self.without_gpu()]
+
+    def without_gpu(self) -> str:
+        """That there is no GPU; empty if there is one."""
+        return "" if self.gpu else "this machine has no NVIDIA GPU, which only gds needs"
 
     def problems(self) -> list[str]:
         """Why GPU-direct storage would not work; empty if nothing is known to be in the way."""
@@ -58,8 +74,10 @@ class GdsProbe:
 
     def without_cuda(self) -> str:
         """That torch cannot use CUDA, and how to get one that can; empty if it can."""
+        if self.torch_cuda or not self.gpu:
+            return "" if self.torch_cuda else self.without_gpu()
         remedy = "pip install --force-reinstall torch, from an index with CUDA builds"
-        return "" if self.torch_cuda else f"torch is missing or was built without CUDA, which only gds needs: {remedy}"
+        return f"torch is missing or was built without CUDA, which only gds needs: {remedy}"
 
 
 def probe() -> GdsProbe:
@@ -73,7 +91,19 @@ def probe() -> GdsProbe:
             f"the CUDA toolkit is {toolkit.version} and torch was built for {torch_cuda}. async_io uses neither; "
             f"for other CUDA extensions set CUDA_HOME to a {_minor(torch_cuda)} toolkit"
         )
-    return GdsProbe(toolkit, nvcc, _cufile_header(toolkit), _cufile_library(toolkit), _nvidia_fs(), torch_cuda, mismatch)
+    header, library = _cufile_header(toolkit), _cufile_library(toolkit)
+    return GdsProbe(toolkit, nvcc, header, library, _nvidia_fs(), torch_cuda, mismatch, _has_gpu())
+
+
+def _has_gpu() -> bool:
+    """Return whether there is an NVIDIA GPU, as far as can be seen: a container may have its device, and no PCI devices."""
+    if any(DEVICES.glob("nvidia[0-9]*")) or (DEVICES / "dxg").exists():  # the latter in WSL
+        return True
+    for vendor in PCI_DEVICES.glob("*/vendor"):
+        with contextlib.suppress(OSError):
+            if vendor.read_text().strip() == _NVIDIA and (vendor.parent / "class").read_text().startswith(_DISPLAY):
+                return True
+    return False
 
 
 def installed_torch() -> Torch | None:

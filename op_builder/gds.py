@@ -31,8 +31,7 @@ class GDSBuilder(AsyncIOBuilder):
 
     def lacking(self) -> list[str]:
         """Why the op would be of no use here (torch without CUDA, no cuFile), each with what to do about it. Never raises."""
-        probe = self.probe()
-        return [problem for problem in (probe.without_cuda(), probe.cufile_library.problem) if problem]
+        return self.probe().lacking()
 
     def probe(self) -> cuda.GdsProbe:
         """The CUDA toolkit, cuFile and their versions, as found here. Never raises."""

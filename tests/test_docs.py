@@ -9,6 +9,7 @@ in the same directory. ``/mnt/nvme`` in a block stands for a directory on the dr
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -190,6 +191,22 @@ def anchors_of(markdown: str) -> set[str]:
     """The anchors of headings, as GitHub and the site make them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_a_block_of_the_readme_that_imports_something_imports_all_that_it_uses() -> None:
+    """It is typed in alone."""
+    modules = {"deepnvme", "torch", "transformers", "os", "numpy"}
+    looked_at = 0
+    for found in BLOCK.finditer((ROOT / "README.md").read_text()):
+        if found["language"] != "python":
+            continue
+        tree = ast.parse(found["code"])
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        imported = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & modules
+        assert not imports or used <= imported, f"{used - imported} is not imported in:\n{found['code']}"
+        looked_at += bool(imports)
+    assert looked_at > 1
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

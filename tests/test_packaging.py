@@ -194,6 +194,41 @@ def test_setting_up_goes_on_without_libaio_and_liburing(bare_machine: Path) -> N
     assert "compiler" not in done.stderr
 
 
+@pytest.mark.parametrize("told", [False, True], ids=["allowed", "NO_APT=1"])
+def test_system_packages_are_named_before_they_are_installed_and_left_alone_if_told_so(bare_machine: Path, told: bool) -> None:
+    log = bare_machine / "log"
+    (bare_machine / "id").write_text("#!/bin/sh\necho 0\n")
+    (bare_machine / "apt-get").write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    (bare_machine / "env").write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    (bare_machine / "env").chmod(0o755)
+    done = prepare(PATH=str(bare_machine), **({"NO_APT": "1"} if told else {"NO_APT": ""}))
+    assert "Nothing can be set up without: compiler" in done.stderr  # what is installed here does nothing
+    if told:
+        assert not log.exists()
+        assert "Installing" not in done.stdout
+        assert re.search(r"^    sudo apt-get install .*\bg\+\+", done.stderr, re.MULTILINE)
+    else:
+        first = done.stdout.splitlines()[0]
+        assert re.fullmatch(r"Installing system packages: .*g\+\+.* \(NO_APT=1 prints the command instead\)", first)
+        assert log.read_text().startswith("update -qq\ninstall ")
+
+
+@pytest.mark.parametrize("torch", ["there", "missing"])
+def test_the_makefile_says_what_it_installs_before_it_does(tmp_path: Path, torch: str) -> None:
+    """A Python that says whether it has torch, and makes no environment, ends it there."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && [ "$2" = "import torch" ] && exit {0 if torch == "there" else 1}\nexit 1\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", "demo", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}", "NO_APT=1"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    said = done.stdout.splitlines()
+    assert said[0] == f"Installing by pip, in {tmp_path / 'venv'}: this package, and what it depends on"
+    assert ("torch==" in done.stdout) == (torch == "missing")
+
+
 def test_a_compiler_of_several_words_is_understood_and_a_missing_one_named(bare_machine: Path) -> None:
     log = bare_machine / "log"
     (bare_machine / "ccache").write_text(f'#!/bin/sh\necho "$1" >> {log}\n')

@@ -149,10 +149,10 @@ File::File(std::string path, Access access, Creation creation, bool expect_direc
     else if (first_write.length > 0) check_room_to_create(first_write);
 
     int flags = flags_of(access) | flags_of(creation);
-    bool created = !exists && creation == Creation::provisional;
+    bool created = !exists && creation != Creation::must_exist;
     const auto open = [&](int more) {
         Fd fd(open_retrying(path_.c_str(), flags | more | (created ? O_EXCL : 0)));
-        if (fd || errno != EEXIST || !created) return fd;
+        if (fd || errno != EEXIST || !created || creation == Creation::exclusive) return fd;
         created = false;  // somebody else was faster, or it is a link to a file that is missing
         return Fd(open_retrying(path_.c_str(), flags | more));
     };
@@ -162,6 +162,7 @@ File::File(std::string path, Access access, Creation creation, bool expect_direc
             if (errno != EINVAL) throw IoError(errno, verb_of(access), path_);
             refuse_direct("open with O_DIRECT was refused: " + describe_errno(EINVAL));
             flags &= ~O_EXCL;  // the refused open has created the file
+            created = created && creation != Creation::exclusive;
         }
     }
     if (!direct_) {
@@ -170,6 +171,7 @@ File::File(std::string path, Access access, Creation creation, bool expect_direc
         if (!buffered_) throw IoError(errno, verb_of(access), path_);
     }
     if (created) created_by_ = process_generation();
+    provisional_ = creation == Creation::provisional;
     // Of one that exists again: it may be somebody else's provisional file, which they remove just now.
     if (!exists || creation == Creation::provisional) {
         if (const int why = facts.ask(any_descriptor(), "")) throw IoError(why, "statx", path_);
@@ -219,7 +221,7 @@ File::~File() {
     const int buffered = buffered_.close();
     const int error = direct ? direct : buffered;
     // The file of a forked child is its parent's, who knows what has become of it.
-    if (created_by_ == process_generation() && !keep_)
+    if (created_by_ == process_generation() && !keep_ && (provisional_ || found_no_room_))
         remove_if_unused_and_empty(path_.c_str(), {file_system_, inode_}, empty_size_);
     if (!error || !closing_error) return;
     try {
@@ -359,33 +361,53 @@ bool File::covers(std::uint64_t end) {
 
 namespace {
 
-IoError no_room(ByteRange write, std::int64_t room, const std::string& path) {
-    return IoError(ENOSPC,
-                   "write of " + std::to_string(write.length) + " bytes at offset " + std::to_string(write.offset) + " (" +
-                       std::to_string(room) + " bytes free)",
-                   path);
+// Room in the file system of an open file, in bytes.
+struct Room {
+    std::uint64_t free;      // for anybody
+    std::uint64_t reserved;  // for root (ext4), or for the file system's own needs (ext4, btrfs)
+};
+
+// Nothing when the file system does not know.
+std::optional<Room> room_beside(int fd) {
+    struct statvfs space;
+    if (::fstatvfs(fd, &space) != 0 || space.f_blocks == 0) return std::nullopt;
+    const auto available = std::min(space.f_bavail, space.f_bfree);
+    return Room{available * space.f_frsize, (space.f_bfree - available) * space.f_frsize};
 }
 
-// Of the file system of an open file; -1 when it does not know.
-std::int64_t bytes_free_beside(int fd) {
-    struct statvfs space;
-    if (::fstatvfs(fd, &space) != 0 || space.f_blocks == 0) return -1;
-    const auto blocks = ::geteuid() == 0 ? space.f_bfree : space.f_bavail;
-    return static_cast<std::int64_t>(blocks * space.f_frsize);
+// As text, for a write of `needed` bytes that did not fit.
+std::string room_for(int fd, std::uint64_t needed) {
+    const auto room = room_beside(fd);
+    if (!room) return "an unknown number of bytes free";
+    std::string text = std::to_string(room->free) + " bytes free";
+    if (room->free < needed && needed <= room->free + room->reserved)  // or it would not have fitted with that either
+        text += ", and " + std::to_string(room->reserved) + " reserved for root or the file system";
+    return text;
+}
+
+IoError no_room(int fd, std::uint64_t needed, ByteRange write, const std::string& path) {
+    return IoError(ENOSPC,
+                   "write of " + std::to_string(write.length) + " bytes at offset " + std::to_string(write.offset) + " (" +
+                       room_for(fd, needed) + ")",
+                   path);
 }
 
 // Throws IoError(ENOSPC) if the file system has less room than `needed` bytes. Asked before anything is reserved, so that a write
 // that cannot fit doesn't take the last blocks from others while it finds out.
 void check_room(int fd, std::uint64_t needed, ByteRange write, const std::string& path) {
-    const auto too_little = [needed](std::int64_t room) { return room >= 0 && needed > static_cast<std::uint64_t>(room); };
-    if (!too_little(bytes_free_beside(fd))) return;
+    const auto too_little = [fd, needed] {
+        const auto room = room_beside(fd);
+        // Root may be given what is reserved: only the file system can say.
+        return room && needed > room->free + (::geteuid() == 0 ? room->reserved : 0);
+    };
+    if (!too_little()) return;
     ::syncfs(fd);  // what was deleted may not have been given back yet (XFS)
-    if (const std::int64_t room = bytes_free_beside(fd); too_little(room)) throw no_room(write, room, path);
+    if (too_little()) throw no_room(fd, needed, write, path);
 }
 
 }  // namespace
 
-std::int64_t File::bytes_free() { return bytes_free_beside(any_descriptor()); }
+std::string File::room_for(std::uint64_t length) { return deepnvme::room_for(any_descriptor(), length); }
 
 // If the directory cannot be asked, opening the file says why.
 void File::check_room_to_create(ByteRange first_write) const {
@@ -405,18 +427,24 @@ void File::preallocate(std::uint64_t offset, std::uint64_t length) {
     const std::uint64_t begin = std::max(offset, size);
     const std::uint64_t needed = end - begin;
     const int fd = any_descriptor();
-    check_room(fd, needed, {offset, length}, path_);
+    try {
+        check_room(fd, needed, {offset, length}, path_);
+    } catch (const IoError&) {
+        found_no_room_ = true;
+        throw;
+    }
     int error;
     do error = ::fallocate(fd, 0, static_cast<off_t>(begin), static_cast<off_t>(needed)) == 0 ? 0 : errno;
     while (error == EINTR);
     if (error == ENOSPC || error == EDQUOT) {
+        found_no_room_ = true;
         // What was reserved before the room ran out goes back. The length stays as it is: others may be extending the file beside
         // us, and to cut it could cut off what they have written.
         give_back_reserved(fd, static_cast<off_t>(begin), static_cast<off_t>(end));
         struct stat now;
         if (size == 0 && ::fstat(fd, &now) == 0) empty_size_ = static_cast<std::uint64_t>(now.st_size);
     }
-    if (error == ENOSPC) throw no_room({offset, length}, bytes_free_beside(fd), path_);
+    if (error == ENOSPC) throw no_room(fd, needed, {offset, length}, path_);
     // Beyond a limit (EFBIG) nothing is reserved at all.
     if (error == EDQUOT || error == EFBIG)
         throw IoError(error, "write of " + std::to_string(length) + " bytes at offset " + std::to_string(offset), path_);

@@ -35,7 +35,7 @@ enum class Ownership : std::uint8_t {
 
 enum class Access { read, write, read_write };
 // provisional: as if_missing, but a file that this open created is removed with the object, unless keep() is called before, or
-// anything is in it, or anybody else has it open.
+// anything is in it, or anybody else has it open. One that another open created is removed so only if its first write found no room.
 enum class Creation { must_exist, if_missing, provisional, truncate, exclusive };
 
 // Thread-safe. Descriptors are opened when first needed and closed with the object.
@@ -92,8 +92,8 @@ public:
     // Called when the system turned down a direct transfer; from then on this file is buffered. True the first time.
     bool refuse_direct(const std::string& reason);
 
-    // Bytes that can still be written to the file system; -1 when it does not know.
-    std::int64_t bytes_free();
+    // What is free in the file system, as text for the error of a write of so many bytes.
+    std::string room_for(std::uint64_t length);
 
     // What a DeviceIo made of the direct descriptor, `make` being asked the first time and again after it threw. It is closed before
     // the descriptors are. Null where there is no direct I/O.
@@ -117,7 +117,9 @@ private:
     std::uint64_t inode_ = 0;
     bool block_device_ = false;
     bool removed_meanwhile_ = false;
-    std::optional<std::uint64_t> created_by_;  // of a provisional file that this open created, the process_generation()
+    bool provisional_ = false;
+    std::optional<std::uint64_t> created_by_;  // of a file that this open created, the process_generation()
+    std::atomic<bool> found_no_room_{false};   // a write, before it began
     std::atomic<bool> keep_{false};
     std::atomic<std::uint64_t> empty_size_{0};  // which a reservation that failed has left it
     std::atomic<std::uint64_t> known_size_{0};

@@ -23,6 +23,7 @@ from .formats import pt_records
 from .formats.pt_image import crc32_of
 from .formats.pt_pickle import pickled
 from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
+from .formats.recognition import SAFETENSORS, UNKNOWN, what_else
 from .formats.zip_directory import Record
 from .unpickling import MapLocation, Refusals, UnpicklingFile, unread
 from .verification import refuse_compressed, verify_records
@@ -78,7 +79,8 @@ def load(
         **pickle_load_args: As for ``torch.load``.
 
     Raises:
-        CorruptCheckpoint: If the file is damaged. Names the storage with the bytes expected and found.
+        CorruptCheckpoint: If the file is damaged. Names the storage with the bytes expected and found. Also if it is no
+            checkpoint: names what it looks like.
         KeyError: If the file does not have one of ``keys``.
         TypeError: If ``keys`` is given and the file holds no mapping; or if ``config`` is something else than an AioConfig.
         UnpicklingError: If the file holds what ``weights_only`` does not allow.
@@ -112,7 +114,13 @@ def load(
         if mmap or checksum:
             what = "mmap=True is for .pt files" if mmap else "checksum=True: a safetensors file has no checksums"
             raise ValueError(f"{what}: load '{os.fspath(path)}' without")
-        return _load_safetensors(path, map_location, chosen, pool, progress, config)
+        try:
+            return _load_safetensors(path, map_location, chosen, pool, progress, config)
+        except CorruptCheckpoint as error:
+            other = what_else(path)
+            if other is None or other.startswith((SAFETENSORS, UNKNOWN)):
+                raise
+            raise CorruptCheckpoint(path, f"it is no safetensors file, but looks like {other}") from error
     loaded = read_consistently(path, whole)
     return loaded if chosen is None else _chosen(loaded, chosen)
 
@@ -148,6 +156,14 @@ def _mapped_by_default() -> bool:
     except ImportError:
         return False
     return bool(config.load.mmap)
+
+
+def _refuse_others(path: str | os.PathLike[str]) -> None:
+    """Raise CorruptCheckpoint for a file that torch.load cannot load, and that does not begin as torch's files do."""
+    other = what_else(path)
+    if other is not None:
+        # Without torch's error, which advises to load it with weights_only=False.
+        raise CorruptCheckpoint(path, f"it is no checkpoint, but looks like {other}") from None
 
 
 def _load_safetensors(
@@ -199,6 +215,7 @@ def _load(
                     pt_records.refuse_damaged(path, found, error, plain)
                 elif error is not now.refused:
                     pt_records.refuse_damaged_beginning(path)
+                    _refuse_others(path)
                     if pt_records.is_damage(error) and (safe or isinstance(error, EOFError)):
                         raise CorruptCheckpoint(path, f"it is not, or not wholly, what torch.save wrote: {error}") from error
                 raise

@@ -88,11 +88,11 @@ def environment(gds: GdsProbe) -> list[Fact]:
         # A missing torch is reported above.
         Fact.checked("torch cuda version", torch.cuda if torch else None, "", gds.without_cuda() if torch else "", bad=""),
         Fact("torch hip version", torch.hip if torch else None),
-        _found("nvcc version", gds.nvcc, in_brief=True),
-        _found("CUDA toolkit", gds.toolkit, note=gds.mismatch),
-        _found("cufile header", gds.cufile_header),
-        _found("cufile library", gds.cufile_library),
-        _found("nvidia-fs driver", gds.nvidia_fs),
+        _found("nvcc version", gds.nvcc, gds, in_brief=True),
+        _found("CUDA toolkit", gds.toolkit, gds, note=gds.mismatch),
+        _found("cufile header", gds.cufile_header, gds),
+        _found("cufile library", gds.cufile_library, gds),
+        _found("nvidia-fs driver", gds.nvidia_fs, gds),
     ]
 
 
@@ -206,10 +206,10 @@ def _compiler() -> Fact:
     return Fact("C++ compiler", None, status="FAIL", problems=(problem,), named="cxx_compiler")
 
 
-def _found(name: str, found: Found, note: str = "", in_brief: bool = False) -> Fact:
-    """Return a fact about a part of the CUDA software; ``note`` is a warning about it."""
+def _found(name: str, found: Found, gds: GdsProbe, note: str = "", in_brief: bool = False) -> Fact:
+    """Return a fact about a part of the CUDA software; ``note`` is a warning about it. Without a GPU nothing is advised."""
     if found.path is None or found.problem:
-        return Fact(name, None, problems=(found.problem,))  # no status: only the gds op needs it
+        return Fact(name, None, problems=(found.problem,) if gds.gpu else ())  # no status: only the gds op needs it
     text = found.version or "version unknown"
     if in_brief:
         return Fact.checked(name, found.version, text, note)

@@ -20,7 +20,16 @@ from deepnvme.engine import Engine, File
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import map_over, reserve_addresses
 
-from .directory_lock import StoreLocked, close_in_children, lock, locked_error, refers_to, unlock_and_close
+from .directory_lock import (
+    DirectoryOwner,
+    StoreLocked,
+    close_in_children,
+    lock_for,
+    locked_error,
+    owners_of,
+    refers_to,
+    unlock_and_close,
+)
 from .futures import check_not_owned
 
 DATA_NAME = "deepnvme-store.data"
@@ -43,6 +52,7 @@ class DataFile:
         directory: The directory.
         engine: Opens the file for transfers.
         weight: The directory's weight in the distribution of tensors.
+        owner: For whom the file is locked.
         read_only: Open as one reader of several.
 
     Raises:
@@ -50,7 +60,9 @@ class DataFile:
         OSError: If the file cannot be opened.
     """
 
-    def __init__(self, directory: Path, engine: Engine, weight: float, read_only: bool = False) -> None:
+    def __init__(
+        self, directory: Path, engine: Engine, weight: float, owner: DirectoryOwner, read_only: bool = False
+    ) -> None:
         self.directory = directory
         self.path = directory / DATA_NAME
         self.weight = weight
@@ -59,7 +71,7 @@ class DataFile:
             self._file = io.FileIO(str(self.path), "r" if read_only else "a+")  # closes itself, so no lock outlives this object
             try:
                 close_in_children(self._file)
-                self._lock(read_only)
+                self._lock(owner, read_only)
                 self.capacity = os.fstat(self.descriptor).st_size
                 self.file: File = engine.open(str(self.path), "r" if read_only else "rw", whole_pages=True)
             except BaseException:
@@ -116,14 +128,17 @@ class DataFile:
         finally:
             unlock_and_close(self._file, self.path)
 
-    def _lock(self, read_only: bool) -> None:
+    def _lock(self, owner: DirectoryOwner, read_only: bool) -> None:
         """Lock the file, shared for a reader. Raises StoreLocked."""
         try:
-            lock(self.descriptor, fcntl.LOCK_SH if read_only else fcntl.LOCK_EX, self.path)
+            lock_for(owner, self._file, fcntl.LOCK_SH if read_only else fcntl.LOCK_EX, self.path)
         except BlockingIOError:
+            holders = owners_of(self._file)
             if read_only:
-                raise locked_error(self.directory) from None
-            text = "the store here is open for reading, in this process or another; close it there, or choose another directory"
+                raise locked_error(self.directory, holders[0] if holders else None) from None
+            text = "what is here is open for reading in another process; close it there, or choose another directory"
+            if holders:
+                text = f"what is here is open for reading by {holders[0]}: {holders[0].remedy}, or choose another directory"
             raise StoreLocked(errno.EBUSY, text, str(self.directory)) from None
 
 

@@ -1,6 +1,8 @@
 """A lock that gives a directory one owner at a time.
 
-The kernel releases it when its holder dies, and the lock file names the holder.
+The kernel releases it when its holder dies, and the lock file names the holder. Within a process, each lock is held for an object
+of the user's: an object that nobody has any more is collected when another one wants its lock, and one that is only scratch space
+gives way to another of its kind.
 """
 
 from __future__ import annotations
@@ -8,17 +10,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import io
 import json
 import os
 import shlex
 import socket
 import sys
+import threading
 import time
 import weakref
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from deepnvme._callers import caller
 from deepnvme._files import naming_file
 
 LOCK_NAME = "deepnvme-store.lock"
@@ -42,15 +48,55 @@ class LockOwner:
     """When the lock was taken, in local time."""
     command: str
     """The process's command line, cut off after 1000 characters."""
+    kind: str = ""
+    """Class of the object that the directory is locked for."""
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} since {self.started} ({self.command})"
+        kind = f"the {self.kind} of " if self.kind else ""
+        return f"{kind}process {self.pid} on {self.host} since {self.started} ({self.command})"
+
+
+GiveWay = Callable[["DirectoryOwner", Path], None]
+"""Closes an object, since another one was made on a directory of its. Raises RuntimeError or OSError if that cannot be now."""
+
+
+@dataclass(frozen=True, eq=False)
+class DirectoryOwner:
+    """The object of this process that a directory is locked for. Errors name it."""
+
+    kind: str
+    """Its class, as its user knows it."""
+    remedy: str = "call its close()"
+    """What its user can do to free the directory."""
+    give_way: weakref.WeakMethod[GiveWay] | None = None
+    """Is called when another object of this kind is made on the directory, by the same thread or after the end of that thread.
+    None if the object refuses that."""
+    made_at: str = field(default_factory=caller)
+    """Where in the user's program it was made."""
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+    """The thread that has made it."""
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of this process ({os.getpid()}) that was made at {self.made_at}"
+
+    @property
+    def of_other_thread(self) -> bool:
+        """Whether a thread has made it that runs beside this one."""
+        return self.thread is not threading.current_thread() and self.thread.is_alive()
 
 
 class DirectoryLock:
     """The lock of a directory, held from construction to :meth:`release`. The directory is created if it is missing.
 
     A child forked meanwhile does not share the lock.
+
+    If an object of this process has the lock, garbage is collected first. If the object is still there, it is asked to give way,
+    if it does so for objects of the new owner's kind.
+
+    Args:
+        directory: The directory.
+        owner: For whom it is locked; None for whoever makes this object.
+        collect: Whether to collect garbage.
 
     Raises:
         StoreLocked: If another owner, in this process or any other, has it.
@@ -59,8 +105,11 @@ class DirectoryLock:
 
     _file: io.FileIO | None = None  # closes itself, so that no lock outlives this object
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, owner: DirectoryOwner | None = None, *, collect: bool = True) -> None:
         self.directory = directory
+        self._owner = DirectoryOwner("DirectoryLock", "call its release()") if owner is None else owner
+        self._collect = collect
+        self._asked: DirectoryOwner | None = None  # to give way
         self._pid = os.getpid()
         self._made: list[Path] = []  # outermost first
         self._locked = False
@@ -88,19 +137,39 @@ class DirectoryLock:
             close_in_children(self._file)
             descriptor = self._file.fileno()
             try:
-                lock(descriptor, fcntl.LOCK_EX, path)
+                lock_for(self._owner, self._file, fcntl.LOCK_EX, path, collect=self._collect)
             except BlockingIOError:
-                raise locked_error(self.directory) from None
+                self._ask_to_give_way(self._file)
+                with naming_file(path):
+                    self._file.close()
+                continue
             self._locked = refers_to(path, descriptor)
             if not self._locked:
                 with naming_file(path):
                     self._file.close()  # the previous owner has just removed this lock file: try again
         command = shlex.join(getattr(sys, "orig_argv", sys.argv))[:1000]
-        owner = LockOwner(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"), command)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        owner = LockOwner(os.getpid(), socket.gethostname(), since, command, self._owner.kind)
         with naming_file(path):
             os.ftruncate(descriptor, 0)
             with contextlib.suppress(OSError):  # on a full disk the lock still works, only the owner's name is missing
                 os.pwrite(descriptor, json.dumps(asdict(owner)).encode(), 0)
+
+    def _ask_to_give_way(self, file: io.FileIO) -> None:
+        """Have the object of this process give way that the file is locked for. Raises StoreLocked if it does not."""
+        holder = next(iter(owners_of(file)), None)
+        give_way = None
+        if holder is not None and holder.give_way is not None and holder.kind == self._owner.kind and not holder.of_other_thread:
+            give_way = holder.give_way()
+        if give_way is None or holder is self._asked:
+            raise locked_error(self.directory, holder) from None
+        self._asked = holder
+        try:
+            give_way(self._owner, self.directory)
+        except (RuntimeError, OSError) as failed:
+            error = locked_error(self.directory, holder)
+            error.strerror = f"{error.strerror}; it cannot be closed for this one: {failed}"
+            raise error from failed
 
     def intact(self) -> bool:
         """Return whether the lock is held, and neither the directory nor the lock file was removed or replaced.
@@ -121,7 +190,7 @@ class DirectoryLock:
         """
         if not self.intact():
             raise FileNotFoundError(
-                errno.ENOENT, "the store's directory, or the lock in it, was removed while in use", str(self.directory)
+                errno.ENOENT, "the directory, or the lock in it, was removed while in use", str(self.directory)
             )
 
     def release(self) -> None:
@@ -151,6 +220,56 @@ class DirectoryLock:
 
 
 _inherited: set[weakref.ref[io.FileIO]] = set()
+
+
+_owners: weakref.WeakKeyDictionary[io.FileIO, DirectoryOwner] = weakref.WeakKeyDictionary()
+"""For whom this process has files locked."""
+
+
+def lock_for(owner: DirectoryOwner, file: io.FileIO, kind: int, path: Path, *, collect: bool = True) -> None:
+    """Take a lock on an open file for an object. Never blocks for others.
+
+    Args:
+        owner: The object.
+        file: The file, which keeps the lock until it is closed.
+        kind: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
+        path: Names the file in errors.
+        collect: Whether to collect garbage, and try again, if an object of this process has the lock. It may be in a cycle that
+            nobody has any more.
+
+    Raises:
+        BlockingIOError: If others have the lock.
+        OSError: If the file system has no locks.
+    """
+    try:
+        lock(file.fileno(), kind, path)
+    except BlockingIOError:
+        if not (collect and owners_of(file)):
+            raise
+        gc.collect()
+        lock(file.fileno(), kind, path)
+    _owners[file] = owner
+
+
+def owners_of(file: io.FileIO | Path) -> list[DirectoryOwner]:
+    """Return for whom this process has a file locked, given open or by its path: several objects if they read it."""
+    try:
+        status = os.stat(str(file)) if isinstance(file, Path) else os.fstat(file.fileno())
+    except OSError:  # there is no such file
+        return []
+    found = []
+    for reference in _owners.keyrefs():
+        locked = reference()
+        owner = None if locked is None else _owners.get(locked)
+        with contextlib.suppress(OSError, ValueError):  # another thread closes it
+            if locked is not None and owner is not None and os.path.samestat(status, os.fstat(locked.fileno())):
+                found.append(owner)
+    return found
+
+
+def is_locked_here(directory: Path) -> bool:
+    """Return whether an object of this process has a directory locked."""
+    return bool(owners_of(directory / LOCK_NAME))
 
 
 def close_in_children(file: io.FileIO) -> None:
@@ -200,20 +319,27 @@ def unlock_and_close(file: io.FileIO, path: Path) -> None:
             file.close()
 
 
-def locked_error(directory: Path) -> StoreLocked:
-    """Return the error that names a directory's owner, as written in its lock file."""
-    try:
-        file = io.FileIO(str(directory / LOCK_NAME))
-    except OSError:
-        return StoreLocked(errno.EBUSY, "the directory was in use just now; try again", str(directory))
-    with file:
-        owner = _owner(file.fileno())
-    named = str(owner) if owner is not None else "a process that has not said its name"
-    if owner is not None and (owner.pid, owner.host) == (os.getpid(), socket.gethostname()):
-        named = f"another store of this process ({owner.pid}) since {owner.started}"
-    text = f"the directory is in use by {named}; close that store, or choose another directory"
+def locked_error(directory: Path, owner: DirectoryOwner | None = None) -> StoreLocked:
+    """Return the error that names a directory's owner.
+
+    Args:
+        directory: The directory.
+        owner: The object of this process that has it; None if that is not known. Then the lock file says whose it is.
+    """
+    if owner is not None:
+        holder = f"{owner}, in another thread ({owner.thread.name!r})" if owner.of_other_thread else str(owner)
+        text = f"the directory is in use by {holder}: {owner.remedy}, or choose another directory"
+    else:
+        try:
+            file = io.FileIO(str(directory / LOCK_NAME))
+        except OSError:
+            return StoreLocked(errno.EBUSY, "the directory was in use just now; try again", str(directory))
+        with file:
+            named = _owner(file.fileno())
+        holder = str(named) if named is not None else "a process that has not said its name"
+        text = f"the directory is in use by {holder}; end that process, or choose another directory"
     error = StoreLocked(errno.EBUSY, text, str(directory))
-    error.holder = named
+    error.holder = holder
     return error
 
 
@@ -222,7 +348,7 @@ def _owner(descriptor: int) -> LockOwner | None:
     deadline = time.monotonic() + _NAMED_WITHIN
     while time.monotonic() < deadline:
         try:
-            return LockOwner(**json.loads(os.pread(descriptor, 1 << 16, 0)))
+            return LockOwner(**json.loads(os.pread(descriptor, 1 << 16, 0)))  # without "kind": an earlier version's
         except (ValueError, TypeError):
             time.sleep(0.01)  # not written yet, or only in part
     return None

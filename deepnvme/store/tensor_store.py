@@ -19,6 +19,7 @@ from deepnvme.profiles import engine_for
 from .allocator import FilesTooSmall
 from .catalog import Catalog, CatalogEntry, CorruptTensor, TensorInfo, TensorVersion, note_gets
 from .data_file import DataFile, map_files
+from .directory_lock import DirectoryOwner
 from .futures import Operation, OperationScheduler, StoreFuture
 from .reading import read_into, read_new
 from .volumes import Directory, Volumes, directory_weights
@@ -70,9 +71,11 @@ class TensorStore:
         engine: An engine to share among stores; None for one of the store's own.
         config: Settings of the store's own engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
         pool: A buffer pool to share among stores; None for the process's pool.
+        owner: The object that the store is a part of, which errors name as the one that has the directories; None for the store.
 
     Raises:
-        StoreLocked: If a directory has another owner, which the message names.
+        StoreLocked: If a directory has another owner, which the message names. A store that nobody has any more is collected
+            first.
         FileExistsError: Without ``persist``, if a directory has a persisted store.
         FileNotFoundError: With ``read_only``, if a directory has no persisted store.
         CorruptManifest: If the manifest is damaged.
@@ -91,10 +94,12 @@ class TensorStore:
         engine: Engine | None = None,
         config: AioConfig | None = None,
         pool: BufferPool | None = None,
+        owner: DirectoryOwner | None = None,
     ) -> None:
         if engine is not None and config is not None:
             raise ValueError("config is for the store's own engine: give either engine or config")
         weights = directory_weights(directories)
+        owner = DirectoryOwner("TensorStore") if owner is None else owner
         self._persist = persist or read_only
         self._read_only = read_only
         self._checksum = checksum
@@ -106,7 +111,7 @@ class TensorStore:
         self._last_commit: tuple[Operation, ...] = ()  # all of it, and its flush
         try:
             self._volumes = Volumes(self)
-            self._volumes.open(weights, self._persist, self._engine, read_only)
+            self._volumes.open(weights, self._persist, self._engine, read_only, owner)
             self._catalog = Catalog(self._volumes.files, self._volumes.tensors, self._persist)
             self._space = self._catalog.space
             self._handles = [file.file for file in self._volumes.files]

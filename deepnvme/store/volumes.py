@@ -18,7 +18,7 @@ from deepnvme.engine import Engine
 
 from . import data_file, manifest
 from .data_file import DataFile
-from .directory_lock import DirectoryLock
+from .directory_lock import DirectoryLock, DirectoryOwner
 from .manifest import StoredTensor, StoreManifest, StoreMembership, load, membership
 
 Directory = str | os.PathLike[str]
@@ -77,7 +77,9 @@ class Volumes:
         self._dropped = weakref.ref(store, functools.partial(_all_volumes.pop, id(self)))
         _all_volumes[id(self)] = self
 
-    def open(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool) -> None:
+    def open(
+        self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool, owner: DirectoryOwner
+    ) -> None:
         """Lock the directories and open the data files. Once.
 
         Files that a dead owner left are removed, unless they are of a persisted store. With ``read_only``, nothing is created,
@@ -90,20 +92,21 @@ class Volumes:
             persist: Keep the files, and open a persisted store if there is one.
             engine: Opens the data files for transfers.
             read_only: Open a persisted store for reading.
+            owner: For whom the directories are locked.
 
         Raises:
             The errors of :class:`deepnvme.swap.TensorStore`.
         """
         self.left = False
         try:
-            known = self._find(weights, engine) if read_only else self._own(weights, persist, engine)
+            known = self._find(weights, engine, owner) if read_only else self._own(weights, persist, engine, owner)
             # The tensors in the manifest that was found.
             self.tensors: Mapping[str, StoredTensor] = {} if known is None else known.tensors
             self._identity = uuid.uuid4().hex if known is None else known.store
             if persist and known is None:
                 first = str(self._owners[0].directory)
-                for index, owner in enumerate(self._owners[1:], 1):
-                    manifest.join(owner.directory, StoreMembership(self._identity, index, first))
+                for index, locked in enumerate(self._owners[1:], 1):
+                    manifest.join(locked.directory, StoreMembership(self._identity, index, first))
         except BaseException:
             self.leave()
             raise
@@ -159,13 +162,15 @@ class Volumes:
         self._persisted = True
         manifest.publish(self._owners[0].directory, StoreManifest(self._identity, len(self._owners), tensors))
 
-    def _own(self, weights: Mapping[Path, float], persist: bool, engine: Engine) -> StoreManifest | None:
+    def _own(
+        self, weights: Mapping[Path, float], persist: bool, engine: Engine, owner: DirectoryOwner
+    ) -> StoreManifest | None:
         """Lock the directories as their owner, remove what a dead owner left there, and open the data files.
 
         Return the manifest that was found, or None.
         """
         for directory in weights:
-            self._owners.append(DirectoryLock(directory))
+            self._owners.append(DirectoryLock(directory, owner))
         known, order = find_store(list(weights))
         self._owners[:] = [self._owners[index] for index in order]
         if known is None:
@@ -176,18 +181,18 @@ class Volumes:
             text = f"here is a persisted store of {len(known.tensors)} tensors: open it with persist=True, or remove its files"
             raise FileExistsError(errno.EEXIST, text, str(self._owners[0].directory))
         self._persisted = known is not None
-        for owner in self._owners:
-            self.files.append(DataFile(owner.directory, engine, weights[owner.directory]))
+        for locked in self._owners:
+            self.files.append(DataFile(locked.directory, engine, weights[locked.directory], owner))
         return known
 
-    def _find(self, weights: Mapping[Path, float], engine: Engine) -> StoreManifest:
+    def _find(self, weights: Mapping[Path, float], engine: Engine, owner: DirectoryOwner) -> StoreManifest:
         """Open the data files for reading. Return the manifest.
 
         The manifest is read only after all data files are locked, when no other process can replace it any more.
         """
         for directory, weight in weights.items():
             try:
-                self.files.append(DataFile(directory, engine, weight, read_only=True))
+                self.files.append(DataFile(directory, engine, weight, owner, read_only=True))
             except FileNotFoundError as error:
                 text = "there is no store here, or not all of it: its data file is missing"
                 raise FileNotFoundError(errno.ENOENT, text, str(directory)) from error

@@ -24,11 +24,15 @@ class StreamReport:
     stalls: Mapping[str, float]
     """Seconds in which a block did nothing but wait for its weights, by the block's name."""
     tokens: int
-    """Number of elements of ``input_ids``, else of ``decoder_input_ids``, else of a first argument that is an integer tensor."""
+    """Tokens generated: one of each sequence for a prompt that others follow, and for each pass that follows it.
+
+    Those are looked at in ``input_ids``, else in ``decoder_input_ids``, else in a first argument that is an integer tensor."""
     resident_bytes: int
     """Bytes of weights of blocks that stay in memory once they have been read."""
     limit: float | None
     """Bytes per second that the drive can deliver; None if :meth:`Streaming.measure_limit` was not called or read nothing."""
+    prompt_tokens: int = 0
+    """Tokens of prompts, and of whatever else was computed at once: a text to be scored, what assisted generation has guessed."""
 
     @property
     def stalled(self) -> float:
@@ -42,7 +46,7 @@ class StreamReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second spent in the model; 0 if it was not called."""
+        """Tokens generated per second spent in the model, that for prompts included; 0 if it was not called."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
@@ -52,9 +56,10 @@ class StreamReport:
 
     def __str__(self) -> str:
         share = "" if self.share_of_limit is None else f", {self.share_of_limit:.0%} of the drive's limit"
+        prompts = f"{self.prompt_tokens} prompt tokens"
+        tokens = f"{self.tokens} tokens generated, {self.tokens_per_second:.1f} tokens/s; {prompts}" if self.tokens else prompts
         lines = [
-            f"{self.passes} pass{'' if self.passes == 1 else 'es'} in {self.seconds:.3f} s:"
-            f" {self.tokens} tokens, {self.tokens_per_second:.1f}/s",
+            f"{self.passes} pass{'' if self.passes == 1 else 'es'} in {self.seconds:.3f} s: {tokens}",
             f"read {self.bytes_read / 1e9:.3f} GB at {self.bytes_per_second / 1e9:.2f} GB/s{share};"
             f" {self.resident_bytes / 1e9:.3f} GB stay in memory",
             f"waited {self.stalled:.3f} s for weights",

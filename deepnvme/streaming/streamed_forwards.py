@@ -42,12 +42,18 @@ class Tally:
     """As in :class:`StreamReport`; without the current call."""
     tokens: int = 0
     """As in :class:`StreamReport`."""
+    prompt_tokens: int = 0
+    """As in :class:`StreamReport`."""
     bytes_before: int = 0
     """Bytes that the stream had read before these counters began, or for :meth:`StreamedForwards.measured`."""
     stalls: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """As in :class:`StreamReport`."""
     begun: float = field(default_factory=time.perf_counter)
     """When the counting began."""
+    _last: tuple[int, int] | None = None
+    """Sequences and positions of the last call with token ids."""
+    _first_tokens: int = 0
+    """Tokens that the last call has generated if what follows it shows that it was of a prompt."""
 
     def ended(self, begun: float) -> None:
         """Add the time of a call that began at ``begun``, or since the counting began if that was later."""
@@ -58,13 +64,25 @@ class Tally:
         self.bytes_before += nbytes
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Record one forward call of the model with these arguments, and count its tokens."""
+        """Record one forward call of the model with these arguments, and count its tokens.
+
+        A call generates a token of each sequence if it has one position, which is the token generated before; or, without a KV
+        cache, one position more than the call before. The call before the first of these, of a prompt, has generated one too.
+        """
         self.passes += 1
         ids = kwargs.get("input_ids")
         ids = kwargs.get("decoder_input_ids") if ids is None else ids
         ids = args[0] if ids is None and args else ids
         if isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32):
-            self.tokens += ids.numel()
+            positions = ids.shape[-1] if ids.dim() else 1
+            sequences = ids.numel() // max(positions, 1)
+            if positions == 1 or self._last == (sequences, positions - 1):
+                self.tokens += sequences + self._first_tokens
+                self._first_tokens = 0
+            else:
+                self.prompt_tokens += ids.numel()
+                self._first_tokens = sequences
+            self._last = sequences, positions
 
 
 class StreamedForwards:
@@ -141,6 +159,7 @@ class StreamedForwards:
                 bytes_read=self._cache.bytes_read - tally.bytes_before,
                 stalls=dict(tally.stalls),
                 tokens=tally.tokens,
+                prompt_tokens=tally.prompt_tokens,
                 resident_bytes=sum(nbytes for name, nbytes in self._sizes.items() if self._cache.is_resident(name)),
                 limit=self._limit,
             )
@@ -343,6 +362,8 @@ class StreamedForward:
         self._forwards, self._forward, self._call, self.streaming = forwards, forward, call, streaming
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_to_compile()
         if torch._C._is_tracing():  # a trace keeps the tensors that it has recorded, even if it fails
             raise RuntimeError(f"a model whose weights are streamed cannot be traced by torch.jit: {_FIRST}")
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
@@ -355,6 +376,16 @@ class StreamedForward:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(f"a model whose weights are streamed cannot be copied or pickled: {_FIRST}")
+
+
+def _refuse_to_compile() -> NoReturn:
+    raise RuntimeError(f"a model whose weights are streamed cannot be compiled by torch.compile: {_FIRST}")
+
+
+# As torch._dynamo.assume_constant_result does, whose import takes a second: what is so marked runs when torch.compile comes to
+# it, which ends the compiling with the error. An exception that it only traces would have it go on without compiling here, and
+# read weights into graphs elsewhere.
+_refuse_to_compile._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _remedy() -> str:

@@ -19,7 +19,7 @@ from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
 from deepnvme.profiles import engine_for
-from deepnvme.store.directory_lock import DirectoryLock
+from deepnvme.store.directory_lock import DirectoryLock, DirectoryOwner
 
 from .layout import Column, TableLayout
 from .manifest import MANIFEST_NAME, ROWS_NAME, Epochs, save_manifest
@@ -69,8 +69,9 @@ def create_files(
     """
     _check_empty(directories)
     with contextlib.ExitStack() as stack:
+        owner = DirectoryOwner("Table", "wait until it is made")
         for directory in directories:
-            stack.callback(DirectoryLock(directory).release)
+            stack.callback(DirectoryLock(directory, owner).release)
         _check_empty(directories)  # somebody else may have made one just now
         for path in _left_behind(directories):
             path.unlink()

@@ -22,7 +22,7 @@ from deepnvme.memory.byte_count import byte_count
 from deepnvme.memory.host import huge_pages
 from deepnvme.ops import load_async_io
 from deepnvme.profiles import engine_for
-from deepnvme.store.directory_lock import DirectoryLock
+from deepnvme.store.directory_lock import DirectoryLock, DirectoryOwner
 
 from .background import BackgroundThread
 from .creating import create_files
@@ -46,6 +46,8 @@ Errors = Literal["raise", "partial"]
 DEFAULT_MEMORY_BUDGET = 64 << 20
 _FEWEST_SLOTS = 64
 """Rows that an updatable table has in memory at least."""
+_FREE = "commit() what is to be kept, and call its close() (an embedding has it as .table)"
+"""What to do about a table that another one is opened beside, both to be written."""
 
 
 class Table:
@@ -189,7 +191,7 @@ class Table:
 
         Raises:
             FileNotFoundError: If there is no such file or table.
-            StoreLocked: If another writer has the table.
+            StoreLocked: If another writer has the table, who is named. One that nobody has any more is collected first.
             CorruptTable: If the table is damaged, or one of its files too short.
             ValueError: For a file whose rows do not lie one after the other, a raw file without ``dtype`` and ``shape``, or
                 ``writable`` for what is not an updatable table.
@@ -226,8 +228,9 @@ class Table:
         try:
             if writable:
                 assert self._directories is not None
+                owner = DirectoryOwner("Table", _FREE)
                 for directory in self._directories:
-                    self._locks.append(DirectoryLock(directory))
+                    self._locks.append(DirectoryLock(directory, owner))
                 _, _, epochs = load_manifest(self._directories[0])  # the writer before may have committed meanwhile
                 epochs = epochs.begin()
             elif self._directories is not None and layout.updatable:

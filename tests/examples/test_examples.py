@@ -118,6 +118,18 @@ def test_a_streamed_model_generates_what_it_does_in_memory(drive: Path) -> None:
     assert list(drive.iterdir()) == []
 
 
+def test_without_transformers_the_example_has_its_help_and_says_what_to_install(drive: Path) -> None:
+    example = str(EXAMPLES / "generate_streamed.py")
+    told = ((["--help"], 0, "Generate text with a Llama"), (["--dir", str(drive)], 1, "pip install 'deepnvme[transformers]'"))
+    for more, code, said in told:
+        program = "import runpy, sys; sys.modules['transformers'] = None; "
+        program += f"sys.argv = {[example, *more]}; runpy.run_path({example!r}, run_name='__main__')"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert said in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+
+
 @pytest.mark.timeout(900)
 def test_deepspeed_trains_alike_with_and_without_this_package(
     request: pytest.FixtureRequest, drive: Path, monkeypatch: pytest.MonkeyPatch

@@ -39,7 +39,52 @@ def test_a_full_disk_says_how_many_bytes_are_free(engine: deepnvme.Engine, small
     with pytest.raises(OSError, match="bytes free") as caught:
         engine.write(page_aligned(bytes(too_much)), small_disk / "file")
     said = int(re.search(r"(\d+) bytes free", str(caught.value))[1])  # type: ignore[index]
-    assert abs(said - small_disk.bytes_free()) <= 65536
+    facts = os.statvfs(small_disk.path)
+    assert abs(said - facts.f_bavail * facts.f_frsize) <= 65536
+
+
+def test_what_is_reserved_does_not_count_as_free(engine: deepnvme.Engine, small_disk: Disk) -> None:
+    """Less than df's free blocks, and more than even root may have."""
+    wanted = small_disk.bytes_free() // 4096 * 4096 - 16384
+    tensor = page_aligned(bytes(wanted))
+
+    def into_store() -> None:
+        with deepnvme.swap.TensorStore(small_disk / "store") as store:
+            store.put("a", tensor).result()
+
+    for write in (lambda: engine.write(tensor, small_disk / "file").result(), into_store):
+        with pytest.raises(OSError, match=r"\d+ (bytes )?free, and \d+ reserved for root or the file system") as caught:
+            write()
+        found = re.search(r"(\d+) (?:bytes )?free, and (\d+) reserved", str(caught.value))
+        assert found is not None
+        free, reserved = map(int, found.groups())
+        assert free < wanted <= free + reserved
+
+
+@pytest.mark.parametrize("mode", ["w", "w+", "x", "x+", "rw"])
+@pytest.mark.parametrize("reserved", [False, True], ids=["too much at once", "too much when it is reserved"])
+def test_a_file_made_for_a_write_that_does_not_fit_is_removed(
+    engine: deepnvme.Engine, small_disk: Disk, too_much: int, mode: Any, reserved: bool
+) -> None:
+    there = set(small_disk.path.iterdir())
+    wanted = small_disk.bytes_free() // 4096 * 4096 - 16384 if reserved else too_much
+    with engine.open(small_disk / "file", mode) as file, pytest.raises(OSError, match="bytes free"):
+        engine.write(page_aligned(bytes(wanted)), file).result()
+    assert set(small_disk.path.iterdir()) == there
+
+
+def test_a_file_that_was_there_or_has_something_stays_when_a_write_does_not_fit(
+    engine: deepnvme.Engine, small_disk: Disk, too_much: int
+) -> None:
+    (small_disk / "empty").touch()
+    with engine.open(small_disk / "empty", "r+") as empty, engine.open(small_disk / "written", "w") as written:
+        engine.write(page_aligned(b"y" * 4096), written).result()
+        for file in (empty, written):
+            with pytest.raises(OSError, match="bytes free"):
+                engine.write(page_aligned(bytes(too_much)), file, 4096).result()
+    with engine.open(small_disk / "unused", "w"):
+        pass
+    assert [(small_disk / name).stat().st_size for name in ("empty", "written", "unused")] == [0, 4096, 0]
 
 
 @pytest.mark.parametrize("offset", [0, 5000, 10 * MIB])
@@ -67,7 +112,7 @@ def test_a_disk_that_fills_up_midway_is_an_error_of_that_request(engine: deepnvm
     fill(small_disk)
     (small_disk / "room").unlink()
     with deepnvme.Engine(backend=backend) as engine:
-        with pytest.raises(OSError, match=r"write of 20971520 bytes at offset 0 \(\d+ bytes free\)") as caught:
+        with pytest.raises(OSError, match=r"write of 20971520 bytes at offset 0 \(\d+ bytes free") as caught:
             engine.write(page_aligned(b"y" * 20 * MIB), small_disk / "sparse").result()
         assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(small_disk / "sparse"))
         (small_disk / "sparse").unlink()

@@ -109,6 +109,22 @@ def test_a_trainer_learns_the_same(drive: Path, tmp_path: Path, kind: str, max_g
     assert not (drive / "offloaded").exists()
 
 
+def test_a_trainer_is_made_and_offloaded_again(drive: Path, tmp_path: Path) -> None:
+    """As by a notebook's cell that runs again: with a model of its own, and then with the same."""
+    for _ in range(2):
+        trainer = trainer_of(tmp_path / "trained", max_steps=1)
+        training = offload(trainer, drive)
+        trainer.train()
+    again = transformers.Trainer(trainer.model, trainer.args, train_dataset=trainer.train_dataset)
+    with pytest.raises(RuntimeError, match=rf"is trained by the OffloadedTraining .* made at {__file__}:.*close\(restore=True\)"):
+        offload(again, drive)
+    training.close(restore=True)
+    offload(again, drive)
+    again.train()
+    assert again.offloaded_training.steps == 1
+    again.offloaded_training.close()
+
+
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("max_grad_norm", [0, 0.1])
 def test_deferred_steps_learn_the_same(drive: Path, tmp_path: Path, max_grad_norm: float, accumulation: int) -> None:

@@ -20,12 +20,16 @@ NVCC = "#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.8
 
 @pytest.fixture(autouse=True)
 def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No toolkit, no wheels and no driver but those that a test makes."""
+    """No toolkit, no wheels and no driver but those that a test makes; a GPU."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "commands"))
     monkeypatch.setattr(cuda, "DEFAULT_TOOLKIT", tmp_path / "default")
     monkeypatch.setattr(cuda, "NVIDIA_FS", tmp_path / "nvidia-fs")
+    monkeypatch.setattr(cuda, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(cuda, "PCI_DEVICES", tmp_path / "pci")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
     for name in ("torch", "nvidia"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
@@ -183,6 +187,24 @@ def test_without_cuda_in_torch_loading_is_refused_in_one_clear_line(
     assert f"gds {reason}" in capsys.readouterr().out
     assert builder.error_log is not None
     assert reason in builder.error_log
+
+
+def test_without_a_gpu_that_is_the_reason_and_nothing_is_advised(tmp_path: Path) -> None:
+    (tmp_path / "dev" / "nvidia0").unlink()
+    assert GDSBuilder().lacking() == ["this machine has no NVIDIA GPU, which only gds needs"]
+    assert refusal(GDSBuilder().load) == "gds cannot be used: this machine has no NVIDIA GPU, which only gds needs"
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kind", "seen"), [("0x10de", "0x030200", True), ("0x10de", "0x020000", False), ("0x1002", "0x030000", False)]
+)
+def test_a_gpu_without_its_driver_is_seen(tmp_path: Path, vendor: str, kind: str, seen: bool) -> None:
+    (tmp_path / "dev" / "nvidia0").unlink()
+    device = tmp_path / "pci" / "0000:01:00.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "class").write_text(f"{kind}\n")
+    assert cuda.probe().gpu == seen
 
 
 def test_without_cufile_loading_is_refused_with_where_it_was_looked_for_and_the_remedy(

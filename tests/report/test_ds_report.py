@@ -201,6 +201,16 @@ def test_gds_where_torch_has_no_cuda_is_no_with_the_reason_and_the_remedy(monkey
     assert reason.startswith("[NO] gds: torch is missing or was built without CUDA, which only gds needs: pip install ")
 
 
+def test_a_machine_without_a_gpu_is_advised_nothing_about_gds(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Found(problem="not found: pip install it")
+    probe = GdsProbe(missing, missing, missing, missing, missing, torch_cuda=None, mismatch="", gpu=False)
+    line, said = gds_as_reported(monkeypatch, probe)
+    assert line == "gds .................... [NO] ....... [NO]"
+    assert said == ["[NO] gds: this machine has no NVIDIA GPU, which only gds needs"]
+    assert "pip install it" not in report.render(report.gather())
+    assert "reinstall torch" not in report.render(report.gather())
+
+
 def test_gds_where_cufile_is_missing_is_no_with_the_reason_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = Found(problem="libcufile.so was not found (tried /x): pip install nvidia-cufile")
     line, said = gds_as_reported(monkeypatch, dataclasses.replace(GDS, cufile_library=missing))

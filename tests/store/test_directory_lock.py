@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ print("holds", flush=True)
 
 def test_another_owner_in_this_process_is_refused_and_named(drive):
     owner = DirectoryLock(drive)
-    with pytest.raises(StoreLocked, match=f"another store of this process \\({os.getpid()}\\)") as refused:
+    line = sys._getframe().f_lineno - 1
+    named = rf"the DirectoryLock of this process \({os.getpid()}\) that was made at {__file__}:{line}: call its release\(\)"
+    with pytest.raises(StoreLocked, match=named) as refused:
         DirectoryLock(drive)
     assert str(os.getpid()) in refused.value.holder
     assert (refused.value.errno, refused.value.filename) == (errno.EBUSY, str(drive))
@@ -37,12 +40,30 @@ def test_another_process_is_refused_and_the_owner_named(drive, interpreters):
     child = interpreters.start(HOLDER.format(path=str(drive), then="time.sleep(60)"))
     try:
         interpreters.wait_for("holds")
-        with pytest.raises(StoreLocked, match=f"in use by process {child} on "):
+        with pytest.raises(StoreLocked, match=f"in use by the DirectoryLock of process {child} on "):
             DirectoryLock(drive)
     finally:
         os.kill(child, signal.SIGKILL)
         interpreters.wait(child)
     DirectoryLock(drive).release()
+
+
+def test_the_object_of_another_process_is_named(drive, interpreters):
+    interpreters.stdout().write_text("")
+    text = """
+import time, deepnvme
+store = deepnvme.swap.TensorStore({path!r})
+print("holds", flush=True)
+time.sleep(60)
+"""
+    child = interpreters.start(text.format(path=str(drive)))
+    try:
+        interpreters.wait_for("holds")
+        with pytest.raises(StoreLocked, match=rf"(?s)in use by the TensorStore of process {child} on .*\); end that process, or"):
+            DirectoryLock(drive)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        interpreters.wait(child)
 
 
 def test_a_lock_whose_holder_has_not_said_its_name_is_refused_all_the_same(drive):

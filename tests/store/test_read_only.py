@@ -88,7 +88,7 @@ def test_a_writer_is_kept_out_by_readers_and_they_by_a_writer(persisted, engine)
             TensorStore(persisted, persist=True, engine=engine)
         assert (refused.value.errno, refused.value.filename) == (errno.EBUSY, str(persisted))
     with TensorStore(persisted, persist=True, engine=engine) as writer:
-        with pytest.raises(StoreLocked, match=f"another store of this process \\({os.getpid()}\\)"):
+        with pytest.raises(StoreLocked, match=rf"the TensorStore of this process \({os.getpid()}\)"):
             TensorStore(persisted, read_only=True, engine=engine)
         writer.put("more", torch.ones(3)).result()
         writer.commit()

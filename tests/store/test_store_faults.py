@@ -164,7 +164,7 @@ class TestOwners:
     def test_a_second_store_is_refused_and_the_first_goes_on(self, store, drive):
         store.put("name", torch.ones(3)).result()
         for persist in (False, True):
-            with pytest.raises(StoreLocked, match="another store of this process"):
+            with pytest.raises(StoreLocked, match=r"the TensorStore of this process .*: call its close\(\)"):
                 TensorStore([drive / "other", drive / "store"], persist=persist)
         assert torch.equal(store.get("name").result(), torch.ones(3))
         assert sorted(os.listdir(drive)) == ["store"]  # and what the refused one took before is given back

@@ -19,13 +19,14 @@ REPORT = StreamReport(
     tokens=100,
     resident_bytes=10**9,
     limit=None,
+    prompt_tokens=17,
 )
 
 
 def test_nothing_has_happened_yet() -> None:
     report = StreamReport(0, 0.0, 0, {}, 0, 0, 1e9)
     assert (report.bytes_per_second, report.tokens_per_second, report.share_of_limit, report.stalled) == (0, 0, 0, 0)
-    assert str(report).startswith("0 passes in 0.000 s: 0 tokens, 0.0/s\n")
+    assert str(report).startswith("0 passes in 0.000 s: 0 prompt tokens\n")
 
 
 def test_rates_are_of_all_the_time_in_the_model() -> None:
@@ -37,7 +38,7 @@ def test_rates_are_of_all_the_time_in_the_model() -> None:
 
 def test_the_longest_stalls_are_shown() -> None:
     assert str(REPORT).splitlines() == [
-        "2 passes in 4.000 s: 100 tokens, 25.0/s",
+        "2 passes in 4.000 s: 100 tokens generated, 25.0 tokens/s; 17 prompt tokens",
         "read 8.000 GB at 2.00 GB/s; 1.000 GB stay in memory",
         "waited 2.100 s for weights",
         *(f"     {index / 10:.3f} s  layers.{index}" for index in (6, 5, 4, 3, 2)),
@@ -50,17 +51,38 @@ def test_the_longest_stalls_are_shown() -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_tokens_are_counted_however_they_are_given(dtype: torch.dtype) -> None:
     ids, one = torch.ones(2, 5, dtype=dtype), torch.ones(2, 1, dtype=dtype)
-    calls: list[tuple[tuple[Any, ...], dict[str, Any], int]] = [
-        ((), {}, 0),
-        ((ids.float(),), {}, 0),
-        (("text",), {}, 0),
-        ((ids,), {}, 10),
-        ((), {"input_ids": ids}, 10),
-        ((), {"decoder_input_ids": one}, 2),
-        ((), {"input_ids": ids, "decoder_input_ids": one}, 10),
-        ((ids.float(),), {"decoder_input_ids": one}, 2),
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], int, int]] = [
+        ((), {}, 0, 0),
+        ((ids.float(),), {}, 0, 0),
+        (("text",), {}, 0, 0),
+        ((ids,), {}, 0, 10),
+        ((), {"input_ids": ids}, 0, 10),
+        ((), {"decoder_input_ids": one}, 2, 0),
+        ((), {"input_ids": ids, "decoder_input_ids": one}, 0, 10),
+        ((ids.float(),), {"decoder_input_ids": one}, 2, 0),
+        ((ids[:, 0],), {}, 0, 2),
+        ((torch.tensor(1),), {}, 1, 0),
+        ((ids[:, :0],), {}, 0, 0),
     ]
-    for args, kwargs, tokens in calls:
+    for args, kwargs, tokens, prompt in calls:
         tally = Tally()
         tally.called(args, kwargs)
-        assert (tally.passes, tally.tokens) == (1, tokens)
+        assert (tally.passes, tally.tokens, tally.prompt_tokens) == (1, tokens, prompt)
+
+
+@pytest.mark.parametrize(
+    ("positions", "tokens", "prompt"),
+    [
+        ([8, 1, 1, 1], 4, 8),  # with a KV cache: the pass of the prompt generates one, too
+        ([8, 9, 10, 11], 4, 8),  # without
+        ([8, 8, 8], 0, 24),  # texts that are scored
+        ([4, 4, 1, 1], 3, 8),  # a prompt in two parts
+        ([8, 1, 1, 6, 1], 5, 14),  # two prompts
+        ([1, 1, 1], 3, 0),  # a decoder's, that begins with one token
+    ],
+)
+def test_generated_tokens_are_told_from_those_of_prompts(positions: list[int], tokens: int, prompt: int) -> None:
+    tally = Tally()
+    for count in positions:
+        tally.called((torch.ones(3, count, dtype=torch.int64),), {})
+    assert (tally.tokens, tally.prompt_tokens) == (3 * tokens, 3 * prompt)

@@ -346,8 +346,10 @@ def test_weights_that_somebody_puts_in_place_of_those_of_the_store_are_told_of(w
         lambda model: torch.jit.script(model),
         lambda model: torch.export.export(model, (INPUT,)),
         lambda model: fake(model),
+        lambda model: torch.compile(model, backend="eager")(INPUT),
+        lambda model: torch.compile(lambda x: model(x) + 1, backend="eager", fullgraph=True)(INPUT),
     ],
-    ids=["jit.trace", "jit.script", "export", "fake tensors"],
+    ids=["jit.trace", "jit.script", "export", "fake tensors", "compile", "compile a function"],
 )
 def test_what_records_a_model_is_told_that_it_is_streamed(build: Build, record: Callable[[nn.Module], Any], budget: int) -> None:
     world = build(chain())
@@ -726,9 +728,10 @@ def test_tokens_are_counted_until_a_reset(build: Build) -> None:
     with world.stream() as streaming, torch.no_grad():
         for _ in range(2):
             world.streamed(input_ids=torch.ones(2, 5, dtype=torch.int64))
-        assert streaming.report().tokens == 20
+        world.streamed(input_ids=torch.ones(2, 1, dtype=torch.int64))
+        assert (streaming.report().tokens, streaming.report().prompt_tokens) == (4, 20)
         streaming.reset()
-        assert streaming.report().tokens == 0
+        assert (streaming.report().tokens, streaming.report().prompt_tokens) == (0, 0)
 
 
 def test_a_limit_is_measured_of_no_more_than_was_asked_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from torch.serialization import LoadEndianness, get_default_load_endianness
 from deepnvme._files import naming_file
 
 from .pickle_scan import PickleScan, names_only_plain, why_wasteful
+from .recognition import what_archive
 from .zip_directory import LOCAL_HEADER, BadDirectory, Record, data_of, entries
 
 
@@ -112,6 +113,9 @@ def records_of(path: str | os.PathLike[str]) -> PtRecords:
             found = entries(file)
         except BadDirectory as error:
             raise CorruptCheckpoint(path, _what_is_missing(path) or str(error)) from error
+    if found and not any(record.name.rpartition("/")[2] == "data.pkl" for record in found):
+        other = what_archive([record.name for record in found])
+        raise CorruptCheckpoint(path, f"it has no record data.pkl, which all have that torch.save wrote; it looks like {other}")
     first = found[0].name.partition("/")[0] if found else ""
     records: dict[str, Record] = {}
     byteorder = "big" if get_default_load_endianness() is LoadEndianness.BIG else "little"

@@ -18,6 +18,7 @@ import torch
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.profiles import engine_for
+from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.transfer.block import State
 from deepnvme.transfer.block_cache import BlockCache, Use
@@ -142,7 +143,7 @@ class ActivationStore:
         self._unpacked = True  # something, in this step: the next context begins a new one
         self._engine = engine_for(list(paths), config)
         try:
-            self._store, self._directories = open_own_store(paths, _PREFIX, self._engine)
+            self._store, self._directories = open_own_store(paths, _PREFIX, self._engine, DirectoryOwner("save_on_disk"))
         except BaseException:
             self._engine.close()
             raise

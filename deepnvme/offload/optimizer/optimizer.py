@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from deepnvme._callers import stack_level
 from deepnvme.memory.byte_count import byte_count
 from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.tensor_store import TensorStore
 
 from .counted_io import StepReport
@@ -57,6 +61,11 @@ class OffloadedOptimizer(Optimizer):
 
     **Processes.** A forked child cannot use the optimizer.
 
+    **Again on the same path.** An optimizer that nobody has any more is collected, and its directory is free. One that is still
+    there, as when a notebook's cell runs again, is closed if the same thread makes another one on its path: what it is asked for
+    then raises RuntimeError, and says where the other one was made. A UserWarning tells of steps that no :meth:`state_dict` has.
+    An optimizer of another thread that runs, or of another process, is not closed: that raises StoreLocked.
+
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
         optimizer_class: Any optimizer that updates each parameter independently of the others. ``fused=True``, if the class has
@@ -87,7 +96,7 @@ class OffloadedOptimizer(Optimizer):
 
     Raises:
         ValueError: If an argument is out of range, or a parameter or the optimizer cannot be offloaded.
-        StoreLocked: If a directory is in use.
+        StoreLocked: If a directory is in use by somebody else, who is named.
         OutOfBuffers: If the sub-groups in flight, and those kept in memory, do not fit into what others leave of the buffer
             pool's budget.
         OSError: From the drive; ENOSPC if it has no room for the states.
@@ -129,9 +138,15 @@ class OffloadedOptimizer(Optimizer):
         self._checksum, self._offload_gradients, self._step_in_backward = checksum, offload_gradients, step_in_backward
         super().__init__(params, self._planner.defaults())
         first = self._planner.sub_groups_of(self.param_groups, 0, 0)
-        self._residency.check_memory(first, self._pool, self._pool.in_use)
+        self._residency.check_memory(first, self._pool, 0)
+        self._saved_steps = 0
+        """How many steps the last state_dict() or load_state_dict() knew of."""
+        self._warned = False
         try:
-            self._store = TensorStore(_own_directories(nvme_path), checksum=checksum, config=config)
+            owner = DirectoryOwner("OffloadedOptimizer", give_way=weakref.WeakMethod(self._give_way))
+            self._store = TensorStore(_own_directories(nvme_path), checksum=checksum, config=config, owner=owner)
+            # Only now: an optimizer that was there before may have had memory until here.
+            self._residency.check_memory(first, self._pool, self._pool.in_use)
             self._runner = StepRunner(
                 self,
                 self._store,
@@ -157,6 +172,8 @@ class OffloadedOptimizer(Optimizer):
 
         If parameters are DTensors, all ranks that share them have to call this.
 
+        The first step in which no parameter has a gradient warns with UserWarning.
+
         Args:
             closure: Called once, with gradients enabled, before the step.
 
@@ -168,7 +185,15 @@ class OffloadedOptimizer(Optimizer):
                 child, or after a step that failed and cannot be undone.
             OSError: From the drive.
         """
-        return self._runner.step(closure)
+        returned = self._runner.step(closure)
+        if self._sub_groups and self.report().sub_groups == 0 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "no parameter of this OffloadedOptimizer has a gradient, so step() has changed nothing: was the model replaced by"
+                " another one, whose parameters the optimizer does not have, or backward() not called?",
+                stacklevel=stack_level(),
+            )
+        return returned
 
     @property
     def steps(self) -> int:
@@ -211,11 +236,12 @@ class OffloadedOptimizer(Optimizer):
             The total norm of the gradients before clipping.
 
         Raises:
-            RuntimeError: With ``step_in_backward``, which uses gradients before their norm is known.
+            RuntimeError: With ``step_in_backward``, which uses gradients before their norm is known. Also after :meth:`close`.
             OSError: From the drive, with ``offload_gradients``.
         """
         if self._step_in_backward:
             raise RuntimeError("step_in_backward uses gradients before their norm is known: to clip, set it to False")
+        self._runner.guard.check_open()
         params = list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
         if self._offload_gradients:
             return self._runner.clip(params, max_norm, norm_type)
@@ -270,7 +296,9 @@ class OffloadedOptimizer(Optimizer):
         self._runner.check_between_steps()
         if self._checksum:
             self.state.verify()  # type: ignore[attr-defined]
-        return super().state_dict()
+        state = super().state_dict()
+        self._saved_steps = self.steps
+        return state
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -293,6 +321,23 @@ class OffloadedOptimizer(Optimizer):
             self._runner.close()
         if hasattr(self, "_store"):
             self._store.close()
+
+    def _give_way(self, other: DirectoryOwner, directory: Path) -> None:
+        """Close, since another one was made on one of the directories.
+
+        Warns with UserWarning if steps are lost. Raises RuntimeError while a method runs, and like :meth:`close`.
+        """
+        if not hasattr(self, "_runner"):
+            raise RuntimeError("it is being made")
+        self._runner.guard.check_unused()
+        if self.steps != self._saved_steps:
+            warnings.warn(
+                f"another OffloadedOptimizer is made on '{directory}': the one before is closed, and the states of its"
+                f" {self.steps} steps are removed. state_dict() keeps them; another nvme_path keeps both optimizers",
+                stacklevel=stack_level(),
+            )
+        self._runner.close(f"another one was made on '{directory}' at {other.made_at}: use that one, or give each its own path")
+        self._store.close()
 
     def __enter__(self) -> OffloadedOptimizer:
         return self
@@ -327,6 +372,7 @@ class OffloadedOptimizer(Optimizer):
         self._loading.remove()
         self._loading = self.register_load_state_dict_pre_hook(opaque)  # registered again to run after the user's hooks
         super().load_state_dict(state_dict)
+        self._saved_steps = self.steps
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._runner.load(state)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,14 +33,29 @@ class UsabilityGuard:
     """Raises if the optimizer is closed, broken by a failed step, or used in a forked child."""
 
     def __init__(self) -> None:
-        self._closed = False
+        self._closed: str | None = None
+        self._users: list[None] = []  # one for each method that runs: appending and removing needs no lock
         self.broken: str | None = None
         """Why the optimizer cannot be used any more; None while it can."""
         self._process = os.getpid()
 
-    def close(self) -> None:
-        """Have all later checks but :meth:`check_process` fail."""
-        self._closed = True
+    def close(self, reason: str | None = None) -> None:
+        """Have all later checks but :meth:`check_process` fail. ``reason``: why it is closed, if its user has not closed it."""
+        self._closed = self._closed or ("this optimizer is closed" if reason is None else f"this OffloadedOptimizer was closed: {reason}")
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Have :meth:`check_unused` raise in this context."""
+        self._users.append(None)
+        try:
+            yield
+        finally:
+            self._users.pop()
+
+    def check_unused(self) -> None:
+        """Raise RuntimeError within :meth:`in_use`, in this thread or another."""
+        if self._users:
+            raise RuntimeError("a step or another method of it is running")
 
     def break_down(self, reason: str) -> None:
         """Record that a step has failed and cannot be undone."""
@@ -58,8 +73,8 @@ class UsabilityGuard:
     def check_open(self) -> None:
         """Raise RuntimeError in a forked child, or after close()."""
         self.check_process()
-        if self._closed:
-            raise RuntimeError("this optimizer is closed")
+        if self._closed is not None:
+            raise RuntimeError(self._closed)
 
     def check_usable(self) -> None:
         """Raise RuntimeError in a forked child, after close(), or after a step that failed and cannot be undone."""
@@ -161,13 +176,14 @@ class StepRunner:
 
     def zero_grad(self) -> None:
         """Undo what backward has stepped since the last step, and drop the gradients on the drive. Raises OSError."""
-        self._take_all_back()
-        self._gradients.clear_arrived()
-        self._gradients_lost = False
-        collected = self._gradients.any_collected
-        self._gradients.clear()  # also if an interrupted call has left nothing but memory
-        if collected:
-            self.io.finish()
+        with self.guard.in_use():
+            self._take_all_back()
+            self._gradients.clear_arrived()
+            self._gradients_lost = False
+            collected = self._gradients.any_collected
+            self._gradients.clear()  # also if an interrupted call has left nothing but memory
+            if collected:
+                self.io.finish()
 
     def load(self, state: dict[str, Any]) -> None:
         """Replace all states and parameter groups; on any exception none is replaced.
@@ -178,7 +194,7 @@ class StepRunner:
             state: What torch's ``load_state_dict`` passes to ``__setstate__``: "state" by parameter, and "param_groups".
         """
         given_up = 0
-        with loaded(state, self.sub_groups, self._pipeline, self.io):
+        with self.guard.in_use(), loaded(state, self.sub_groups, self._pipeline, self.io):
             for sub_group in self.sub_groups:
                 sub_group.states_were_loaded()
             self._residency.choose(self.sub_groups)
@@ -194,13 +210,16 @@ class StepRunner:
                 stacklevel=5,
             )
 
-    def close(self) -> None:
+    def close(self, reason: str | None = None) -> None:
         """Undo what backward has stepped, then release all memory and remove the hooks. The store is not closed.
 
         If undoing raises OSError, nothing is closed.
+
+        Args:
+            reason: What later calls say, if not the user has closed it.
         """
         self._take_all_back()
-        self.guard.close()
+        self.guard.close(reason)
         self._hooks.remove()
         self._pipeline.close()
         self._gradients.release()
@@ -239,9 +258,10 @@ class StepRunner:
         self.guard.check_open()
         vote = StepVote(self._ranks)
         try:
-            self.guard.check_usable()
-            self._finish_undoing()
-            return work(vote)
+            with self.guard.in_use():
+                self.guard.check_usable()
+                self._finish_undoing()
+                return work(vote)
         except BaseException as error:
             try:
                 with defer_interrupts():
@@ -401,16 +421,17 @@ class StepRunner:
         """In backward, when a parameter's gradient is complete: offload it, or step the sub-groups that it completes."""
         self.guard.check_usable()
         try:
-            self._finish_undoing()
-            self._gradients_lost = False
-            self.io.times.begin()
-            self.io.record_ended()
-            if self._offload_gradients:
-                self._gradients.take_in(param, self._pieces[param])
-            else:
-                self._unfinished = True
-                self._step_what_is_complete(param)
-                self._unfinished = False
+            with self.guard.in_use():
+                self._finish_undoing()
+                self._gradients_lost = False
+                self.io.times.begin()
+                self.io.record_ended()
+                if self._offload_gradients:
+                    self._gradients.take_in(param, self._pieces[param])
+                else:
+                    self._unfinished = True
+                    self._step_what_is_complete(param)
+                    self._unfinished = False
         except BaseException as error:
             if not self._offload_gradients or self._gradients.lost:
                 self._undo(error)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from deepnvme._callers import stack_level
 from deepnvme.checkpoint.saving import save
 from deepnvme.memory.byte_count import byte_count
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -28,6 +31,7 @@ from deepnvme.offload.optimizer.state_dict import OffloadedStates
 from deepnvme.offload.optimizer.sub_group import SubGroup
 from deepnvme.profiles import engine_for
 from deepnvme.quantization import SCHEMES, Scheme
+from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.transfer.block_cache import BlockCache
 from deepnvme.transfer.block_memory import PooledMemory
@@ -89,6 +93,12 @@ class OffloadedTraining:
 
     A step is made as a whole, or undone: after an exception parameters and states are as after the last completed step.
 
+    Each training has a directory of its own below the path, so several can have one path. A model has one training: to make
+    another one of the same model, ``close(restore=True)`` the first. With a ``checkpoint``, from which the model gets other
+    values, the first is closed without, if the same thread has made it, as when a notebook's cell runs again. What it is asked
+    for then raises RuntimeError, and says where the other one was made. A UserWarning tells of steps that no
+    :meth:`state_dict` has. The files of a training that nobody has any more, nor its model, are removed.
+
     Args:
         model: On the CPU, and its parameters get their values from the drive from now on. Or on the meta device, as a whole or in
             part: those parameters and buffers are replaced by ones with values of ``checkpoint``, or else of their modules'
@@ -139,6 +149,7 @@ class OffloadedTraining:
     Raises:
         ValueError: For parameters or options that cannot be offloaded, a checkpoint of another model, values that cannot be
             quantised, or what is on the meta device and would get no value.
+        RuntimeError: If the model has another training already, which is named.
         OSError: From the drive, or from the checkpoint.
     """
 
@@ -171,7 +182,11 @@ class OffloadedTraining:
         memory_budget = byte_count(memory_budget, "memory_budget")
         self.model = model
         self._closed = False
+        self._closed_because = "this training is closed"
         self._process = os.getpid()
+        self._owner = DirectoryOwner("OffloadedTraining")
+        self._saved_steps = 0  # how many the last state_dict() or load_state_dict() knew of
+        _end_training_of(model, self._owner, checkpoint is not None)
         partition = partition_model(model, blocks)
         sharded = partition.with_scalars_in_memory()
         self._ranks = TrainingRanks(process_group, max(map(len, (*sharded.params, sharded.rest))))
@@ -201,7 +216,9 @@ class OffloadedTraining:
             sub_groups = self._sub_groups(parameter_blocks, planner)
             self._engine = engine_for(directories, config)
             try:
-                self._store, self._directories = open_own_store(directories, _PREFIX, self._engine)
+                self._store, self._directories = open_own_store(
+                    directories, _PREFIX, self._engine, self._owner, collect=True
+                )
             except BaseException:
                 self._engine.close()
                 raise
@@ -279,6 +296,7 @@ class OffloadedTraining:
             except BaseException:
                 self.close()
                 raise
+            _trainings[model] = weakref.ref(self)
 
     def _sub_groups(self, blocks: Sequence[ParameterBlock], planner: SubGroupPlanner) -> list[list[SubGroup]]:
         """Return what steps the parameters of each block, or their shards; nothing for a block without trained ones."""
@@ -500,7 +518,7 @@ class OffloadedTraining:
         if os.getpid() != self._process:
             raise RuntimeError("this training is the parent process's: a forked child cannot use it")
         if self._closed:
-            raise RuntimeError("this training is closed")
+            raise RuntimeError(self._closed_because)
 
     def _check_between_steps(self) -> None:
         self._check_usable()
@@ -544,7 +562,9 @@ class OffloadedTraining:
             OSError: If an earlier step still has to be undone and cannot be; or if dequantised weights cannot be written.
         """
         self._check_between_steps()
-        return self._state.get()
+        state = self._state.get()
+        self._saved_steps = self.steps
+        return state
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`state_dict` to a file as ``torch.save`` does, see :func:`deepnvme.save`. Blocks until it is on the drive.
@@ -577,6 +597,7 @@ class OffloadedTraining:
         self._check_between_steps()
         with self._ranks.calling_together():
             self._state.load(state)
+            self._saved_steps = self.steps
 
     @torch.no_grad()
     def close(self, restore: bool = False) -> None:
@@ -622,6 +643,28 @@ class OffloadedTraining:
         self._engine.close()
         remove_directories(self._directories)
 
+    def _give_way(self, other: DirectoryOwner, has_values: bool) -> None:
+        """Close, since the model gets another training.
+
+        Warns with UserWarning if steps are lost. Raises RuntimeError if the other one has no values for the model
+        (``has_values``), or another thread or process has made this one; and OSError.
+        """
+        kind = type(self.model).__name__
+        if self._owner.of_other_thread or os.getpid() != self._process or not has_values:
+            raise RuntimeError(
+                f"this {kind} is trained by {self._owner}: call its close(restore=True), which puts the values of its"
+                f" {self.steps} steps into memory, before another one is made of it; or give a checkpoint, and make it in the"
+                " same thread"
+            )
+        if self.steps != self._saved_steps:
+            warnings.warn(
+                f"another OffloadedTraining is made of this {kind}: the one before is closed, and its {self.steps} steps are"
+                " lost. save() keeps them",
+                stacklevel=stack_level(),
+            )
+        self._closed_because = f"this training was closed: another one was made of its model at {other.made_at}: use that one"
+        self.close()
+
     def __enter__(self) -> OffloadedTraining:
         return self
 
@@ -630,6 +673,18 @@ class OffloadedTraining:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an OffloadedTraining owns files and cannot be copied or pickled; use state_dict()")
+
+
+_trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadedTraining]] = weakref.WeakKeyDictionary()
+"""The last training of each model."""
+
+
+def _end_training_of(model: nn.Module, owner: DirectoryOwner, has_values: bool) -> None:
+    """Close the training that a model has already, for another one. Raises like :meth:`OffloadedTraining._give_way`."""
+    reference = _trainings.get(model)
+    earlier = None if reference is None else reference()
+    if earlier is not None and not earlier.closed:
+        earlier._give_way(owner, has_values)
 
 
 def _check_choices(

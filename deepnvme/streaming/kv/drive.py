@@ -17,6 +17,7 @@ from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.lease import Computed, Lease, Transfer
 from deepnvme.memory.pool import BufferPool
 from deepnvme.profiles import engine_for
+from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.futures import StoreTransfer
 from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.store.tensor_store import TensorStore
@@ -104,7 +105,9 @@ class KVDrive:
         """The store of the chunks; None for a cache with all layers in memory."""
         self._directories: list[Path] = []
         if path is not None:
-            self.store, self._directories = open_own_store([Path(path)], "deepnvme-kv", self.engine)
+            self.store, self._directories = open_own_store(
+                [Path(path)], "deepnvme-kv", self.engine, DirectoryOwner("OffloadedCache")
+            )
         self.cache = BlockCache(_Chunks(self.store), self._memory, retain=False, retain_written=False, write_bytes=_WRITING)
         """The chunks that are in memory: in use, read ahead, or being written."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepnvme.store.directory_lock import DirectoryLock, StoreLocked
+from deepnvme.store.directory_lock import DirectoryLock, DirectoryOwner, StoreLocked
 from deepnvme.store.manifest import MANIFEST_NAME
 
 from .weight_store import WeightStore
@@ -110,9 +110,10 @@ def _alone_in(directory: Path) -> DirectoryLock:
     """Lock a directory, waiting while another process or thread has the lock. Raises StoreLocked after an hour."""
     began = time.monotonic()
     said = False
+    owner = DirectoryOwner("WeightStore", "wait until it is built")
     while True:
         try:
-            return DirectoryLock(directory)
+            return DirectoryLock(directory, owner, collect=not said)
         except StoreLocked as error:
             if time.monotonic() - began > PATIENCE_SECONDS:
                 waited = f"waited {PATIENCE_SECONDS:.0f} s for {error.holder} to build the store"

@@ -23,6 +23,7 @@ from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.quantization import Scheme, quantize
+from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.gather import Transfers
 
@@ -148,7 +149,7 @@ def build(
         Exception: What reading, converting and writing raise. Then there is no store.
     """
     total = sum(each.extent.nbytes for each in builders)
-    store = TensorStore(where, persist=True, engine=engine)
+    store = TensorStore(where, persist=True, engine=engine, owner=DirectoryOwner("WeightStore", "wait until it is built"))
     try:
         if len(store):
             kind = "weights" if NAME in store else f"{len(store)} tensors"

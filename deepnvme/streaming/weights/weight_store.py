@@ -25,6 +25,7 @@ from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.profiles import engine_for
 from deepnvme.quantization import SCHEMES, Scheme
+from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.manifest import CorruptManifest
 from deepnvme.store.tensor_store import TensorStore
@@ -187,7 +188,8 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         engine = engine_for(list(directories), config, _IN_FLIGHT_BYTES)
         tensors = None
         try:
-            tensors = TensorStore(path, read_only=True, engine=engine)
+            owner = DirectoryOwner("WeightStore", "call its close(), or that of the stream that has it (model.streaming)")
+            tensors = TensorStore(path, read_only=True, engine=engine, owner=owner)
             where = next(iter(directories))
             if NAME not in tensors:
                 raise ValueError(f"the store in '{where}' holds {len(tensors)} tensors, and no weights that were built")

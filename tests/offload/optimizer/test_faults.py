@@ -617,7 +617,10 @@ def test_a_step_without_any_gradient_changes_nothing(pair: Pair) -> None:
     pair.step(2)
     before = snapshot(pair.params)
     pair.optimizer.zero_grad()
-    pair.optimizer.step()
+    with pytest.warns(UserWarning, match="no parameter of this OffloadedOptimizer has a gradient") as warned:
+        pair.optimizer.step()
+    assert [each.filename for each in warned] == [__file__]
+    pair.optimizer.step()  # that is said once
     assert_same(pair.params, before)
     assert pair.optimizer.report().bytes_written == 0
     pair.step(1)

@@ -1,0 +1,89 @@
+"""What a file looks like that is no checkpoint: for errors, by its first bytes."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Sequence
+
+from deepnvme._files import naming_file
+
+_HEAD = 512
+_SHOWN = 40
+"""Characters of a text, and names of an archive's files up to so many characters, that are shown."""
+SAFETENSORS = "a safetensors file"
+UNKNOWN = "a file of another kind"
+"""How :func:`what_else` begins for such files."""
+_LONGEST_SAFETENSORS_HEADER = 100_000_000
+_TORCH_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"
+"""In a pickle, the number that files of torch before 1.6 begin with."""
+_TORCH_MAGIC_AS_TEXT = b"L119547037146038801333356L"
+_TAR = (257, b"ustar")
+"""Where a tar archive has this; torch before 0.2 has saved in such."""
+_BEGINNINGS = {
+    b"\x93NUMPY": "a .npy file: use numpy.load",
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file, such as of Keras",
+    b"GGUF": "a GGUF file, as of llama.cpp",
+    b"\x1f\x8b": "a file compressed by gzip: unpack it first",
+    b"\x28\xb5\x2f\xfd": "a file compressed by zstd: unpack it first",
+    b"BZh": "a file compressed by bzip2: unpack it first",
+    b"\xfd7zXZ\x00": "a file compressed by xz: unpack it first",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive: unpack it first",
+    b"PK\x05\x06": "an empty zip archive",
+    b"\x7fELF": "a program or a shared library",
+    b"%PDF": "a PDF document",
+    b"\x89PNG": "a PNG image",
+    b"\xff\xd8\xff": "a JPEG image",
+}
+
+
+def what_else(path: str | os.PathLike[str]) -> str | None:
+    """Return what a file looks like, such as "a .npy file"; None if it begins as torch's formats, or a zip archive, do.
+
+    Raises OSError if it cannot be read.
+    """
+    with naming_file(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(_HEAD)
+    if head.startswith(b"PK\x03\x04") or _TORCH_MAGIC in head or head.startswith(_TORCH_MAGIC_AS_TEXT):
+        return None
+    offset, tar = _TAR
+    if head[offset : offset + len(tar)] == tar:
+        return None
+    for beginning, text in _BEGINNINGS.items():
+        if head.startswith(beginning):
+            return text
+    header = int.from_bytes(head[:8], "little")
+    if head[8:9] == b"{" and 2 <= header <= min(_LONGEST_SAFETENSORS_HEADER, size - 8):
+        return f"{SAFETENSORS}: use deepnvme.safetensors.load_file, or give it a name that ends in .safetensors"
+    if len(head) > 1 and head[0] == 0x80 and head[1] <= 5:
+        return "a pickle that torch.save has not written: use pickle.load, if you trust it"
+    if not head.strip(b"\0"):
+        return "zeros, as a download leaves that was broken off"
+    return _text(head) or f"{UNKNOWN}, which begins with {head[:16]!r}"
+
+
+def what_archive(names: Sequence[str]) -> str:
+    """Return what a zip archive with files of these names looks like."""
+    if names and all(name.endswith(".npy") for name in names):
+        return "an .npz file: use numpy.load"
+    shown = ", ".join(names)
+    return f"a zip archive of {len(names)} other files ({shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '...'})"
+
+
+def _text(head: bytes) -> str | None:
+    """Return what kind of text a file is that begins so; None if it is none."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut off
+    except UnicodeDecodeError:
+        return None
+    if not all(character.isprintable() or character in "\n\r\t" for character in text):
+        return None
+    begins = text.lstrip().lower()
+    if begins.startswith("version https://git-lfs"):
+        return "a pointer of Git LFS: git lfs pull fetches the file itself"
+    if begins.startswith(("<!doctype html", "<html")):
+        return "an HTML page, as servers send instead of a file"
+    if begins.startswith(("{", "[")):
+        return "JSON"
+    return f"a text that begins with {text.strip().partition(chr(10))[0][:_SHOWN]!r}"

@@ -1,0 +1,482 @@
+"""What a notebook's cell, or a function in a loop, makes again on a path that it has used before."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepnvme
+from deepnvme import OffloadedOptimizer
+from deepnvme.nn import EmbeddingOnDisk
+from deepnvme.offload import OffloadedTraining
+from deepnvme.store.directory_lock import StoreLocked
+from deepnvme.streaming import WeightStore
+from deepnvme.swap import BufferPool, TensorStore
+from deepnvme.tables import RowOptimizer, Table
+
+SETUP = """
+import torch
+from torch import nn
+import deepnvme
+from deepnvme.nn import EmbeddingOnDisk
+from deepnvme.offload import OffloadedTraining
+from deepnvme.streaming import WeightStore
+from deepnvme.tables import RowOptimizer, Table
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+batch = torch.ones(4, 64)
+
+def optimizer_of(model):
+    return deepnvme.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, nvme_path=path / "states", lr=0.1)
+
+def train(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+"""
+LINE = 1 + next(index for index, line in enumerate(SETUP.splitlines()) if "OffloadedOptimizer(" in line)
+MADE = f"cell-0:{LINE}"
+"""Where optimizer_of() makes one."""
+OPTIMIZER = """model = Model()
+opt = optimizer_of(model)
+train(model, opt, 2)
+"""
+TRAINING = """model = Model()
+training = OffloadedTraining(model, torch.optim.AdamW, nvme_path=path, memory_budget=1 << 24, lr=0.1)
+training.step(batch)
+"""
+
+
+class Notebook:
+    """Runs cells in one namespace. What a cell's code says of itself has the file name "cell-1", "cell-2" and so on."""
+
+    def __init__(self, path: Path) -> None:
+        self.names: dict[str, Any] = {"path": path, "__name__": "__main__"}
+        self.cells = -1
+        self.run(SETUP)
+
+    def run(self, source: str) -> None:
+        self.cells += 1
+        exec(compile(source, f"cell-{self.cells}", "exec"), self.names)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.names[name]
+
+
+@pytest.fixture
+def notebook(drive: Path) -> Iterator[Notebook]:
+    made = Notebook(drive)
+    yield made
+    for each in made.names.values():
+        table = getattr(each, "table", None)
+        for closed in (each, table):
+            if isinstance(closed, OffloadedOptimizer | OffloadedTraining | TensorStore | WeightStore | Table):
+                closed.close()
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """The interpreter collects no garbage by itself."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+# Optimizers
+
+
+def test_a_cell_that_makes_an_optimizer_runs_again(notebook: Notebook) -> None:
+    notebook.run(OPTIMIZER)
+    old = notebook["opt"]
+    with pytest.warns(UserWarning, match=r"the states of its 2 steps are removed\. state_dict\(\) keeps them") as warned:
+        notebook.run(OPTIMIZER)
+    assert [(each.filename, each.lineno) for each in warned] == [("cell-0", LINE)]
+    assert notebook["opt"].steps == 2
+    for use in (old.step, old.state_dict, old.measure_limits, lambda: old.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match=f"this OffloadedOptimizer was closed: another one was made on '.*states' at {MADE}: use that one"):
+            use()
+    old.close()
+    assert (notebook["path"] / "states").exists()
+    train = notebook["train"]
+    train(notebook["model"], notebook["opt"], 1)
+    assert notebook["opt"].steps == 3
+
+
+def test_an_old_optimizer_trains_no_old_model_in_silence(notebook: Notebook) -> None:
+    notebook.run("model = Model()\nopt = optimizer_of(model)\nold_model, old = model, opt")
+    notebook.run("model = Model()\nopt = optimizer_of(model)")
+    before = [param.clone() for param in notebook["old_model"].parameters()]
+    with pytest.raises(RuntimeError, match="another one was made"):
+        notebook.run("train(old_model, old, 1)")
+    assert all(map(torch.equal, before, notebook["old_model"].parameters()))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"offload_gradients": True}, {"step_in_backward": True}, {"dram_budget": 1 << 20}], ids=str
+)
+def test_an_optimizer_that_nobody_has_frees_its_directory(
+    notebook: Notebook, no_collection: None, options: dict[str, Any]
+) -> None:
+    """It is in cycles, and its model, whose parameters have its hooks, is still there."""
+    models = []
+    for _ in range(3):
+        model = notebook["Model"]()
+        models.append(model)
+        optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, nvme_path=notebook["path"] / "states", **options)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        notebook["train"](model, optimizer, 2)
+        scheduler.step()
+        del optimizer, scheduler
+    gc.collect()
+    assert not (notebook["path"] / "states").exists()
+
+
+def test_a_sweep_in_a_function_needs_no_close(notebook: Notebook, no_collection: None) -> None:
+    notebook.run("""
+def run(lr):
+    model = Model()
+    opt = optimizer_of(model)
+    opt.param_groups[0]["lr"] = lr
+    train(model, opt, 2)
+    return model(batch).item()
+
+losses = [run(lr) for lr in (0.1, 0.01, 0.001)]
+""")
+    assert len(set(notebook["losses"])) == 3
+    gc.collect()
+
+
+def test_an_optimizer_that_only_a_traceback_has_gives_way(notebook: Notebook) -> None:
+    """As a notebook keeps the last one."""
+    notebook.run("def fails():\n    model = Model()\n    opt = optimizer_of(model)\n    raise ArithmeticError")
+    with pytest.raises(ArithmeticError) as kept:
+        notebook["fails"]()
+    notebook.run(OPTIMIZER)
+    old = kept.tb.tb_next.tb_frame.f_locals["opt"]
+    with pytest.raises(RuntimeError, match="another one was made"):
+        old.step()
+
+
+def test_a_loop_that_keeps_the_optimizer_of_its_last_fit_makes_another(notebook: Notebook) -> None:
+    """Lightning's Trainer does so: it asks the module for an optimizer, and has that of the last fit until then."""
+    notebook.run("""
+class Fitting:
+    def fit(self, model):
+        self.optimizers = [optimizer_of(model)]
+        train(model, self.optimizers[0], 1)
+        self.state = self.optimizers[0].state_dict()
+
+fitting = Fitting()
+fitting.fit(Model())
+fitting.fit(Model())  # without a warning: the states were taken
+opt = fitting.optimizers[0]
+""")
+    assert notebook["opt"].steps == 1
+
+
+def test_states_that_were_taken_are_no_loss(notebook: Notebook) -> None:
+    notebook.run(OPTIMIZER + "state = opt.state_dict()")
+    notebook.run("opt = optimizer_of(model)\nopt.load_state_dict(state)")
+    notebook.run("opt = optimizer_of(model)\nopt.load_state_dict(state)")
+    notebook.run("train(model, opt, 1)")
+    with pytest.warns(UserWarning, match="its 1 steps"):
+        notebook.run("opt = optimizer_of(model)")
+
+
+def test_the_memory_of_the_optimizer_before_counts_no_more(notebook: Notebook) -> None:
+    """Both together would not fit into the pool."""
+    pool = BufferPool(1 << 20)
+    options: dict[str, Any] = {"nvme_path": notebook["path"] / "states", "dram_budget": 400 << 10, "pool": pool}
+    options |= {"sub_group_size": 4096}
+    for again in (False, True):
+        model = notebook["Model"]()
+        with pytest.warns(UserWarning, match="are removed") if again else contextlib.nullcontext():
+            optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, **options)
+        notebook["train"](model, optimizer, 2)
+        assert pool.in_use > 100 << 10
+    optimizer.close()
+
+
+def test_a_warning_that_is_an_error_leaves_the_optimizer_before(notebook: Notebook) -> None:
+    notebook.run(OPTIMIZER)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="2 steps"):
+            notebook.run(OPTIMIZER)
+    notebook.run("train(model, opt, 0)\nopt.step()")
+    assert notebook["opt"].steps == 3
+
+
+def test_an_optimizer_that_cannot_be_closed_is_named_with_the_reason(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook.run(OPTIMIZER + "state = opt.state_dict()")
+
+    def fails() -> None:
+        raise OSError(errno.EIO, "a step could not be undone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(notebook["opt"]._runner, "_take_all_back", fails)
+        with pytest.raises(StoreLocked, match=f"made at {MADE}: .*; it cannot be closed for this one: .* could not be undone"):
+            notebook.run("other = optimizer_of(Model())")
+    notebook.run("train(model, opt, 1)")
+    assert notebook["opt"].steps == 3
+
+
+def test_an_optimizer_whose_step_runs_is_not_closed(notebook: Notebook) -> None:
+    """In another thread than the one that makes both."""
+    notebook.run(OPTIMIZER)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def closure() -> None:
+        begun.set()
+        goes_on.wait()
+
+    stepping = threading.Thread(target=notebook["opt"].step, args=(closure,))
+    stepping.start()
+    begun.wait()
+    try:
+        with pytest.raises(StoreLocked, match="it cannot be closed for this one: a step or another method of it is running"):
+            notebook.run("other = optimizer_of(Model())")
+    finally:
+        goes_on.set()
+        stepping.join()
+    notebook.run("train(model, opt, 1)")
+    assert notebook["opt"].steps == 4
+
+
+def test_an_optimizer_of_another_thread_is_refused_while_that_runs(notebook: Notebook) -> None:
+    made, ends = threading.Event(), threading.Event()
+
+    def work() -> None:
+        notebook.run("opt = optimizer_of(Model())")
+        made.set()
+        ends.wait()
+
+    thread = threading.Thread(target=work, name="trainer-7")
+    thread.start()
+    made.wait()
+    try:
+        with pytest.raises(StoreLocked, match=r"OffloadedOptimizer of this process .* in another thread \('trainer-7'\)"):
+            notebook.run("other = optimizer_of(Model())")
+    finally:
+        ends.set()
+        thread.join()
+    notebook.run("other = optimizer_of(Model())")
+    with pytest.raises(RuntimeError, match="another one was made"):
+        notebook["opt"].step()
+
+
+def test_errors_of_an_optimizer_say_nothing_of_a_store(notebook: Notebook) -> None:
+    notebook.run("table = Table.create(path / 'states', 10, 4, torch.float32)")
+    with pytest.raises(StoreLocked) as refused:
+        notebook.run("opt = optimizer_of(Model())")
+    assert "store" not in str(refused.value).lower().replace("deepnvme-store", "")
+    assert "the Table of this process" in str(refused.value)
+
+
+def test_another_kind_of_object_does_not_take_an_optimizers_directory(notebook: Notebook) -> None:
+    notebook.run(OPTIMIZER)
+    with pytest.raises(StoreLocked, match=rf"the OffloadedOptimizer .* that was made at {MADE}: call its close\(\), or choose"):
+        TensorStore(notebook["path"] / "states")
+    notebook.run("train(model, opt, 1)")
+
+
+def test_a_cell_of_ipython_has_its_number(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = types.SimpleNamespace(format_code_name=lambda name: ("Cell", "In[3]") if name == "cell-0" else None)
+    shell = types.SimpleNamespace(compile=compiler)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
+    notebook.run("opt = optimizer_of(Model())")
+    with pytest.raises(StoreLocked, match=rf"that was made at cell In\[3\], line {LINE}:"):
+        TensorStore(notebook["path"] / "states")
+
+
+# A training of a whole model
+
+
+def trainings(path: Path) -> list[str]:
+    return [name for name in os.listdir(path) if name.startswith("deepnvme-training")]
+
+
+def test_a_cell_that_makes_a_model_and_its_training_runs_again(notebook: Notebook) -> None:
+    for _ in range(4):
+        notebook.run(TRAINING)
+        assert len(trainings(notebook["path"])) <= 2
+
+
+def test_trainings_in_a_loop_do_not_fill_the_drive(notebook: Notebook, no_collection: None) -> None:
+    def run() -> None:
+        notebook.run("def run():\n" + "".join(f"    {line}\n" for line in TRAINING.splitlines()) + "run()")
+
+    for _ in range(3):
+        run()
+        assert len(trainings(notebook["path"])) == 1
+    gc.collect()
+
+
+def test_a_second_training_of_a_model_names_the_first(notebook: Notebook) -> None:
+    notebook.run(TRAINING)
+    again = TRAINING.replace("model = Model()", "")
+    with pytest.raises(RuntimeError, match=r"this Model is trained by the OffloadedTraining .* at cell-1:2: call its close\(re"):
+        notebook.run(again)
+    notebook["training"].step(notebook["batch"])
+    notebook["training"].close(restore=True)
+    notebook.run(again)
+    assert notebook["training"].steps == 1
+
+
+def test_a_second_training_of_a_model_takes_the_place_of_the_first_if_it_has_values(notebook: Notebook) -> None:
+    notebook.run("values = {name: value.clone() for name, value in Model().state_dict().items()}\nmodel = Model()")
+    cell = TRAINING.replace("model = Model()", "").replace("lr=", "checkpoint=values, lr=")
+    notebook.run(cell)
+    old = notebook["training"]
+    with pytest.warns(UserWarning, match=r"its 1 steps are lost\. save\(\) keeps them"):
+        notebook.run(cell)
+    for use in (lambda: old.step(notebook["batch"]), old.state_dict):
+        with pytest.raises(RuntimeError, match=r"closed: another one was made of its model at cell-3:2: use that one"):
+            use()
+    assert len(trainings(notebook["path"])) == 1
+    notebook["training"].state_dict()
+    notebook.run(cell)
+
+
+# Stores and tables, which outlive the objects that have them open
+
+
+def test_a_store_is_refused_and_named(notebook: Notebook) -> None:
+    """Two parts of a program might share it."""
+    notebook.run("store = deepnvme.swap.TensorStore(path / 'store')\nstore.put('a', batch).result()")
+    with pytest.raises(StoreLocked, match=r"the TensorStore .* that was made at cell-1:1: call its close\(\), or choose another"):
+        notebook.run("store = deepnvme.swap.TensorStore(path / 'store')")
+    assert torch.equal(notebook["store"].get("a").result(), notebook["batch"])
+    notebook.run("store.close()\nstore = deepnvme.swap.TensorStore(path / 'store')")
+
+
+def test_a_store_in_a_cycle_is_collected(drive: Path, no_collection: None) -> None:
+    for _ in range(3):
+        store = TensorStore(drive / "store")
+        cycle: list[Any] = [store]
+        cycle.append(cycle)
+        del store, cycle
+    gc.collect()
+
+
+def test_a_store_of_weights_is_opened_again_and_named_when_it_is_built_again(notebook: Notebook) -> None:
+    build = "store = WeightStore.build(Model(), path / 'weights')"
+    notebook.run(build)
+    notebook.run("store = WeightStore.open(path / 'weights')")
+    with pytest.raises(StoreLocked, match=r"open for reading by the WeightStore .* that was made at cell-2:1: call its close"):
+        notebook.run(build)
+    notebook["store"].close()
+    with pytest.raises(FileExistsError):
+        notebook.run(build)
+
+
+def test_a_table_that_is_written_is_refused_and_named(notebook: Notebook) -> None:
+    notebook.run("table = Table.create(path / 'table', 10, 4, torch.float32)\ntable.write(torch.tensor([3]), torch.ones(1, 4))")
+    again = "table = Table.open(path / 'table', writable=True)"
+    with pytest.raises(StoreLocked, match=r"the Table .* at cell-1:1: commit\(\) what is to be kept, and call its close\(\)"):
+        notebook.run(again)
+    notebook.run("table.commit()\ntable.close()")
+    notebook.run(again)
+    assert torch.equal(notebook["table"].read(torch.tensor([3])), torch.ones(1, 4))
+
+
+def test_an_embedding_that_is_trained_is_refused_and_named(notebook: Notebook, no_collection: None) -> None:
+    cell = """
+embedding = EmbeddingOnDisk(100, 8, path=path / "table", optimizer=torch.optim.SGD)
+optimizer = RowOptimizer(embedding, lr=0.1)
+embedding(torch.tensor([1, 2])).sum().backward()
+optimizer.step()
+"""
+    notebook.run(cell)
+    with pytest.raises(StoreLocked, match=r"the Table .* made at cell-1:2: commit\(\) .* \(an embedding has it as \.table\)"):
+        notebook.run(cell)
+    notebook.run("optimizer.commit()\nembedding.table.close()\n" + cell)
+    notebook.run("cycle = [embedding, optimizer]\ncycle.append(cycle)\ndel embedding, optimizer, cycle")
+    notebook.run(cell)
+
+
+def test_an_optimizer_of_rows_is_made_again(notebook: Notebook) -> None:
+    notebook.run('embedding = EmbeddingOnDisk(100, 8, path=path / "table", optimizer=torch.optim.SGD)')
+    cell = """
+optimizer = RowOptimizer(embedding, lr=0.1)
+embedding(torch.tensor([1, 2])).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+    notebook.run(cell)
+    notebook.run(cell)
+    notebook["embedding"].table.close()
+
+
+def test_a_step_of_rows_without_gradients_is_no_mistake(notebook: Notebook) -> None:
+    """A batch may have no ids of an embedding. And one that is made anew is refused, since its table is open."""
+    notebook.run("""
+embedding = EmbeddingOnDisk(100, 8, path=path / "table", optimizer=torch.optim.SGD)
+optimizer = RowOptimizer(embedding, lr=0.1)
+optimizer.step()
+""")
+    assert isinstance(notebook["optimizer"], RowOptimizer)
+    assert isinstance(notebook["embedding"], EmbeddingOnDisk)
+
+
+# What has a directory of its own, or no lock
+
+
+def test_activations_kv_caches_and_checkpoints_are_made_again(notebook: Notebook) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    notebook.names["config"] = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, vocab_size=64
+    )
+    cell = """
+from deepnvme.streaming import OffloadedCache
+activations = deepnvme.save_on_disk(path / "activations", memory_budget=0, min_bytes=0)
+x = torch.ones(64, 64, requires_grad=True)
+with activations:
+    y = x.exp().sum()
+y.backward()
+cache = OffloadedCache(config, path=path / "cache")
+manager = deepnvme.CheckpointManager(path / "checkpoints")
+manager.save(1, {"a": batch})
+"""
+    for _ in range(3):
+        notebook.run(cell)
+    assert torch.equal(notebook["x"].grad, notebook["x"].exp())
+    notebook["activations"].close()
+    notebook["cache"].close()
+    gc.collect()
+    assert not [*notebook["path"].glob("activations/*"), *notebook["path"].glob("cache/*")]
+
+
+def test_what_has_close_is_a_context_manager() -> None:
+    """Of all public classes that take a directory; save_on_disk is entered to save, and its files go at exit."""
+    from deepnvme.streaming import OffloadedCache, Streaming
+    from deepnvme.tables import RowShards
+
+    for each in (OffloadedOptimizer, OffloadedTraining, TensorStore, Table, RowShards, WeightStore, OffloadedCache, Streaming):
+        assert hasattr(each, "close")
+        assert hasattr(each, "__enter__"), each
+    assert hasattr(deepnvme.Engine, "__enter__")
