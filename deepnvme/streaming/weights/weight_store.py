@@ -127,8 +127,9 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
                 :func:`deepnvme._model_structure.structure_of`.
             dtype: Floating-point dtype to which weights of floating point are converted; None for no conversion.
             checksum: Whether to keep the CRC-32 of each extent, which takes 0.4 s of one core for each GB.
-            progress: True for a progress bar on stderr, if that is a terminal; or a function that is called with the bytes
-                written so far and the bytes in all.
+            progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
+                for one from the beginning, False for none; or a function that is called with the bytes written so far and the
+                bytes in all.
             origin: Text to keep in the store about where its weights are from.
             config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
                 The drives are those of the directories and of the files that the weights are read from.
