@@ -7,7 +7,8 @@ import io
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import TypeVar
 
 import pytest
 import torch
@@ -21,31 +22,33 @@ LONG = 2.1
 """Seconds: longer than an operation may take without showing its progress."""
 
 
+Shown = TypeVar("Shown", bound=io.StringIO)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """stderr is a terminal, of a process that is alone."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+def a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Make stderr a terminal, of a process that is alone. To be called in a test: pytest sets stderr again after fixtures."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
+    return _stderr(Terminal(), monkeypatch)
+
+
+def a_notebook(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Make stderr that of a notebook: no terminal, and IPython's shell has a kernel."""
+    ipython = ModuleType("IPython")
+    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    return _stderr(io.StringIO(), monkeypatch)
+
+
+def _stderr(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> Shown:
     for name in ("DEEPNVME_PROGRESS", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    return terminal
-
-
-@pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """stderr is that of a notebook: no terminal, and IPython's shell has a kernel."""
-    shown = io.StringIO()
     monkeypatch.setattr(sys, "stderr", shown)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object())))  # type: ignore[arg-type]
-    for name in ("DEEPNVME_PROGRESS", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
     return shown
 
 
@@ -74,7 +77,8 @@ def test_nor_where_it_is_closed(drive: Path, monkeypatch: pytest.MonkeyPatch) ->
     deepnvme.save([torch.ones(3)], drive / "file.pt", progress=True)
 
 
-def test_a_terminal_that_goes_away_fails_no_save(drive: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_goes_away_fails_no_save(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
     def gone(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
@@ -84,7 +88,8 @@ def test_a_terminal_that_goes_away_fails_no_save(drive: Path, terminal: Terminal
     notice("nobody hears it")
 
 
-def test_a_terminal_gets_a_bar(drive: Path, terminal: Terminal, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_gets_a_bar(drive: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
     deepnvme.save([torch.ones(300_000)], drive / "file.pt", progress=True)
     deepnvme.load(drive / "file.pt", progress=True)
     save_file({"a": torch.ones(3)}, drive / "file.safetensors", progress=True)
@@ -96,7 +101,8 @@ def test_a_terminal_gets_a_bar(drive: Path, terminal: Terminal, capfd: pytest.Ca
     assert capfd.readouterr().out == ""
 
 
-def test_without_a_word_what_takes_long_is_shown_and_what_is_quick_is_not(terminal: Terminal) -> None:
+def test_without_a_word_what_takes_long_is_shown_and_what_is_quick_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
     take(0.0, None)
     assert terminal.getvalue() == ""
     take(LONG, None)
@@ -104,7 +110,8 @@ def test_without_a_word_what_takes_long_is_shown_and_what_is_quick_is_not(termin
     assert "2.0/4.0 GB" in terminal.getvalue()
 
 
-def test_what_is_not_wanted_is_not_shown_however_long_it_takes(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_wanted_is_not_shown_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
     take(LONG, False)
     monkeypatch.setenv("DEEPNVME_PROGRESS", "off")
     take(LONG, None)
@@ -114,13 +121,15 @@ def test_what_is_not_wanted_is_not_shown_however_long_it_takes(terminal: Termina
     assert "working" in terminal.getvalue()
 
 
-def test_of_the_processes_of_torchrun_only_the_first_draws(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_the_processes_of_torchrun_only_the_first_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
     monkeypatch.setenv("LOCAL_RANK", "1")
     take(LONG, None)
     assert terminal.getvalue() == ""
 
 
-def test_a_notebook_gets_a_line_that_is_blank_at_the_end(notebook: io.StringIO) -> None:
+def test_a_notebook_gets_a_line_that_is_blank_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = a_notebook(monkeypatch)
     take(0.15, True)
     states = notebook.getvalue().split("\r")
     assert [state.rstrip() for state in states] == [
@@ -131,7 +140,8 @@ def test_a_notebook_gets_a_line_that_is_blank_at_the_end(notebook: io.StringIO) 
     assert len(states[3]) >= len(states[2])
 
 
-def test_a_line_in_a_notebook_is_not_redrawn_for_every_part(notebook: io.StringIO) -> None:
+def test_a_line_in_a_notebook_is_not_redrawn_for_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = a_notebook(monkeypatch)
     with following(True, "working", "steps") as told:
         assert told is not None
         for step in range(1, 1001):
@@ -167,7 +177,8 @@ def test_whatever_moves_much_shows_its_progress_by_default(operation: object) ->
     assert inspect.signature(operation).parameters["progress"].default is None  # type: ignore[arg-type]
 
 
-def test_a_manager_shows_the_progress_of_its_saves(drive: Path, terminal: Terminal) -> None:
+def test_a_manager_shows_the_progress_of_its_saves(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
     deepnvme.CheckpointManager(drive / "run").save(7, [torch.ones(3)], progress=True)
     assert f"saving {drive / 'run' / 'step-00000007.pt'}" in terminal.getvalue()
     told: list[tuple[int, int]] = []
