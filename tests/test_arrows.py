@@ -14,6 +14,7 @@ ROOT = Path(deepnvme.__file__).parent
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if "op_builder" not in path.parts]
 
 BASE = {
+    "_descriptions",
     "_files",
     "_interrupts",
     "_lazy",

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from deepnvme._descriptions import places, representation
 from deepnvme._files import sync_directory
 from deepnvme._progress import Wanted
 from deepnvme.memory.pool import BufferPool
@@ -65,6 +66,9 @@ class CheckpointManager:
         self.directory.mkdir(parents=True, exist_ok=True)
         for made in missing:
             sync_directory(made.parent)
+
+    def __repr__(self) -> str:
+        return representation(self, lambda: f"in {places([self.directory])}", lambda: f"keep={self.keep}")
 
     def path(self, step: int) -> Path:
         """Return the path that the checkpoint of a step has or would have. Raises ValueError for a negative step."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from deepnvme._descriptions import usability
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.tensor_store import TensorStore
@@ -37,6 +38,10 @@ class UsabilityGuard:
         self.broken: str | None = None
         """Why the optimizer cannot be used any more; None while it can."""
         self._process = os.getpid()
+
+    def state(self) -> str:
+        """Return what is to be said to people of the optimizer: that it is closed, broken or another process's; else nothing."""
+        return usability(self._closed, self._process) or ("broken by a failed step" if self.broken is not None else "")
 
     def close(self) -> None:
         """Have all later checks but :meth:`check_process` fail."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from deepnvme._descriptions import places, readable, representation, usability
 from deepnvme.checkpoint.saving import save
 from deepnvme.memory.byte_count import byte_count
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -170,6 +171,7 @@ class OffloadedTraining:
         _check_choices(parameters, activations, accumulation, micro_batches, max_norm, clip_by)
         memory_budget = byte_count(memory_budget, "memory_budget")
         self.model = model
+        self._optimizer_class, self._memory_budget = optimizer_class, memory_budget
         self._closed = False
         self._process = os.getpid()
         partition = partition_model(model, blocks)
@@ -311,6 +313,17 @@ class OffloadedTraining:
     def closed(self) -> bool:
         """Whether :meth:`close` was called: the training cannot be used any more."""
         return self._closed
+
+    def __repr__(self) -> str:
+        return representation(
+            self,
+            lambda: f"of {type(self.model).__name__} by {self._optimizer_class.__name__}",
+            lambda: f"in {places(self._directories)}",
+            lambda: f"memory_budget={readable(self._memory_budget)}",
+            lambda: f"{len(self._trained.blocks)} blocks",
+            lambda: f"{self.steps} steps made",
+            lambda: usability(self._closed, self._process),
+        )
 
     @property
     def steps(self) -> int:
