@@ -213,11 +213,11 @@ def main() -> None:
         with Progress(console=console) as progress:
             on_drive, plain = train(arguments, Path(directory), progress), train(arguments, None, progress)
 
-    table = Table("", "loss, first", "last", "s/step, median (quartiles)", "peak MiB beyond the weights")
+    table = Table("", "loss, first", "last", "s/step, median (of all)", "peak MiB beyond the weights")
     for name, training in (("in memory", plain), ("on the drive", on_drive)):
         peak = "-" if training.peak is None else f"{training.peak / MIB:.0f}"
-        low, median, high = statistics.quantiles(training.step_seconds, n=4, method="inclusive")
-        seconds = f"{median:.3f} ({low:.3f} to {high:.3f})"
+        of_all = training.step_seconds
+        seconds = f"{statistics.median(of_all):.3f} ({min(of_all):.3f} to {max(of_all):.3f})"
         table.add_row(name, f"{training.losses[0]:.4f}", f"{training.losses[-1]:.4f}", seconds, peak)
     console.print(table)
     if dist.is_initialized():
