@@ -151,8 +151,9 @@ class _Bar:
         )
         columns = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn(), *figures)
         # Redirected, what the program prints to stdout meanwhile would come out on stderr.
-        kept = {"redirect_stdout": False, "redirect_stderr": False}
-        self._shown = rich.Progress(*columns, console=Console(stderr=True), transient=True, **kept)
+        self._shown = rich.Progress(
+            *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
+        )
         self._task = self._shown.add_task(what, total=None)
         self._shown.start()
 

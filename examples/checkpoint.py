@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the drive to use")
     parser.add_argument("--layers", type=int, default=12, help="layers of the transformer (default: 12, which make 510 MB)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which the medians and extremes are printed (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which medians and extremes are printed (default: 3)")
     arguments = parser.parse_args()
 
     state = make_state(arguments.layers)

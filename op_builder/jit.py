@@ -268,7 +268,7 @@ def _expected(recipe: Recipe) -> str:
     nbytes = sum(source.stat().st_size for source in recipe.sources)
     directories = len({source.parent for source in recipe.sources})
     seconds = nbytes * _SECONDS_PER_BYTE / min(_jobs(), max(directories, 1))
-    return f" (about {math.ceil(seconds / 10) * 10} s)" if seconds >= 2 else ""
+    return f" (about {math.ceil(seconds / 10) * 10} s if the machine is idle)" if seconds >= 2 else ""
 
 
 def _announce_waiting(recipe: Recipe, holder: str) -> None:
