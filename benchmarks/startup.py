@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.figures import Spread, Verdict
+from harness.other_load import OtherLoad
 from harness.tables import verdict_table
 
 # torch is the user's own import, made already by whoever has a tensor.
@@ -81,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     # A terminated run removes its builds as an interrupted one does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    load = OtherLoad()
     try:
         verdicts = measure(given.rounds)
     except Failed as error:
@@ -89,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     print(verdict_table(verdicts))
+    if warning := load.warning():
+        print(f"startup: warning: {warning}", file=sys.stderr)
     if given.json:
         document = {"benchmark": "startup", "targets": [verdict.as_json() for verdict in verdicts]}
         given.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -9,6 +9,21 @@ from .engine import Engine, File, Future, Stats
 from .version import __version__
 
 if TYPE_CHECKING:
+    from . import checkpoint as checkpoint
+    from . import integrations as integrations
+    from . import io as io
+    from . import memory as memory
+    from . import nn as nn
+    from . import offload as offload
+    from . import ops as ops
+    from . import profiles as profiles
+    from . import report as report
+    from . import safetensors as safetensors
+    from . import store as store
+    from . import streaming as streaming
+    from . import swap as swap
+    from . import tables as tables
+    from . import tune as tune
     from .checkpoint import CheckpointManager, NVMeReader, NVMeWriter, SaveFuture, async_save, load, save
     from .config import AioConfig
     from .offload import OffloadedOptimizer, save_on_disk
@@ -43,9 +58,11 @@ _LATER = {
 }
 """Names imported on first use, each with its submodule: they need torch, or pydantic, which takes a tenth of a second."""
 
-_PACKAGES = frozenset(
-    ("checkpoint", "io", "memory", "nn", "offload", "ops", "profiles", "safetensors", "store", "streaming", "swap", "tables")
-)
+_PACKAGES = (
+    "checkpoint", "integrations", "io", "memory", "nn", "offload", "ops", "profiles", "report", "safetensors", "store",
+    "streaming", "swap", "tables", "tune",
+)  # fmt: skip
 """Submodules that are imported on first use, so that ``deepnvme.checkpoint.verify`` works after ``import deepnvme``."""
 
-__getattr__, __dir__ = from_modules(__name__, _LATER, _PACKAGES)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = from_modules(__name__, _LATER, _PACKAGES)

@@ -6,7 +6,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from .version import __version__
+
 _COMMANDS = {
+    "build": ("ops.build", "compile the ops now rather than at their first use"),
     "verify": ("checkpoint.verification", "check the structure and the checksums of checkpoints"),
     "report": ("report", "what this machine offers (ds_report)"),
     "io": ("tune.io", "what a drive gives a tensor (ds_io)"),
@@ -27,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not words or words[0] in ("-h", "--help"):
         print(_usage(), file=sys.stdout if words else sys.stderr)
         sys.exit(0 if words else 2)
+    if words[0] == "--version":
+        print(f"deepnvme {__version__}")
+        sys.exit(0)
     if words[0] not in _COMMANDS:
         print(f"deepnvme: there is no command {words[0]!r}; there is {', '.join(_COMMANDS)}", file=sys.stderr)
         sys.exit(2)
@@ -36,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _usage() -> str:
     """Return the text that ``--help`` prints."""
     lines = [f"  {name:8} {what}" for name, (_, what) in _COMMANDS.items()]
-    return "\n".join(["usage: deepnvme COMMAND ...", "", *lines, "", "deepnvme COMMAND --help lists a command's options."])
+    end = "deepnvme COMMAND --help lists a command's options, deepnvme --version prints the version."
+    return "\n".join(["usage: deepnvme COMMAND ...", "", *lines, "", end])
 
 
 if __name__ == "__main__":

@@ -1,16 +1,31 @@
-"""Progress of long operations: reported to a function, or shown as a bar on the terminal."""
+"""Progress of long operations: reported to a function, or shown on a terminal or in a notebook.
+
+``DEEPNVME_PROGRESS=off`` in the environment silences all that was not asked for by ``progress=True``. Nothing is ever written to
+stdout, or to a log: where stderr is neither a terminal nor a notebook's, only the single lines of :func:`notice` appear.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, Protocol
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done so far and the bytes in all."""
-Wanted = Progress | Literal[True] | None
-"""A function to report progress to, True for a bar on the terminal, or None for neither."""
+"""Called with the bytes (or steps) done so far and those in all."""
+Wanted = Progress | bool | None
+"""A function to report progress to. None to show it where somebody can see it, once the operation has taken two seconds; True to
+show it from the beginning; False for nothing."""
+Unit = Literal["bytes", "steps"]
+
+_PATIENCE = 2.0
+"""Seconds after which progress is shown that was not asked for."""
+_CANNOT_WRITE = (OSError, ValueError)
+"""What writing raises where the terminal has gone away or the stream is closed. That fails no operation."""
+_REDRAWN = 0.1
+"""Least seconds between two states of a line in a notebook, which keeps every one that it is sent."""
 
 
 def counting(progress: Progress | None, total: int) -> Callable[[int], None]:
@@ -34,31 +49,158 @@ def counting(progress: Progress | None, total: int) -> Callable[[int], None]:
 
 
 @contextlib.contextmanager
-def following(progress: Wanted, what: str) -> Iterator[Progress | None]:
-    """Provide the function to report progress to, or None if progress is not wanted.
+def following(progress: Wanted, what: str, unit: Unit = "bytes") -> Iterator[Progress | None]:
+    """Provide the function to report progress to, or None if there is nobody to see it.
 
-    For ``True``, a bar is shown on stderr if that is a terminal, and removed at the end.
+    What is shown is on stderr, which must be a terminal or a notebook's, and is removed at the end. Without a word from the user
+    it appears after two seconds, in the first process of a machine only, and not with ``DEEPNVME_PROGRESS=off``.
 
     Args:
         progress: What the user asked for.
         what: Label of the bar.
+        unit: What is counted.
     """
-    if progress is not True:
+    if callable(progress):
         yield progress
         return
-    if sys.stderr is None or not sys.stderr.isatty():
+    if progress is False or (progress is None and (silenced() or not _is_first_of_its_machine())):
         yield None
         return
-    from rich import progress as rich
-    from rich.console import Console
+    make = _display()
+    if make is None:
+        yield None
+        return
+    shown: _Display | None = None
+    due = time.monotonic() + (0.0 if progress else _PATIENCE)
 
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(),
-        rich.DownloadColumn(),
-        rich.TransferSpeedColumn(),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(what, total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        with contextlib.suppress(*_CANNOT_WRITE):
+            if shown is None:
+                # What is about to end is not worth showing any more.
+                if time.monotonic() < due or (progress is None and done >= total):
+                    return
+                shown = make(what, unit)
+            shown.update(done, total)
+
+    try:
+        yield show
+    finally:
+        if shown is not None:
+            with contextlib.suppress(*_CANNOT_WRITE):
+                shown.close()
+
+
+def notice(text: str) -> None:
+    """Write one line to stderr, unless ``DEEPNVME_PROGRESS=off`` or stderr is closed."""
+    if sys.stderr is None or silenced():
+        return
+    with contextlib.suppress(*_CANNOT_WRITE):
+        print(f"deepnvme: {text}", file=sys.stderr, flush=True)
+
+
+def silenced() -> bool:
+    """Return whether the environment asks for nothing to be shown that was not asked for by an argument."""
+    return os.environ.get("DEEPNVME_PROGRESS", "").lower() in ("off", "0")
+
+
+class _Display(Protocol):
+    """What shows progress to somebody."""
+
+    def update(self, done: int, total: int) -> None:
+        """Show how far it is."""
+
+    def close(self) -> None:
+        """Remove it."""
+
+
+def _display() -> Callable[[str, Unit], _Display] | None:
+    """Return what shows progress on this process's stderr; None if nobody would see it."""
+    if sys.stderr is None:
+        return None
+    if _in_notebook():
+        return _Line
+    with contextlib.suppress(*_CANNOT_WRITE):
+        return _Bar if sys.stderr.isatty() else None
+    return None
+
+
+def _in_notebook() -> bool:
+    """Return whether this is the kernel of a notebook (Jupyter, VS Code, Colab)."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def _is_first_of_its_machine() -> bool:
+    """Return whether this process is not one of several that torchrun has started and that would all draw on one terminal."""
+    return os.environ.get("LOCAL_RANK", "0") in ("", "0")
+
+
+class _Bar:
+    """A bar on a terminal."""
+
+    def __init__(self, what: str, unit: Unit) -> None:
+        from rich import progress as rich
+        from rich.console import Console
+
+        figures = (
+            (rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
+            if unit == "bytes"
+            else (rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
+        )
+        columns = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn(), *figures)
+        # Redirected, what the program prints to stdout meanwhile would come out on stderr.
+        self._shown = rich.Progress(
+            *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        self._task = self._shown.add_task(what, total=None)
+        self._shown.start()
+
+    def update(self, done: int, total: int) -> None:
+        """Show how far it is."""
+        self._shown.update(self._task, completed=done, total=total)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._shown.stop()
+
+
+class _Line:
+    """A line in a notebook, rewritten by carriage returns: rich would need ipywidgets there, and warn where they are missing."""
+
+    def __init__(self, what: str, unit: Unit) -> None:
+        self._what, self._unit = what, unit
+        self._began: tuple[float, int] | None = None
+        self._drawn = 0.0
+        self._width = 0
+
+    def update(self, done: int, total: int) -> None:
+        """Show how far it is."""
+        now = time.monotonic()
+        self._began = self._began or (now, done)
+        if now - self._drawn < _REDRAWN and done < total:
+            return
+        self._drawn = now
+        self._write(f"{self._what}: {self._figures(done, total, now)}")
+
+    def _figures(self, done: int, total: int, now: float) -> str:
+        """Return the text about how much is done, and how fast it goes."""
+        if self._unit == "steps":
+            return f"{done}/{total}"
+        assert self._began is not None
+        seconds, nbytes = now - self._began[0], done - self._began[1]
+        share = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
+        return f"{share}, {nbytes / seconds / 1e9:.1f} GB/s" if seconds > 0 and nbytes > 0 else share
+
+    def _write(self, text: str) -> None:
+        """Write over what the line has shown."""
+        if sys.stderr is None:
+            return
+        print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)
+        self._width = len(text)
+
+    def close(self) -> None:
+        """Blank the line."""
+        self._write("")
+        self._write("")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
+from ._descriptions import readable, representation, usability
 from .ops import load_async_io
 
 if TYPE_CHECKING:
@@ -201,6 +202,7 @@ class Engine:
         poll: bool = False,
         in_flight_bytes: int | None = None,
     ) -> None:
+        self._process = os.getpid()
         self._op = load_async_io()
         self._native: NativeEngine = self._op.Engine(
             backend, block_size, queue_depth, num_threads, single_submit, poll, in_flight_bytes
@@ -465,6 +467,16 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return representation(
+            self,
+            lambda: self.backend,
+            lambda: f"block_size={readable(self.block_size)}",
+            lambda: f"queue_depth={self.queue_depth}",
+            lambda: f"num_threads={self.num_threads}",
+            lambda: usability(os.getpid() == self._process and self.closed, self._process),
+        )
 
 
 _STARTS = (Engine.read, Engine.write, Engine.read_many, Engine.write_many, Engine.gather, Engine.fsync)

@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the drive to use")
     parser.add_argument("--layers", type=int, default=12, help="layers of the transformer (default: 12, which make 510 MB)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which the medians are printed (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which medians and extremes are printed (default: 3)")
     arguments = parser.parse_args()
 
     state = make_state(arguments.layers)
@@ -87,7 +87,8 @@ def main() -> None:
 
         medians = {name: statistics.median(each) for name, each in times.items()}
         for name, each in medians.items():
-            print(f"{name:14} {each:7.3f} s {gigabytes / each:6.2f} GB/s")
+            spread = f"({min(times[name]):.3f} to {max(times[name]):.3f})"
+            print(f"{name:14} {each:7.3f} s {spread} {gigabytes / each:6.2f} GB/s")
         for what in ("save", "load"):
             print(f"{what}: {medians[f'torch.{what}'] / medians[f'deepnvme.{what}']:.1f} times as fast")
 

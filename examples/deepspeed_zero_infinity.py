@@ -124,7 +124,7 @@ def main() -> None:
         with console.status(way), tempfile.TemporaryDirectory(prefix="deepnvme-", dir=options.dir) as folder:
             results[way] = in_its_own_process(way, folder, options)
     table = Table(title=f"{options.steps} steps of a GPT in bf16, AdamW's states on the drive")
-    for column in ("", "loss, first", "last", "s/step", "times as fast"):
+    for column in ("", "loss, first", "last", "s/step, median (of all)", "times as fast"):
         table.add_column(column, justify="right" if column else "left")
     alone = results["DeepSpeed alone"]
     # The first makes the states and their files.
@@ -132,7 +132,9 @@ def main() -> None:
     for way, result in results.items():
         losses = result["losses"]
         faster = seconds["DeepSpeed alone"] / seconds[way]
-        table.add_row(way, f"{losses[0]:.4f}", f"{losses[-1]:.4f}", f"{seconds[way]:.3f}", f"{faster:.2f}")
+        of_all = result["seconds"][1:]
+        a_step = f"{seconds[way]:.3f} ({min(of_all):.3f} to {max(of_all):.3f})"
+        table.add_row(way, f"{losses[0]:.4f}", f"{losses[-1]:.4f}", a_step, f"{faster:.2f}")
     console.print(table)
     for way, result in results.items():
         if result["losses"] != alone["losses"]:

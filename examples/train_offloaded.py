@@ -213,11 +213,12 @@ def main() -> None:
         with Progress(console=console) as progress:
             on_drive, plain = train(arguments, Path(directory), progress), train(arguments, None, progress)
 
-    table = Table("", "loss, first", "last", "s/step", "peak MiB beyond the weights")
+    table = Table("", "loss, first", "last", "s/step, median (of all)", "peak MiB beyond the weights")
     for name, training in (("in memory", plain), ("on the drive", on_drive)):
         peak = "-" if training.peak is None else f"{training.peak / MIB:.0f}"
-        seconds = statistics.median(training.step_seconds)
-        table.add_row(name, f"{training.losses[0]:.4f}", f"{training.losses[-1]:.4f}", f"{seconds:.3f}", peak)
+        of_all = training.step_seconds
+        seconds = f"{statistics.median(of_all):.3f} ({min(of_all):.3f} to {max(of_all):.3f})"
+        table.add_row(name, f"{training.losses[0]:.4f}", f"{training.losses[-1]:.4f}", seconds, peak)
     console.print(table)
     if dist.is_initialized():
         dist.destroy_process_group()

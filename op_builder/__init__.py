@@ -7,3 +7,7 @@ from .gds import GDSBuilder
 from .utils import UtilsBuilder
 
 __all__ = ["ALL_OPS", "AsyncIOBuilder", "GDSBuilder", "OpBuilder", "UtilsBuilder"]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _POLL = 0.05  # seconds between two tries for the lock; flock itself cannot time out
@@ -42,7 +42,7 @@ def root() -> Path:
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen).expanduser().absolute() / "deepnvme"
-    # A user without a home (in a container, say) gets a place that cannot be written, and the error that says what to set.
+    # A user without a home (in a container, say) gets a place that is not used: see _check_home.
     return _of_the_user() or Path("/.cache/deepnvme")
 
 
@@ -50,23 +50,32 @@ def directory(name: str, make: bool = False) -> Path:
     """The cache's directory ``name``, without symbolic links in its path. Only the user and root can change it and what is above
     it, and what is in it can be executed. It need not exist, unless ``make`` is true.
 
-    It lies in :func:`root` or, where that is unusable, in the first usable one of the user's cache directory, /var/tmp and the
-    directory for temporary files. A warning then says so, once.
+    It lies in :func:`root` or, where that is unusable, in the first usable one of the user's cache directory and directories of
+    the user's own (mode 0700) in /var/tmp and the directory for temporary files. A warning then says so, once. Unusable is also a
+    home directory that does not exist or is read-only, but a ``TORCH_EXTENSIONS_DIR`` that cannot be written to is an error.
 
     Raises:
         Unusable: If none of them is usable.
-        OSError: If the directory cannot be made.
+        OSError: If the directory cannot be made in ``TORCH_EXTENSIONS_DIR``.
     """
     chosen = root()
     if sys.platform != "linux":  # nothing is compiled
         return chosen / name
+    told_to = bool(os.environ.get("TORCH_EXTENSIONS_DIR"))
+    problem: OSError
     try:
+        if not told_to:
+            _check_home()
         return _usable(chosen / name, make)
     except Unusable as error:
         problem = error
+    except OSError as error:
+        if told_to:
+            raise
+        problem = error
     for place in private_places():
         try:
-            usable = _usable(place / name, make)
+            usable = _usable(place / name, make, mode=0o700)
         except OSError:
             continue
         if str(chosen) not in _told:
@@ -113,17 +122,19 @@ def build_timeout() -> float:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, timeout: float) -> Iterator[None]:
+def exclusive(path: Path, timeout: float, waiting: Callable[[str], None] = lambda holder: None) -> Iterator[None]:
     """Hold the lock file ``path`` for the block. The kernel releases it when the holder dies, however it dies.
 
     Blocks up to ``timeout`` seconds, then raises TimeoutError naming the holder. OSError if the file cannot be
-    written or locked. Excludes other threads as well as other processes.
+    written or locked. Excludes other threads as well as other processes. ``waiting`` is called with the holder's name, once, if
+    the lock is not free.
     """
     import fcntl  # absent on Windows, where this module must still import
 
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         deadline = time.monotonic() + timeout
+        told = False
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,8 +142,13 @@ def exclusive(path: Path, timeout: float) -> Iterator[None]:
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise OSError(error.errno, f"flock: {error.strerror}", str(path)) from error
+            # A holder writes its name a moment after it has locked the file.
+            holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
+            if not told and holder:
+                told = True
+                waiting(holder)
             if time.monotonic() >= deadline:
-                holder = os.pread(descriptor, 4096, 0).decode(errors="replace") or "an unknown process"
+                holder = holder or "an unknown process"
                 raise TimeoutError(
                     f"waited {timeout:g} s for another build to finish: {str(path)!r} is locked by {holder}. "
                     "End that process if it is stuck, or wait longer by setting DEEPNVME_BUILD_TIMEOUT (seconds)"
@@ -154,25 +170,44 @@ def _of_the_user() -> Path | None:
     return None if home == "~" else Path(home).absolute() / ".cache" / "deepnvme"
 
 
+def _check_home() -> None:
+    """Raise OSError if the user's cache would be in a home directory that does not exist, as /nonexistent never shall."""
+    if not os.environ.get("XDG_CACHE_HOME"):
+        home = os.path.expanduser("~")
+        if home == "~":
+            raise FileNotFoundError(errno.ENOENT, "the user has no home directory")
+        if not os.path.isdir(home):
+            raise FileNotFoundError(errno.ENOENT, "the home directory does not exist", home)
+
+
 def private_places() -> Iterator[Path]:
     """Yield directories to use if the chosen one cannot be: in the user's cache, then the user's own below /var/tmp and /tmp."""
     own = _of_the_user()
-    if own is not None:
-        yield own
+    with contextlib.suppress(OSError):
+        _check_home()
+        if own is not None:
+            yield own
     for shared in ("/var/tmp", tempfile.gettempdir()):
         yield Path(shared, f"deepnvme-{os.geteuid()}")
 
 
-def _usable(path: Path, make: bool) -> Path:
-    """Return a path without links, its directory made if ``make``. Raises Unusable if it is noexec, or others could change it."""
+def _usable(path: Path, make: bool, mode: int = 0o755) -> Path:
+    """Return a path without links, its directory made with ``mode`` if ``make``.
+
+    Raises:
+        Unusable: If it is noexec, or others could change it.
+        OSError: If it, or something in it, cannot be made where that is still to be done.
+    """
     found, missing = _follow(path)
     if os.statvfs(found).f_flag & os.ST_NOEXEC:
         raise Unusable(found, "is on a file system that is mounted noexec, from which no compiled op can be loaded")
+    if (missing or make) and not os.access(found, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "it cannot be written to", str(found))
     if missing and make:
         for name in missing:
             found /= name
             with contextlib.suppress(FileExistsError):  # made by another process of the user, or by somebody else
-                found.mkdir(mode=0o755)
+                found.mkdir(mode=mode)
         return _usable(path, make=False)
     if not missing:
         _check_mode(found, os.lstat(found))

@@ -13,7 +13,9 @@ import importlib
 import importlib.machinery
 import importlib.util
 import json
+import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +24,7 @@ import sysconfig
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +35,8 @@ from .toolchain import Toolchain
 
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 _ERROR_LINES = 40  # of the compiler's output that an error message repeats; the rest is nearly always consequence
+_SECONDS_PER_BYTE = 1.4e-4  # of one processor, for each byte of source: 41 s for the 293 kB of async_io with GCC 12
+_STEP = re.compile(r"^\[(\d+)/(\d+)\]")  # of ninja's status, with NINJA_STATUS as set below
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class Recipe:
         """Name of the extension: the last part of the module's name."""
         return self.name.rpartition(".")[2]
 
+    @property
+    def op(self) -> str:
+        """Name of the op, for messages."""
+        return self.extension.removesuffix("_op")
+
     def key(self) -> str:
         """Return the name of the build in the cache: a digest of all that can change the binary."""
         facts = (
@@ -63,6 +73,8 @@ class Recipe:
 def load(recipe: Recipe, verbose: bool = False) -> ModuleType:
     """The module that ``recipe`` makes: from the cache, or compiled now (blocks; seconds) and then cached.
 
+    A line on stderr says that it is compiled, or that another process's build is waited for, unless DEEPNVME_PROGRESS=off.
+
     Raises RuntimeError, saying what to do, if ninja is missing, the cache cannot be used, the compiler fails or the
     result does not load; TimeoutError if another process holds the build lock for longer than DEEPNVME_BUILD_TIMEOUT.
     """
@@ -74,7 +86,7 @@ def load(recipe: Recipe, verbose: bool = False) -> ModuleType:
         timeout = cache.build_timeout()
         home = cache.directory(recipe.extension, make=True)
         result = home / recipe.key()
-        with cache.exclusive(home / "lock", timeout):
+        with cache.exclusive(home / "lock", timeout, lambda holder: _announce_waiting(recipe, holder)):
             # Another process may have built it while this one waited; a damaged build was reported above and goes.
             if (module := _load_published(recipe, result, report=False)) is not None:
                 return module
@@ -194,7 +206,11 @@ def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
     program = ninja()
     if program is None:
         raise RuntimeError(f"{recipe.extension} cannot be built: ninja was not found; pip install ninja")
+    # Not imported at the top: setup.py uses this package where nothing of deepnvme can be imported.
+    from deepnvme._progress import following, notice, silenced
+
     started = time.monotonic()
+    notice(f"compiling {recipe.op}, once{_expected(recipe)}; it is kept in {str(result.parent)!r}")
     work = Path(tempfile.mkdtemp(prefix="building-", dir=result.parent))
     try:
         output = work / "output"
@@ -202,11 +218,12 @@ def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
         library = output / (recipe.extension + _SUFFIX)
         (work / "build.ninja").write_text(_build_file(recipe, write_units(recipe.sources, work), library))
         command = [program, "-j", str(_jobs()), *(["-v"] if verbose else [])]
-        done = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        with following(not silenced(), f"compiling {recipe.op}", "steps") as told:
+            status, said = _run(command, work, told)
         if verbose:
-            print(done.stdout, end="")
-        if done.returncode != 0:
-            raise RuntimeError(_failure(recipe, done.stdout, work))
+            print(said, end="")
+        if status != 0:
+            raise RuntimeError(_failure(recipe, said, work))
         record = {
             "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
             "module": recipe.name,
@@ -222,8 +239,43 @@ def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
         if result.exists():
             os.rename(result, work / "damaged")
         os.rename(output, result)
+        notice(f"compiled {recipe.op} in {time.monotonic() - started:.0f} s")
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _run(command: list[str], directory: Path, told: Callable[[int, int], None] | None) -> tuple[int, str]:
+    """Run ninja, reporting each step that it has finished; return its exit status and all that it printed."""
+    environment = {**os.environ, "NINJA_STATUS": "[%f/%t] "}
+    printed = []
+    with subprocess.Popen(
+        command, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                printed.append(line)
+                if told is not None and (step := _STEP.match(line)):
+                    told(int(step[1]), int(step[2]))
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, "".join(printed)
+
+
+def _expected(recipe: Recipe) -> str:
+    """Return about how long the build will take, for a message; empty if that is no time worth naming."""
+    nbytes = sum(source.stat().st_size for source in recipe.sources)
+    directories = len({source.parent for source in recipe.sources})
+    seconds = nbytes * _SECONDS_PER_BYTE / min(_jobs(), max(directories, 1))
+    return f" (about {math.ceil(seconds / 10) * 10} s if the machine is idle)" if seconds >= 2 else ""
+
+
+def _announce_waiting(recipe: Recipe, holder: str) -> None:
+    """Say that another process is compiling the op."""
+    from deepnvme._progress import notice
+
+    notice(f"waiting for another process that compiles {recipe.op}: {holder}")
 
 
 def _jobs() -> int:

@@ -15,6 +15,7 @@ FILES = [path for path in sorted(ROOT.rglob("*.py")) if "op_builder" not in path
 
 BASE = {
     "_callers",
+    "_descriptions",
     "_files",
     "_interrupts",
     "_lazy",
@@ -62,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "offload.training": CHECKPOINT  # a training may begin with the weights of a checkpoint
     | BLOCKS
     | {"offload.tiles", "offload.training.blocks", "offload.training.forward_random_numbers"},
-    "offload": OFFLOAD - {"offload"},
+    "offload": {"_lazy"} | OFFLOAD - {"offload"},
     "checkpoint.formats": TRANSFER,
     "checkpoint": CHECKPOINT,
     "checkpoint.dcp": CHECKPOINT,
@@ -81,12 +82,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tune.search": MEASURE | {"tune.measure"},
     "tune.render": MEASURE | {"tune.measure", "tune.search"},
     "tune.cli": MEASURE | {"tune.measure", "tune.search", "tune.render"},
-    "tune": {"tune.measure", "tune.search", "tune.cli"},
+    "tune": {"_lazy", "tune.measure", "tune.search", "tune.cli"},
     # public names of what is elsewhere
-    "swap": {"memory", "store", *DEEPSPEED},
-    "io": DEEPSPEED,
+    "swap": {"_lazy", "memory", "store", *DEEPSPEED},
+    "io": {"_lazy", *DEEPSPEED},
 }
-PUBLIC_NAMES = {("checkpoint", "checkpoint.dcp"), ("checkpoint", "integrations.deepspeed")}
+PUBLIC_NAMES = {
+    ("checkpoint", "checkpoint.dcp"),
+    ("checkpoint", "integrations.deepspeed"),
+    ("integrations", "integrations.deepspeed"),
+}
 """Of an ``__init__.py`` that has names of packages above it, imported when one asks for them."""
 
 

@@ -1,16 +1,33 @@
-"""What ``import deepnvme`` costs, and what it shows."""
+"""What ``import deepnvme`` costs, and what it and its packages show: to people, and to type checkers."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
+import pkgutil
+import rlcompleter
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import deepnvme
-import deepnvme.checkpoint
-import deepnvme.integrations.deepspeed
-import deepnvme.streaming
+
+ROOT = Path(deepnvme.__file__).parents[1]
+PACKAGES = ["deepnvme", *(each.name for each in pkgutil.walk_packages(deepnvme.__path__, "deepnvme.") if each.ispkg)]
+SUBMODULES = {
+    "deepnvme": {
+        "checkpoint", "integrations", "io", "memory", "nn", "offload", "ops", "profiles", "report", "safetensors", "store",
+        "streaming", "swap", "tables", "tune",
+    },
+    "deepnvme.integrations": {"accelerate", "deepspeed", "graphbolt", "sglang", "transformers"},
+    "deepnvme.ops": {"aio", "gds", "op_builder"},
+    "deepnvme.swap": {"zero"},
+}  # fmt: skip
+"""Those that are public, and attributes of their package without an import of their own."""
 
 
 def run(code: str) -> str:
@@ -28,16 +45,99 @@ def test_importing_the_package_is_quick() -> None:
     assert min(float(run(measure)) for _ in range(5)) < 0.1  # seconds of the processor; about 0.02
 
 
-@pytest.mark.parametrize(
-    "package", [deepnvme, deepnvme.checkpoint, deepnvme.streaming, deepnvme.integrations.deepspeed], ids=lambda it: it.__name__
-)
-def test_dir_shows_the_public_names_and_all_of_them_are_there(package: object) -> None:
-    shown = dir(package)
-    assert set(package.__all__) <= set(shown)  # type: ignore[attr-defined]
-    assert [name for name in shown if not hasattr(package, name)] == []
+@pytest.mark.parametrize("name", PACKAGES)
+def test_dir_shows_the_public_names_of_a_package_and_only_these(name: str) -> None:
+    package = importlib.import_module(name)
+    assert dir(package) == sorted({*package.__all__, *SUBMODULES.get(name, ())})
+    there = dir(package) if name != "deepnvme.integrations" else ["deepspeed", "graphbolt"]  # the others need their project
+    assert [each for each in there if not hasattr(package, each)] == []
 
 
-def test_dir_shows_the_public_names_before_anything_was_imported() -> None:
-    shown = run("import deepnvme; print(*dir(deepnvme))").split()
-    assert {"AioConfig", "Engine", "OffloadedOptimizer", "checkpoint", "load", "save", "streaming"} <= set(shown)
-    assert not {"TYPE_CHECKING", "annotations"} & set(shown)
+@pytest.mark.parametrize("name", ["deepnvme.io", "deepnvme.safetensors", "deepnvme.swap.zero"])
+def test_dir_shows_the_public_names_of_a_module_that_has_names_of_others(name: str) -> None:
+    module = importlib.import_module(name)
+    assert dir(module) == sorted(module.__all__)
+
+
+def test_dir_shows_the_same_before_anything_was_imported_as_afterwards() -> None:
+    shown = "import deepnvme; print(*dir(deepnvme))"
+    assert run(shown) == run(f"import deepnvme; deepnvme.save, deepnvme.tune, deepnvme.integrations; {shown}")
+
+
+def test_tab_completion_shows_no_private_name() -> None:
+    complete = rlcompleter.Completer({"deepnvme": deepnvme})
+    matches = []
+    while (found := complete.complete("deepnvme.", len(matches))) is not None:
+        matches.append(found)
+    assert [name for name in matches if name.startswith("deepnvme._")] == []
+    assert "deepnvme.Engine(" in matches
+
+
+@pytest.mark.parametrize("name", ["checkpoint.verify", "integrations.deepspeed.enable", "swap.zero.AIO", "tune.tune"])
+def test_a_public_submodule_needs_no_import_of_its_own(name: str) -> None:
+    assert run(f"import deepnvme; deepnvme.{name}; print('there')") == "there"
+
+
+def test_a_name_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="module 'deepnvme' has no attribute 'Enginee'"):
+        deepnvme.Enginee  # type: ignore[attr-defined]  # noqa: B018
+
+
+PROGRAM = """
+import deepnvme
+
+deepnvme.Engine().close()
+deepnvme.save([], "file.pt", progress=False)
+deepnvme.integrations.deepspeed.enable()
+deepnvme.swap.zero.AsyncTensorSwapper
+deepnvme.checkpoint.NVMeWriter
+deepnvme.streaming.WeightStore.build("model.pt", "/mnt/nvme/store")
+deepnvme.tables.RowOptimizer
+deepnvme.nn.EmbeddingOnDisk
+deepnvme.tune.measure
+deepnvme.ops.load_async_io()
+"""
+MISSPELT = [
+    "deepnvme.Enginee",
+    "deepnvme.checkpointt",
+    "deepnvme.checkpoint.NVMeWriterr",
+    "deepnvme.integrations.deepspeedd",
+    "deepnvme.integrations.deepspeed.enabled",
+    "deepnvme.nn.EmbeddingOnDiskk",
+    "deepnvme.streaming.WeightStoree",
+    "deepnvme.swap.zero.AsyncTensorSwapperr",
+    "deepnvme.tables.RowOptimizerr",
+    "deepnvme.tune.measuree",
+]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
+    """A user's file, and the name that is misspelt in each of its lines that has one."""
+    path = tmp_path_factory.mktemp("program") / "program.py"
+    path.write_text(PROGRAM + "".join(f"{name}\n" for name in MISSPELT))
+    first = PROGRAM.count("\n") + 1
+    return path, {first + index: name for index, name in enumerate(MISSPELT)}
+
+
+@pytest.mark.slow
+def test_misspelt_names_are_errors_to_mypy_and_others_are_none(program: tuple[Path, dict[int, str]]) -> None:
+    path, misspelt = program
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", path.name],
+        cwd=path.parent, env={**os.environ, "MYPYPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    lines = [int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line]
+    assert lines == sorted(misspelt), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_misspelt_names_are_errors_to_pyright_and_others_are_none(program: tuple[Path, dict[int, str]]) -> None:
+    pyright = next((found for name in ("pyright", "basedpyright") if (found := shutil.which(name))), None)
+    if pyright is None:
+        pytest.skip("needs pyright, which needs node")
+    path, misspelt = program
+    (path.parent / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{ROOT}"], "typeCheckingMode": "basic"}}')
+    done = subprocess.run([pyright, "--pythonpath", sys.executable, path.name], cwd=path.parent, capture_output=True, text=True)
+    lines = [int(line.split(":")[1]) for line in done.stdout.splitlines() if " error: " in line]
+    assert lines == sorted(misspelt), done.stdout + done.stderr

@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import sys
+import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TypeVar
 
 import pytest
 import torch
 
 import deepnvme
-from deepnvme._progress import following
-from deepnvme.safetensors import load_file, save_file
+import deepnvme.streaming
+from deepnvme._progress import following, notice
+from deepnvme.safetensors import load_file, load_model, save_file, save_model, save_sharded
+
+LONG = 2.1
+"""Seconds: longer than an operation may take without showing its progress."""
+
+
+Shown = TypeVar("Shown", bound=io.StringIO)
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Make stderr a terminal, of a process that is alone. To be called in a test: pytest sets stderr again after fixtures."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    return _stderr(Terminal(), monkeypatch)
+
+
+def a_notebook(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Make stderr that of a notebook: no terminal, and IPython's shell has a kernel."""
+    ipython = ModuleType("IPython")
+    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    return _stderr(io.StringIO(), monkeypatch)
+
+
+def _stderr(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> Shown:
+    for name in ("DEEPNVME_PROGRESS", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "stderr", shown)
+    return shown
+
+
+def take(seconds: float, progress: bool | None) -> None:
+    """Do something for a while, reporting its progress."""
+    with following(progress, "working") as told:
+        if told is not None:
+            told(1_000_000_000, 4_000_000_000)
+        time.sleep(seconds)
+        if told is not None:
+            told(2_000_000_000, 4_000_000_000)
 
 
 def test_nothing_is_printed_where_stderr_is_no_terminal(drive: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -28,25 +71,116 @@ def test_nothing_is_printed_where_stderr_is_no_terminal(drive: Path, capfd: pyte
 def test_nor_where_it_is_closed(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     deepnvme.save([torch.ones(3)], drive / "file.pt", progress=True)
+    closed = Terminal()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    deepnvme.save([torch.ones(3)], drive / "file.pt", progress=True)
 
 
-def test_a_terminal_gets_a_bar(drive: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
+def test_a_terminal_that_goes_away_fails_no_save(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
+    def gone(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(terminal, "write", gone)
+    deepnvme.save([torch.ones(3)], drive / "file.pt", progress=True)
+    assert torch.equal(deepnvme.load(drive / "file.pt", progress=False)[0], torch.ones(3))
+    notice("nobody hears it")
+
+
+def test_a_terminal_gets_a_bar(drive: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
     deepnvme.save([torch.ones(300_000)], drive / "file.pt", progress=True)
     deepnvme.load(drive / "file.pt", progress=True)
     save_file({"a": torch.ones(3)}, drive / "file.safetensors", progress=True)
     load_file(drive / "file.safetensors", progress=True)
     for what in ("saving", "loading"):
         assert f"{what} {drive / 'file.pt'}" in terminal.getvalue()
+        assert f"{what} {drive / 'file.safetensors'}" in terminal.getvalue()
     assert "1.2/1.2 MB" in terminal.getvalue()
     assert capfd.readouterr().out == ""
+
+
+def test_without_a_word_what_takes_long_is_shown_and_what_is_quick_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
+    take(0.0, None)
+    assert terminal.getvalue() == ""
+    take(LONG, None)
+    assert "working" in terminal.getvalue()
+    assert "2.0/4.0 GB" in terminal.getvalue()
+
+
+def test_what_is_not_wanted_is_not_shown_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
+    take(LONG, False)
+    monkeypatch.setenv("DEEPNVME_PROGRESS", "off")
+    take(LONG, None)
+    notice("compiling")
+    assert terminal.getvalue() == ""
+    take(0.0, True)  # an argument weighs more than the environment
+    assert "working" in terminal.getvalue()
+
+
+def test_of_the_processes_of_torchrun_only_the_first_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    take(LONG, None)
+    assert terminal.getvalue() == ""
+
+
+def test_a_notebook_gets_a_line_that_is_blank_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = a_notebook(monkeypatch)
+    take(0.15, True)
+    states = notebook.getvalue().split("\r")
+    assert [state.rstrip() for state in states] == [
+        "", "working: 1.0 of 4.0 GB", states[2].rstrip(), "", ""
+    ]  # fmt: skip
+    assert states[2].startswith("working: 2.0 of 4.0 GB, ")
+    assert states[2].rstrip().endswith(" GB/s")
+    assert len(states[3]) >= len(states[2])
+
+
+def test_a_line_in_a_notebook_is_not_redrawn_for_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = a_notebook(monkeypatch)
+    with following(True, "working", "steps") as told:
+        assert told is not None
+        for step in range(1, 1001):
+            told(step, 1000)
+    assert notebook.getvalue().count("working") < 50
+    assert "working: 1000/1000" in notebook.getvalue()
 
 
 def test_a_function_is_told_as_it_is() -> None:
     with following(print, "saving") as told:
         assert told is print
-    with following(None, "saving") as told:
+    with following(False, "saving") as told:
         assert told is None
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        deepnvme.save,
+        deepnvme.load,
+        deepnvme.CheckpointManager.save,
+        save_file,
+        load_file,
+        save_model,
+        load_model,
+        save_sharded,
+        deepnvme.streaming.from_pretrained,
+        deepnvme.streaming.WeightStore.build,
+    ],
+    ids=lambda operation: operation.__qualname__,
+)
+def test_whatever_moves_much_shows_its_progress_by_default(operation: object) -> None:
+    assert inspect.signature(operation).parameters["progress"].default is None  # type: ignore[arg-type]
+
+
+def test_a_manager_shows_the_progress_of_its_saves(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
+    deepnvme.CheckpointManager(drive / "run").save(7, [torch.ones(3)], progress=True)
+    assert f"saving {drive / 'run' / 'step-00000007.pt'}" in terminal.getvalue()
+    told: list[tuple[int, int]] = []
+    deepnvme.CheckpointManager(drive / "run").save(8, [torch.ones(3)], progress=lambda *now: told.append(now))
+    assert told[-1][0] == told[-1][1]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deepnvme.tune.measure.folder import Unsuitable
+from harness.other_load import OtherLoad
 from harness.workloads import ContenderFailed
 
 Progress = Callable[[str], None]
@@ -58,12 +59,16 @@ def print_step(step: str) -> None:
 def measuring(program: str) -> Iterator[str]:
     """Provide the time at which the benchmark starts, in ISO format.
 
-    What stops a benchmark within is told in one line, and ends the program: with 1, or 130 where it was interrupted.
+    What stops a benchmark within is told in one line, and ends the program: with 1, or 130 where it was interrupted. At the end a
+    line on stderr says so if other processes have kept the machine busy.
     """
     # A terminated run puts files and system settings back as an interrupted one does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    load = OtherLoad()
     try:
         yield datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        if warning := load.warning():
+            print(f"{program}: warning: {warning}", file=sys.stderr)
     except (Unsuitable, ContenderFailed) as error:
         sys.exit(f"{program}: {error}")
     except KeyboardInterrupt:

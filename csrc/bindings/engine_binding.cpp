@@ -74,6 +74,37 @@ std::optional<IoError> close_file(OpenFile& open) {
     return writable ? error : std::nullopt;
 }
 
+py::object text_of(const std::string& text) { return py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(text.c_str())); }
+
+// What repr() of a future says. Never blocks, also in a forked child.
+py::object show_future(Pending& self) {
+    if (!self.submitted()) return py::str("<Future, not submitted>");
+    std::string under_way;
+    try {
+        under_way = self.describe_unfinished();
+    } catch (const std::runtime_error&) {
+        return py::str("<Future: {}, of the parent process>").format(text_of(self.describe()));
+    }
+    // Of one transfer, what is under way is told with its file.
+    if (!under_way.empty())
+        return py::str("<Future: {}, under way>").format(text_of(self.many ? self.describe() : under_way));
+    const py::object error = self.error();
+    const py::object what = text_of(self.describe());
+    return error.is_none() ? py::str("<Future: {}, done>").format(what) : py::str("<Future: {}, failed: {}>").format(what, error);
+}
+
+// What repr() of a file says. Asks the system for nothing, and takes no lock, which in a forked child nobody might release.
+py::object show_file(const OpenFile& self) {
+    const char* state = "closed";
+    if (self.file) {
+        state = self.generation != process_generation()           ? "of the parent process"
+                : self.file->readable() && self.file->writable() ? "for reading and writing"
+                : self.file->readable()                          ? "for reading"
+                                                                  : "for writing";
+    }
+    return py::str("<File '{}', {}>").format(text_of(self.path), state);
+}
+
 }  // namespace
 
 void bind_engine(py::module_& module) {
@@ -95,7 +126,8 @@ void bind_engine(py::module_& module) {
                 return self.error();
             },
             "timeout"_a = py::none())
-        .def("cancel", &Pending::cancel);
+        .def("cancel", &Pending::cancel)
+        .def("__repr__", &show_future);
 
     py::class_<OpenFile>(module, "File", py::module_local())
         .def_property_readonly("path",
@@ -122,7 +154,8 @@ void bind_engine(py::module_& module) {
         .def("__enter__", [](py::object self) { return self; })
         .def("__exit__", [](OpenFile& self, py::handle kind, py::handle, py::handle) {
             if (const auto error = close_file(self); error && kind.is_none()) throw *error;
-        });
+        })
+        .def("__repr__", &show_file);
 
     const EngineOptions defaults;
     py::class_<Session>(module, "Engine", py::module_local())

@@ -45,4 +45,5 @@ _LATER = {
 }
 """Names imported on first use: their modules import this one, or torch.distributed.checkpoint, which takes half a second."""
 
-__getattr__, __dir__ = from_modules(__name__, _LATER)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = from_modules(__name__, _LATER)

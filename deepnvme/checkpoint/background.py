@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from deepnvme._descriptions import places, readable, representation, usability
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -46,6 +47,20 @@ class SaveFuture:
         self._process = os.getpid()
         self._ended = Latch()
         self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return representation(
+            self,
+            lambda: f"of {places([self._path])}",
+            lambda: readable(self.nbytes),
+            lambda: usability(False, self._process) or self._state(),
+        )
+
+    def _state(self) -> str:
+        """Return how far the save is, for people."""
+        if not self._ended.is_set():
+            return "saving"
+        return "saved" if self._error is None else f"failed: {self._error}"
 
     @property
     def path(self) -> Path:

@@ -72,8 +72,9 @@ def load(
         checksum: Verify the CRC-32 of each tensor that has one. Files that are left to ``torch.load`` are read one more time
             for this.
         pool: Pool of the pinned buffers. None is the process's pool.
-        progress: True for a progress bar on stderr, if that is a terminal; or a function called with (bytes read, bytes to
-            read). No effect for what is left to ``torch.load``.
+        progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
+            for one from the beginning, False for none; or a function called with (bytes read, bytes to read).
+            No effect for what is left to ``torch.load``.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
             No effect for what is left to ``torch.load``.
         **pickle_load_args: As for ``torch.load``.

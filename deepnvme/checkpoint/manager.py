@@ -11,14 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from deepnvme._descriptions import places, representation
 from deepnvme._files import sync_directory
+from deepnvme._progress import Wanted
 from deepnvme.memory.pool import BufferPool
 
 from .background import SaveFuture, start
 from .formats.pt_image import pt_image
 from .loading import load
 from .publication import Destination
-from .saving import save_to
+from .saving import save_shown
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,6 +67,9 @@ class CheckpointManager:
         for made in missing:
             sync_directory(made.parent)
 
+    def __repr__(self) -> str:
+        return representation(self, lambda: f"in {places([self.directory])}", lambda: f"keep={self.keep}")
+
     def path(self, step: int) -> Path:
         """Return the path that the checkpoint of a step has or would have. Raises ValueError for a negative step."""
         step = operator.index(step)
@@ -83,7 +88,7 @@ class CheckpointManager:
     @overload
     def save(
         self, step: int, obj: object, *, asynchronous: Literal[False] = False, fsync: bool = True, checksum: bool = False,
-        pool: BufferPool | None = None, lazy: bool = False, group: ProcessGroup | None = None,
+        pool: BufferPool | None = None, lazy: bool = False, group: ProcessGroup | None = None, progress: Wanted = None,
     ) -> None: ...  # fmt: skip
     @overload
     def save(
@@ -101,6 +106,7 @@ class CheckpointManager:
         pool: BufferPool | None = None,
         lazy: bool = False,
         group: ProcessGroup | None = None,
+        progress: Wanted = None,
     ) -> SaveFuture | None:
         """Save ``obj`` as the checkpoint of ``step``, then remove the checkpoints of the lowest other steps beyond ``keep``.
 
@@ -116,6 +122,7 @@ class CheckpointManager:
             pool: As for :func:`deepnvme.save`.
             lazy: As for :func:`deepnvme.async_save`. Only with ``asynchronous``.
             group: As for :func:`deepnvme.save`. Not with ``asynchronous``.
+            progress: As for :func:`deepnvme.save`. No effect with ``asynchronous``.
 
         Returns:
             The future of the save if ``asynchronous``, otherwise None.
@@ -132,7 +139,7 @@ class CheckpointManager:
         make = partial(pt_image, obj, pickle, 2, checksum)
         if asynchronous:
             return start(destination, make, pool, lazy, _IN_FLIGHT, group)
-        save_to(destination, make, pool, group=group)
+        save_shown(destination, make, pool, progress, group)
         return None
 
     def load(self, step: int | None = None, **options: Any) -> Any:

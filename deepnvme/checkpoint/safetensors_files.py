@@ -21,7 +21,7 @@ from .formats import safetensors_header
 from .formats.file_image import FileImage
 from .formats.safetensors_header import TensorEntry
 from .publication import Destination
-from .saving import save_to
+from .saving import save_shown, save_to
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
@@ -75,8 +75,7 @@ def save_file(
         image.add_each([tensors[name].resolve_conj().resolve_neg() for name in names])
         return image
 
-    with following(progress, f"saving {filename}") as told:
-        save_to(Destination(Path(filename), fsync, config=config), make, pool, told)
+    save_shown(Destination(Path(filename), fsync, config=config), make, pool, progress)
 
 
 def load_file(
@@ -125,10 +124,10 @@ def load_entries(
     loaded: dict[str, torch.Tensor] = {}
     shards = safetensors_header.shards_of(filename)
     engine = shared_engine(filename, config)
-    for shard, names in shards.items():
-        with following(progress, f"loading {shard}") as told:
+    with following(progress, f"loading {filename}") as told:
+        for shard, names in shards.items():
             found = read_consistently(shard, partial(_load, shard, target, choose, engine, pool, told))
-        loaded.update(safetensors_header.indexed(filename, shard, names, found))
+            loaded.update(safetensors_header.indexed(filename, shard, names, found))
     return loaded
 
 
@@ -251,6 +250,7 @@ def save_sharded(
     name: str = "model",
     fsync: bool = True,
     pool: BufferPool | None = None,
+    progress: Wanted = None,
     config: AioConfig | None = None,
 ) -> list[Path]:
     """Save tensors to several safetensors files with an index, or to a single file if one is enough. Blocks.
@@ -267,6 +267,7 @@ def save_sharded(
         name: First part of the file names.
         fsync: As for :func:`deepnvme.save`.
         pool: As for :func:`deepnvme.save`.
+        progress: As for :func:`deepnvme.save`, for each file.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
@@ -285,7 +286,8 @@ def save_sharded(
     if count == 1:
         names = [f"{name}.safetensors"]
     for shard, file in zip(shards, names, strict=True):
-        save_file({each: tensors[each] for each in shard}, folder / file, metadata, fsync=fsync, pool=pool, config=config)
+        chosen = {each: tensors[each] for each in shard}
+        save_file(chosen, folder / file, metadata, fsync=fsync, pool=pool, progress=progress, config=config)
     paths = [folder / file for file in names]
     if count > 1:
         weights = {each: file for shard, file in zip(shards, names, strict=True) for each in shard}

@@ -73,8 +73,8 @@ def save(
         checksum: Write the CRC-32 of each tensor, for :func:`verify` and ``unzip -t``. Takes 0.4 s of one core per GB.
             Otherwise the file has 0 in its place.
         pool: Pool of the pinned buffers. None is the process's pool.
-        progress: True for a progress bar on stderr, if that is a terminal; or a function called with (bytes written, bytes of
-            the file).
+        progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
+            for one from the beginning, False for none; or a function called with (bytes written, bytes of the file).
         group: Process group of ``torch.distributed`` whose ranks write the file together.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
@@ -95,11 +95,22 @@ def save(
         torch_save(obj, f, pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record)
         return
 
-    if progress is True and group is not None and group.rank() != 0:
-        progress = None  # one progress bar for all ranks
-    with following(progress, f"saving {f}") as told:
-        make = partial(pt_image, obj, pickle_module, pickle_protocol, checksum)
-        save_to(Destination(Path(f), fsync, config=config), make, pool, told, group)
+    make = partial(pt_image, obj, pickle_module, pickle_protocol, checksum)
+    save_shown(Destination(Path(f), fsync, config=config), make, pool, progress, group)
+
+
+def save_shown(
+    destination: Destination,
+    make: Callable[[Across | None], FileImage],
+    pool: BufferPool | None,
+    progress: Wanted,
+    group: ProcessGroup | None = None,
+) -> None:
+    """As :func:`save_to`, with the progress that the user asked for: one progress bar for all ranks."""
+    if group is not None and group.rank() != 0 and not callable(progress):
+        progress = False
+    with following(progress, f"saving {destination.path}") as told:
+        save_to(destination, make, pool, told, group)
 
 
 def save_to(

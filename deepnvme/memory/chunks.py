@@ -92,6 +92,11 @@ class ChunkList:
         """Bytes that are pinned: in lent and in free chunks."""
         return self.lent_bytes + self._free_bytes
 
+    @property
+    def last_counted(self) -> tuple[int, int]:
+        """Bytes of the lent and of the free chunks as they were counted last. Unlike the others, for any thread at any time."""
+        return self._lent_bytes, self._free_bytes
+
     def set_budget(self, nbytes: int) -> None:
         """Change the budget, and unpin free chunks that it has no room for any more."""
         self.budget = nbytes

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from deepnvme._descriptions import readable, representation
 from deepnvme.ops import load_async_io
 
 from .alignment import PAGE, padded
@@ -148,6 +149,15 @@ class BufferPool:
     def trim(self) -> None:
         """Unpin all memory that is not in use."""
         self._call(lambda chunks: chunks.unpin_down_to(0))
+
+    def __repr__(self) -> str:
+        return representation(
+            self,
+            lambda: f"budget={readable(self.budget)}",
+            lambda: "{} in use, {} kept for reuse".format(*map(readable, self._chunks.last_counted)),
+            lambda: f"{self.waiting} waiting" if self.waiting else "",
+            lambda: "" if self._generation == _generation else "of the parent process, not to be used in this one",
+        )
 
     def _call(self, use: Callable[[ChunkList], Result]) -> Result:
         """Return what ``use`` returns for the chunks, after those have become free whose leases have ended."""

@@ -11,4 +11,5 @@ if TYPE_CHECKING:
 
 __all__ = ["EmbeddingBagOnDisk", "EmbeddingOnDisk"]
 
-__getattr__, __dir__ = from_modules(__name__, dict.fromkeys(__all__, "deepnvme.tables.embedding"))
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = from_modules(__name__, dict.fromkeys(__all__, "deepnvme.tables.embedding"))

@@ -1,6 +1,19 @@
 """The compiled ops, by name, and their builders."""
 
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+from deepnvme._lazy import from_modules
+
+if TYPE_CHECKING:
+    from . import aio as aio
+    from . import gds as gds
+    from . import op_builder as op_builder
+
+__all__ = ["load_async_io"]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = from_modules(__name__, {}, ("aio", "gds", "op_builder"))
 
 
 def load_async_io() -> ModuleType:

@@ -1,8 +1,12 @@
 """Named tensors stored on drives."""
 
+from deepnvme._lazy import public_names
+
 from .catalog import CorruptTensor, TensorInfo
 from .directory_lock import StoreLocked
 from .manifest import CorruptManifest
 from .tensor_store import TensorStore
 
 __all__ = ["CorruptManifest", "CorruptTensor", "StoreLocked", "TensorInfo", "TensorStore"]
+
+__dir__ = public_names(__name__)

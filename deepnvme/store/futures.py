@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
+from deepnvme._descriptions import readable, representation
 from deepnvme.engine import Future
 
 Result = TypeVar("Result")
@@ -195,6 +196,9 @@ class StoreFuture(Generic[Result]):
         self._result: Result | None = None
         self._error: OSError | None = None
 
+    def __repr__(self) -> str:
+        return representation(self, lambda: readable(self.nbytes), lambda: "done" if self.done() else "under way")
+
     def then(self, conclude: Callable[[Result], Further]) -> StoreFuture[Further]:
         """Return a future of ``conclude(result)``.
 
@@ -291,6 +295,16 @@ class OperationScheduler:
             raise RuntimeError("the store is the parent process's: a forked child needs one of its own, in another directory")
         check_not_owned(self._lock)
         return self._lock
+
+    @property
+    def closed(self) -> bool:
+        """Whether the store is closed. For any thread at any time, also in a forked child."""
+        return self._closed
+
+    @property
+    def process(self) -> int:
+        """Number of the process that the store is of."""
+        return self._process
 
     def check_open(self) -> None:
         """Check that the store is open. Call with the lock held.

@@ -6,11 +6,13 @@ import errno
 import io
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from deepnvme._descriptions import places, representation, usability
 from deepnvme.engine import Engine, without_python
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.memory.tensor_bytes import all_storable, checksums, seen_as
@@ -100,6 +102,7 @@ class TensorStore:
             raise ValueError("config is for the store's own engine: give either engine or config")
         weights = directory_weights(directories)
         owner = DirectoryOwner("TensorStore") if owner is None else owner
+        self._paths = tuple(weights)
         self._persist = persist or read_only
         self._read_only = read_only
         self._checksum = checksum
@@ -128,6 +131,25 @@ class TensorStore:
 
     def __len__(self) -> int:
         return self._read_catalog(lambda catalog: len(catalog.entries), even_if_closed=True)
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The directories, in the order in which they were given: absolute, without symbolic links."""
+        return self._paths
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called. Never blocks."""
+        return self._scheduler.closed
+
+    def __repr__(self) -> str:
+        return representation(
+            self,
+            lambda: f"in {places(self._paths)}",
+            lambda: f"{len(self._catalog.entries)} tensors",
+            lambda: "read-only" if self._read_only else "persisted" if self._persist else "",
+            lambda: usability(self.closed, self._scheduler.process),
+        )
 
     def names(self) -> list[str]:
         """Return all names, in the order in which they were first put."""

@@ -48,4 +48,5 @@ _NAMES = {
 }
 """Public names by the module that defines them."""
 
-__getattr__, __dir__ = from_modules(__name__, {name: module for module, names in _NAMES.items() for name in names})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = from_modules(__name__, {name: module for module, names in _NAMES.items() for name in names})

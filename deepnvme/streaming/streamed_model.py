@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from deepnvme._descriptions import readable, representation, usability
 from deepnvme._model_structure import REST
 from deepnvme.memory.host import give_back_heap
 
@@ -101,6 +103,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         check_not_streamed(model)
         store.check(model)
         self._store = store
+        self._model, self._memory_budget, self._process = type(model).__name__, memory_budget, os.getpid()
         self._new_reader, slots_of = _on(device, store, prefetch)
         self._reader = self._new_reader()
         sizes = {name: self._reader.nbytes(name) for name in store.extents if name != REST}
@@ -134,6 +137,14 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         own.clear()
         give_back_heap()  # glibc keeps the holes that the weights leave when freed all at once (176 of 268 MB, measured)
         self._forwards.read_ahead()
+
+    def __repr__(self) -> str:
+        return representation(
+            self,
+            lambda: f"of {self._model} from {self._store!r}",
+            lambda: f"memory_budget={readable(self._memory_budget)}",
+            lambda: usability(self._ended, self._process),
+        )
 
     def report(self) -> StreamReport:
         """Return the counters since the stream was made or last :meth:`reset`.

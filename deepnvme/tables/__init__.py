@@ -51,4 +51,5 @@ _LATER = {
     "open_ngram_tables": "ngram_tables",
 }
 
-__getattr__, __dir__ = from_modules(__name__, _LATER)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = from_modules(__name__, _LATER)

@@ -303,6 +303,8 @@ class RowsOnDisk(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what is shown of the module: as torch's does, and the table."""
+        if "table" not in self.__dict__:  # the constructor has not come so far
+            return ""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         trained = "" if self.optimizer is None else f", optimizer={optimizer_name(self.optimizer)}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}{trained}, table={self.table}"
@@ -485,7 +487,8 @@ class EmbeddingBagOnDisk(RowsOnDisk):
 
     def extra_repr(self) -> str:
         """Return what is shown of the module."""
-        return f"{super().extra_repr()}, mode={self.mode!r}"
+        shown = super().extra_repr()
+        return f"{shown}, mode={self.mode!r}" if shown else ""
 
 
 def _holder(table: Table, device: torch.device) -> torch.Tensor:

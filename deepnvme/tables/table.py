@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from deepnvme._descriptions import places, readable, representation, usability
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.config import AioConfig
 from deepnvme.engine import Engine, File
@@ -349,7 +350,15 @@ class Table:
         return self._writer is not None
 
     def __repr__(self) -> str:
-        return f"Table({str(self._layout.files[0])!r}, shape={self.shape}, dtype={self.dtype})"
+        return representation(
+            self,
+            lambda: places(self._layout.files[:1]) + (f" and {more} more" if (more := len(self._layout.files) - 1) else ""),
+            lambda: f"shape={self.shape}",
+            lambda: f"dtype={self.dtype}",
+            lambda: f"memory_budget={readable(self.memory_budget)}",
+            lambda: "writable" if self.writable else "",
+            lambda: usability(self._closed),
+        )
 
     # -- reading
 

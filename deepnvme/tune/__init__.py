@@ -1,7 +1,11 @@
 """Measures the I/O speed of drives (ds_io) and finds their best settings (ds_nvme_tune)."""
 
+from deepnvme._lazy import public_names
+
 from .measure.job import Job, Place
 from .measure.measuring import measure
 from .search.tuner import Order, tune
 
 __all__ = ["Job", "Order", "Place", "measure", "tune"]
+
+__dir__ = public_names(__name__)

@@ -59,6 +59,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "MAX_JOBS", "CONDA_PREFIX", "DEEPNVME_BUILD_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.setenv("DEEPNVME_PROGRESS", "off")  # what is said while it is compiled is for tests of that
     monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
     return tmp_path / "extensions" / "deepnvme"
 

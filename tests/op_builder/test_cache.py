@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -223,6 +224,60 @@ def test_where_no_place_will_do_the_error_says_what_is_wrong_with_the_chosen_one
     assert standin.existing_build() is None
     with pytest.raises(RuntimeError, match=r"extensions' can be written to by everybody.*Set TORCH_EXTENSIONS_DIR"):
         standin.load()
+
+
+# Homes that are none
+
+
+@pytest.mark.parametrize("home", ["does not exist", "is read-only", "has a cache that is read-only"])
+def test_without_a_home_to_write_to_a_private_directory_among_the_temporary_ones_serves(
+    run_as: As, drive: Path, home: str
+) -> None:
+    place = drive / f"home-{VICTIM}"
+    if home != "does not exist":
+        (place / ".cache" / "deepnvme" / "standin_op").mkdir(parents=True)
+        for part in (place, place / ".cache", place / ".cache" / "deepnvme", place / ".cache" / "deepnvme" / "standin_op"):
+            os.chown(part, VICTIM, VICTIM)
+            part.chmod(0o555)
+        if home == "is read-only":
+            shutil.rmtree(place / ".cache")
+    else:
+        place = drive / "nobody"
+    private = Path("/var/tmp", f"deepnvme-{VICTIM}")
+    shutil.rmtree(private, ignore_errors=True)  # of an earlier test: no real user has this number
+    environment = {"TORCH_EXTENSIONS_DIR": "", "XDG_CACHE_HOME": "", "HOME": str(place)}
+    try:
+        for _ in range(2):
+            value, said = run_as(VICTIM, **environment)
+            assert value == "1"
+            assert said.count("UserWarning") == 1
+            assert str(place) in said
+            assert str(private) in said
+        status = private.stat()
+        assert (status.st_mode & 0o7777, status.st_uid) == (0o700, VICTIM)
+        assert len(list((private / "standin_op").glob("*/*.so"))) == 1  # built once
+        assert not place.exists() or not list(place.rglob("*.so"))
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def test_a_private_directory_that_another_user_has_made_there_is_not_used(run_as: As, drive: Path) -> None:
+    victim = VICTIM + 1  # the directories among the temporary ones are not this test's alone
+    private = Path("/var/tmp", f"deepnvme-{victim}")
+    shutil.rmtree(private, ignore_errors=True)
+    private.mkdir(mode=0o777)
+    os.chown(private, ATTACKER, ATTACKER)
+    own = Path(tempfile.gettempdir(), f"deepnvme-{victim}")
+    shutil.rmtree(own, ignore_errors=True)
+    try:
+        value, said = run_as(victim, TORCH_EXTENSIONS_DIR="", XDG_CACHE_HOME="", HOME=str(drive / "nobody"))
+        assert value == "1"
+        assert str(own) in said
+        assert not list(private.iterdir())
+        assert own.stat().st_mode & 0o7777 == 0o700
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+        shutil.rmtree(own, ignore_errors=True)
 
 
 # Mounted noexec

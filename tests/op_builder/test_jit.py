@@ -423,5 +423,6 @@ def test_verbose_prints_the_commands_and_the_time(standin: StandinBuilder, capsy
 
 
 def test_silent_is_silent(standin: StandinBuilder, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where the environment says so, as in these tests; test_notices.py has what is said otherwise."""
     standin.load()
     assert capfd.readouterr() == ("", "")

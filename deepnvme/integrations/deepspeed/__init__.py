@@ -17,4 +17,5 @@ if TYPE_CHECKING:
 
 __all__ = ["disable", "enable"]
 
-__getattr__, __dir__ = from_modules(__name__, dict.fromkeys(__all__, "enabling"))  # which imports torch
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = from_modules(__name__, dict.fromkeys(__all__, "enabling"))  # which imports torch

@@ -1,7 +1,11 @@
 """Tensors that autograd saves for the backward, in memory as far as a budget allows, otherwise on a drive."""
 
+from deepnvme._lazy import public_names
+
 from .checkpointing import checkpoint_on_disk
 from .report import ActivationReport
 from .saving import save_on_disk
 
 __all__ = ["ActivationReport", "checkpoint_on_disk", "save_on_disk"]
+
+__dir__ = public_names(__name__)

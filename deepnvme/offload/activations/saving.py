@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
+from deepnvme._descriptions import places, readable, representation
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.byte_count import byte_count
 
@@ -91,6 +92,14 @@ class save_on_disk:
         self._min_bytes = byte_count(min_bytes, "min_bytes")
         self._config = config
         self._open = threading.local()
+
+    def __repr__(self) -> str:
+        return representation(
+            self,
+            lambda: f"in {places(self._paths)}",
+            lambda: f"memory_budget={readable(self._memory_budget)}",
+            lambda: f"min_bytes={readable(self._min_bytes)}",
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle what it was made with. Objects made with the same share their files."""

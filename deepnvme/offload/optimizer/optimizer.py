@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from deepnvme._callers import stack_level
+from deepnvme._descriptions import places, readable, representation
 from deepnvme.memory.byte_count import byte_count
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.store.directory_lock import DirectoryOwner
@@ -350,6 +351,20 @@ class OffloadedOptimizer(Optimizer):
                 raise
             if hasattr(error, "add_note"):
                 error.add_note(f"close() failed: {failed}")
+
+    def __repr__(self) -> str:
+        """Return what is wrapped, where and in which state, and the parameter groups as torch's optimizers show theirs."""
+        head = representation(
+            self,
+            lambda: f"of {self._planner.optimizer_class.__name__}",
+            lambda: f"in {places(self._store.directories)}",
+            lambda: f"dram_budget={readable(self._residency.dram_budget)}",
+            lambda: f"{len(self._sub_groups)} sub-groups",
+            lambda: f"{self.steps} steps made",
+            lambda: self._runner.guard.state(),
+        )
+        groups = super().__repr__().partition("\n")[2] if "param_groups" in self.__dict__ else ""
+        return f"{head} (\n{groups}" if groups else head
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an OffloadedOptimizer owns files and cannot be copied or pickled; use state_dict()")

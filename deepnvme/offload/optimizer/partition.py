@@ -52,6 +52,11 @@ class SubGroupPlanner:
         self._states_an_element: list[float] = []
         """For each parameter group, the estimated number of state elements for each parameter element."""
 
+    @property
+    def optimizer_class(self) -> type[Optimizer]:
+        """The torch optimizer class that is wrapped."""
+        return self._class
+
     def defaults(self) -> dict[str, Any]:
         """Return the optimizer class's ``defaults``, with the options given.
 

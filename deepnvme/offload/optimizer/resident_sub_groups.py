@@ -34,6 +34,11 @@ class ResidencyPolicy:
     def __init__(self, planner: SubGroupPlanner, dram_budget: int, offload_gradients: bool) -> None:
         self._planner, self._dram_budget, self._offload_gradients = planner, dram_budget, offload_gradients
 
+    @property
+    def dram_budget(self) -> int:
+        """Bytes of blocks that may stay in memory."""
+        return self._dram_budget
+
     def choose(self, sub_groups: Sequence[SubGroup]) -> None:
         """Set ``in_memory`` of each sub-group that has a block by now and no decision yet, in order, within the budget.
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from deepnvme._descriptions import usability
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.tensor_store import TensorStore
@@ -39,9 +40,15 @@ class UsabilityGuard:
         """Why the optimizer cannot be used any more; None while it can."""
         self._process = os.getpid()
 
+    def state(self) -> str:
+        """Return what is to be said to people of the optimizer: that it is closed, broken or another process's; else nothing."""
+        broken = "" if self.broken is None else "broken by a failed step"
+        return usability(self._closed is not None, self._process) or broken
+
     def close(self, reason: str | None = None) -> None:
         """Have all later checks but :meth:`check_process` fail. ``reason``: why it is closed, if its user has not closed it."""
-        self._closed = self._closed or ("this optimizer is closed" if reason is None else f"this OffloadedOptimizer was closed: {reason}")
+        if self._closed is None:
+            self._closed = "this optimizer is closed" if reason is None else f"this OffloadedOptimizer was closed: {reason}"
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepnvme._callers import stack_level
+from deepnvme._descriptions import places, readable, representation, usability
 from deepnvme.checkpoint.saving import save
 from deepnvme.memory.byte_count import byte_count
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -181,6 +182,7 @@ class OffloadedTraining:
         _check_choices(parameters, activations, accumulation, micro_batches, max_norm, clip_by)
         memory_budget = byte_count(memory_budget, "memory_budget")
         self.model = model
+        self._optimizer_class, self._memory_budget = optimizer_class, memory_budget
         self._closed = False
         self._closed_because = "this training is closed"
         self._process = os.getpid()
@@ -329,6 +331,17 @@ class OffloadedTraining:
     def closed(self) -> bool:
         """Whether :meth:`close` was called: the training cannot be used any more."""
         return self._closed
+
+    def __repr__(self) -> str:
+        return representation(
+            self,
+            lambda: f"of {type(self.model).__name__} by {self._optimizer_class.__name__}",
+            lambda: f"in {places(self._directories)}",
+            lambda: f"memory_budget={readable(self._memory_budget)}",
+            lambda: f"{len(self._trained.blocks)} blocks",
+            lambda: f"{self.steps} steps made",
+            lambda: usability(self._closed, self._process),
+        )
 
     @property
     def steps(self) -> int:

@@ -1,5 +1,9 @@
 """The gds op."""
 
+from deepnvme._lazy import public_names
+
 from ..op_builder import GDSBuilder
 
 __all__ = ["GDSBuilder"]
+
+__dir__ = public_names(__name__)

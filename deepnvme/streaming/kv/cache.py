@@ -15,6 +15,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
+from deepnvme._descriptions import readable, representation
 from deepnvme.store.volumes import Directory
 
 from .drive import KVDrive
@@ -107,6 +108,7 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
         if strange:
             raise ValueError(f"layers of {', '.join(sorted(strange))} cannot be offloaded: use a DynamicCache for this model")
         self._drive = KVDrive(path if where == "nvme" else None, len(kinds), prefetch, aio_config)
+        self._path = path
         self._budget = operator.index(memory_budget) if where == "nvme" else None
         layers: list[Any] = [
             kind(**given)
@@ -155,6 +157,16 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return representation(
+            self,
+            lambda: "in host memory" if self._budget is None else f"in '{self._path}'",
+            lambda: f"{len(self.layers)} layers",
+            lambda: f"{next((layer.state[0] for layer in self._offloaded().values()), 0)} positions",
+            lambda: "" if self._budget is None else f"memory_budget={readable(self._budget)}",
+            lambda: self._drive.state(),
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an OffloadedCache cannot be copied or pickled: its positions are in files of its own")

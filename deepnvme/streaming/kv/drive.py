@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from deepnvme._descriptions import usability
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.lease import Computed, Lease, Transfer
@@ -100,6 +101,7 @@ class KVDrive:
         self._whole: Lease | None = None
         self._shown: tuple[int, Pair] | None = None  # the layer that the memory of whole() is filled with: its keys and values
         self._closed = False
+        self._process = os.getpid()
         self._broken: BaseException | None = None
         self.store: TensorStore | None = None
         """The store of the chunks; None for a cache with all layers in memory."""
@@ -134,6 +136,10 @@ class KVDrive:
             self._broken = _without_traceback(error)
             raise
         self._broken = None
+
+    def state(self) -> str:
+        """Return what is to be said to people: that it is closed, broken off or another process's; otherwise nothing."""
+        return usability(self._closed, self._process) or ("broken off" if self._broken is not None else "")
 
     def check(self) -> None:
         """Raise what :meth:`changing` raises on entering."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from deepnvme._descriptions import places, readable, representation, usability
 from deepnvme._progress import Wanted, following
 from deepnvme._shortened_lists import listed
 from deepnvme._weight_differences import StoreMismatch, described, differences
@@ -67,6 +68,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
     def __init__(self, tensors: TensorStore, engine: Engine, where: Path, verify: bool) -> None:
         self._tensors, self._engine = tensors, engine
         self._where = where
+        self._process = os.getpid()
         nbytes = tensors.info(NAME).nbytes
         if nbytes > LARGEST:
             raise CorruptManifest(where, f"what it says of weights has {nbytes} bytes, and may have {LARGEST}")
@@ -128,8 +130,9 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
                 :func:`deepnvme._model_structure.structure_of`.
             dtype: Floating-point dtype to which weights of floating point are converted; None for no conversion.
             checksum: Whether to keep the CRC-32 of each extent, which takes 0.4 s of one core for each GB.
-            progress: True for a progress bar on stderr, if that is a terminal; or a function that is called with the bytes
-                written so far and the bytes in all.
+            progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
+                for one from the beginning, False for none; or a function that is called with the bytes written so far and the
+                bytes in all.
             origin: Text to keep in the store about where its weights are from.
             config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
                 The drives are those of the directories and of the files that the weights are read from.
@@ -308,7 +311,14 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             self._tensors.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
-        return f"<WeightStore in '{self._where}': {len(self.weights)} weights, {len(self.blocks)} blocks, {self.nbytes} bytes>"
+        return representation(
+            self,
+            lambda: f"in {places(self._tensors.directories)}",
+            lambda: f"of {self._model}" if self._model else "",
+            lambda: f"{len(self.weights)} weights, {len(self.blocks)} blocks",
+            lambda: readable(self.nbytes),
+            lambda: usability(self._tensors.closed, self._process),
+        )
 
     def _check(self, extent: Extent, read: torch.Tensor) -> None:
         """Raise CorruptExtent if the checksum of the bytes read is not the extent's."""

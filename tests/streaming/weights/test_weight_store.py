@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import zlib
 
 import pytest
@@ -197,7 +198,7 @@ class TestWhatIsBuilt:
             assert store.origin == "a checkpoint"
 
     def test_it_tells_what_it_is(self, store, drive):
-        assert repr(store).startswith(f"<WeightStore in '{drive / 'store'}': 22 weights, 5 blocks, ")
+        assert re.fullmatch(rf"<WeightStore in '{drive / 'store'}', (of \w+, )?22 weights, 5 blocks, [\d.]+ \w+>", repr(store))
 
 
 DTYPES = [

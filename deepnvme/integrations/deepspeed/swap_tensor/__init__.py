@@ -1,5 +1,7 @@
 """The swapper classes of DeepSpeed's ZeRO stage 3, with DeepSpeed's names and arguments, on this package's engine and buffers."""
 
+from deepnvme._lazy import public_names
+
 from .aio_config import (
     AIO,
     AIO_ALIGNED_BYTES,
@@ -54,3 +56,5 @@ __all__ = [
     "swap_in_tensors",
     "swap_out_tensors",
 ]
+
+__dir__ = public_names(__name__)

@@ -1,1 +1,7 @@
 """The blocks of a model that is trained: parameters, gradients and optimizer states, on the drive and in memory while used."""
+
+from deepnvme._lazy import public_names
+
+__all__: list[str] = []
+
+__dir__ = public_names(__name__)

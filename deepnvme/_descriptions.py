@@ -1,0 +1,54 @@
+"""What ``repr`` says of the package's objects: what a person looks for, such as paths, budgets and whether something is closed.
+
+A repr may be asked for at any time: by a debugger in a constructor, in a forked child, after ``close()``. So it reads
+attributes that are there, takes no lock, waits for nothing, and leaves out what cannot be told.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def representation(thing: object, *parts: Callable[[], str]) -> str:
+    """Return ``<Class part, part>``. Parts that are empty, or whose function raises, are left out.
+
+    Args:
+        thing: The object, for the name of its class.
+        parts: Each returns what is to be said.
+    """
+    texts = []
+    for part in parts:
+        try:
+            texts.append(part())
+        except Exception:  # an attribute that is not there yet, or a forked child
+            continue
+    said = ", ".join(filter(None, texts))
+    return f"<{type(thing).__name__}{' ' if said else ''}{said}>"
+
+
+def readable(nbytes: int) -> str:
+    """Return a number of bytes for people: "0 bytes", "16 MiB", "1.5 GiB"."""
+    value, unit = float(nbytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.4g} {_UNITS[unit]}"
+
+
+def places(paths: Iterable[object]) -> str:
+    """Return the text for one path or several."""
+    return ", ".join(f"'{os.fsdecode(path) if isinstance(path, bytes) else path}'" for path in paths)
+
+
+def usability(closed: bool, process: int | None = None) -> str:
+    """Return what is said of an object that is closed, or that belongs to another process; empty if neither.
+
+    Args:
+        closed: Whether it is closed.
+        process: Number of the process that made it; None if it may be used in forked children.
+    """
+    if process is not None and process != os.getpid():
+        return f"of process {process}, not to be used in this one"
+    return "closed" if closed else ""

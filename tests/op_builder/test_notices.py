@@ -1,0 +1,119 @@
+"""What somebody sees whose first use compiles an op: lines on stderr, progress on a terminal, nothing on stdout."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import REPOSITORY, STANDIN_PROGRAM, StandinBuilder
+
+Elsewhere = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(autouse=True)
+def not_silenced(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEEPNVME_PROGRESS")
+
+
+def test_a_build_says_what_is_compiled_and_where_it_is_kept_and_then_how_long_it_took(
+    standin: StandinBuilder, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    standin.load()
+    out, err = capfd.readouterr()
+    assert out == ""
+    begun, ended = err.splitlines()
+    assert begun == f"deepnvme: compiling standin, once; it is kept in {str(cache / 'standin_op')!r}"
+    assert re.fullmatch(r"deepnvme: compiled standin in \d+ s", ended)
+
+
+def test_what_takes_long_is_announced_with_its_time(
+    standin: StandinBuilder, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standin.files[0].write_text(standin.files[0].read_text() + "// " + "x" * 200_000 + "\n")
+    monkeypatch.setenv("MAX_JOBS", "2")
+    standin.load()
+    assert "compiling standin, once (about 30 s if the machine is idle)" in capfd.readouterr().err
+
+
+def test_the_line_is_there_before_the_compiler_has_finished(elsewhere: Elsewhere, tmp_path: Path, compiler: str) -> None:
+    slow = tmp_path / "slow-c++"
+    slow.write_text(f'#!/bin/sh\ncase " $* " in *" -c "*) sleep 3;; esac\nexec {compiler} "$@"\n')
+    slow.chmod(0o755)
+    with elsewhere(CXX=str(slow)) as process:
+        assert process.stderr is not None
+        assert "compiling standin" in process.stderr.readline()
+        assert process.poll() is None
+        process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("word", ["off", "0", "OFF"])
+def test_it_is_silenced_by_the_environment(
+    standin: StandinBuilder, word: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPNVME_PROGRESS", word)
+    standin.load()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_in_the_cache_is_loaded_without_a_word(elsewhere: Elsewhere, standin: StandinBuilder) -> None:
+    first, second = (elsewhere().communicate(timeout=60) for _ in range(2))
+    assert "compiling" in first[1]
+    assert second == ("1\n", "")
+
+
+def test_a_process_that_waits_for_the_build_of_another_says_so_once(
+    elsewhere: Elsewhere, tmp_path: Path, compiler: str, cache: Path
+) -> None:
+    slow = tmp_path / "slow-c++"
+    slow.write_text(f'#!/bin/sh\ncase " $* " in *" -c "*) sleep 2;; esac\nexec {compiler} "$@"\n')
+    slow.chmod(0o755)
+    builder = elsewhere(CXX=str(slow))
+    while not (cache / "standin_op").is_dir() or not list((cache / "standin_op").glob("building-*")):
+        assert builder.poll() is None, builder.communicate()
+        time.sleep(0.02)
+    waiting = elsewhere(CXX=str(slow))
+    out, err = waiting.communicate(timeout=60)
+    assert out == "1\n"
+    (line,) = err.splitlines()
+    assert line.startswith(f"deepnvme: waiting for another process that compiles standin: process {builder.pid} on ")
+    assert builder.communicate(timeout=60)[0] == "1\n"
+
+
+def test_a_failed_build_is_not_said_to_be_done(standin: StandinBuilder, capfd: pytest.CaptureFixture[str]) -> None:
+    standin.files[0].write_text("int broken( {\n")
+    with pytest.raises(RuntimeError):
+        standin.load()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "compiling" in line
+
+
+def test_a_terminal_shows_the_steps(standin: StandinBuilder) -> None:
+    program = STANDIN_PROGRAM.format(repository=str(REPOSITORY), sources=standin.sources())
+    master, slave = pty.openpty()
+    with os.fdopen(master, "rb", buffering=0) as shown:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=slave,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+        )  # fmt: skip
+        os.close(slave)
+        seen = io.BytesIO()
+        try:
+            while part := shown.read(4096):
+                seen.write(part)
+        except OSError:  # how Linux says that nobody has the other end open any more
+            pass
+        out, _ = process.communicate(timeout=60)
+    assert (out, process.returncode) == (b"1\n", 0)
+    text = seen.getvalue().decode()
+    assert "compiling standin, once" in text
+    assert "2/2" in text  # a compilation and the linking; quick ones may be over before the bar is drawn again
+    assert "compiled standin in" in text
