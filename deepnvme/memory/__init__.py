@@ -1,6 +1,9 @@
 """Pinned host memory for transfers, leased from a pool with a byte budget, and helpers for alignment and host memory."""
 
+from deepnvme._sizes import ByteCount
+
+from .budget import MemoryBudget
 from .lease import Lease
 from .pool import BufferPool, OutOfBuffers, buffer_pool, set_buffer_budget
 
-__all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_budget"]
+__all__ = ["BufferPool", "ByteCount", "Lease", "MemoryBudget", "OutOfBuffers", "buffer_pool", "set_buffer_budget"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.engine import Engine, without_python
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.memory.tensor_bytes import all_storable, checksums, seen_as
@@ -331,22 +332,21 @@ class TensorStore:
         operation.settle()
         return mapped
 
-    def reserve(self, nbytes: int) -> None:
-        """Preallocate space for ``nbytes`` bytes of tensors in all, including those already stored.
+    def reserve(self, nbytes: ByteCount) -> None:
+        """Preallocate space for ``nbytes`` bytes, or a size such as "100GB", of tensors in all, those already stored included.
 
         Each tensor takes whole pages of 4096 bytes. Blocks while the files grow; other calls of the store go on meanwhile.
 
         Raises:
-            ValueError: If ``nbytes`` is negative.
+            TypeError, ValueError: If ``nbytes`` is no number of bytes, or negative.
             OSError: With ENOSPC, naming the directory, the bytes wanted and the bytes free.
         """
+        wanted = byte_count(nbytes, "nbytes")
         self._check_writable()
-        if nbytes < 0:
-            raise ValueError(f"nbytes must not be negative, got {nbytes}")
         operation = self._scheduler.operation()  # close() waits for it
         with operation.starting:
             self._in_turn((), lambda: self._scheduler.begin(operation))
-            for file, size in self._space.sizes_for(nbytes):
+            for file, size in self._space.sizes_for(wanted):
                 file.grow_to(size, exactly=True)
             operation.mark_complete()
         operation.settle()
