@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 _COMMANDS = {
-    "verify": ("checkpoint.verification", "check the structure and the checksums of checkpoints"),
+    "verify": ("checkpoint.verification", "check the structure of checkpoints, and their contents by their checksums"),
     "report": ("report", "what this machine offers (ds_report)"),
     "io": ("tune.io", "what a drive gives a tensor (ds_io)"),
     "tune": ("tune.sweep", "the best settings for a drive (ds_nvme_tune)"),

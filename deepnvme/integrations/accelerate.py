@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from deepnvme._shortened_lists import listed
 from deepnvme.checkpoint.formats.safetensors_header import read_offload_index
 from deepnvme.checkpoint.weight_locations import weights_in_index
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
-from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.memory.tensor_bytes import crc32, memory_of
 from deepnvme.streaming.placeholder import Placeholder
 from deepnvme.streaming.pretrained import as_accelerate_does, with_dtypes_kept
 from deepnvme.streaming.streamed_model import Streaming, check_not_streamed, streaming_of
@@ -332,7 +331,7 @@ def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Ten
             status = os.stat(file)
             own = Path(file).resolve().parent == Path(folder).resolve()
             facts[key] = [status.st_size, _crc32(file) if own else status.st_mtime_ns]
-    return facts | {name: zlib.crc32(memory_of(weight.detach().cpu().contiguous())) for name, weight in there.items()}
+    return facts | {name: crc32(memory_of(weight.detach().cpu().contiguous())) for name, weight in there.items()}
 
 
 def _crc32(path: str) -> int:
@@ -340,7 +339,7 @@ def _crc32(path: str) -> int:
     crc = 0
     with open(path, "rb") as file:
         while part := file.read(1 << 20):
-            crc = zlib.crc32(part, crc)
+            crc = crc32(part, crc)
     return crc
 
 

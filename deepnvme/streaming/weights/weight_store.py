@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import threading
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +21,7 @@ from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Source, so
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.pool import BufferPool
-from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.memory.tensor_bytes import crc32, memory_of
 from deepnvme.profiles import engine_for
 from deepnvme.quantization import SCHEMES, Scheme
 from deepnvme.store.futures import StoreFuture
@@ -311,7 +310,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
     def _check(self, extent: Extent, read: torch.Tensor) -> None:
         """Raise CorruptExtent if the checksum of the bytes read is not the extent's."""
         read = read.cpu()
-        found = zlib.crc32(memory_of(read))
+        found = crc32(memory_of(read))
         if found == extent.crc32:
             return
         names = listed(repr(weight.name) for weight in extent.weights)
