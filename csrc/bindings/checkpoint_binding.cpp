@@ -58,7 +58,8 @@ py::tuple zip_layout(const py::list& names, const py::buffer& sizes, const py::b
     const ZipLayout layout = lay_out(records, static_cast<std::uint64_t>(alignment));
     std::vector<std::uint64_t> places;
     places.reserve(kPlaces * layout.places.size());
-    for (const auto& [data, descriptor_crc, directory_crc] : layout.places) places.insert(places.end(), {data, descriptor_crc, directory_crc});
+    for (const auto& [data, descriptor_crc, directory_crc] : layout.places)
+        places.insert(places.end(), {data, descriptor_crc, directory_crc});
     return py::make_tuple(py::bytes(layout.text), array_of(layout.header_sizes), array_of(layout.padding_sizes), array_of(places));
 }
 

@@ -67,7 +67,7 @@ class TensorStore:
         read_only: Open what the last commit of a persisted store has published. Any number of read-only stores, in any number of
             processes, can have the directories open at a time, but no other store can. Nothing is created there, so no permission
             to write is needed. Putting, deleting, reserving and committing raise ``io.UnsupportedOperation``.
-        checksum: Keep the CRC-32 of each tensor, and verify it when the tensor is got. Takes 0.4 s of one core for each GB.
+        checksum: Keep the CRC-32 of each tensor, and verify it when the tensor is got. Takes 0.1 s of one core for each GB.
         engine: An engine to share among stores; None for one of the store's own.
         config: Settings of the store's own engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
         pool: A buffer pool to share among stores; None for the process's pool.

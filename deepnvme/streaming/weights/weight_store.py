@@ -125,7 +125,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             blocks: Names or patterns of the modules that are to be blocks; None to find them. See
                 :func:`deepnvme._model_structure.structure_of`.
             dtype: Floating-point dtype to which weights of floating point are converted; None for no conversion.
-            checksum: Whether to keep the CRC-32 of each extent, which takes 0.4 s of one core for each GB.
+            checksum: Whether to keep the CRC-32 of each extent, which takes 0.1 s of one core for each GB.
             progress: True for a progress bar on stderr, if that is a terminal; or a function that is called with the bytes
                 written so far and the bytes in all.
             origin: Text to keep in the store about where its weights are from.

@@ -75,7 +75,9 @@ def test_bytes_out_of_order_are_refused_and_change_nothing() -> None:
     assert bytes(written) == bytes(archive([b"abc"], [zlib.crc32(b"abc")])[0])
 
 
-@pytest.mark.parametrize(("places", "sizes", "wanted"), [([1, 2], [1], b"\1"), ([64, 69, 100], [1, 1], b"\1\1"), ([64, 69, 100], [1], b"")])
+@pytest.mark.parametrize(
+    ("places", "sizes", "wanted"), [([1, 2], [1], b"\1"), ([64, 69, 100], [1, 1], b"\1\1"), ([64, 69, 100], [1], b"")]
+)
 def test_columns_of_different_lengths_are_refused(places: list[int], sizes: list[int], wanted: bytes) -> None:
     with pytest.raises(ValueError, match="places must be three for each"):
         load_async_io().checkpoint.Checksums(array("Q", places), array("Q", sizes), wanted)
