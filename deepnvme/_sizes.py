@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import operator
 import re
-from fractions import Fraction
 from typing import NoReturn, TypeAlias
 
 ByteCount: TypeAlias = int | str
 """A number of bytes: an int, or a text such as "8GB" (8 * 10**9 bytes), "512MiB" or "512M" (512 * 2**20), or "1024"."""
 
-_SIZE = re.compile(r"(\d{1,24})(\.\d{1,24})?\s*(?:([KMGTP])(i?))?(B?)", re.ASCII | re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,24})(?:\.(\d{1,24}))?\s*(?:([KMGTP])(i?))?(B?)", re.ASCII | re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
@@ -27,7 +26,8 @@ def parse_size(text: str) -> int | None:
         return None
     power = _POWERS[(match[3] or "").upper()]
     unit = (1000 if match[5] and not match[4] else 1024) ** power
-    return int(Fraction(match[1] + (match[2] or "")) * unit)
+    fraction = match[2] or ""
+    return int(match[1] + fraction) * unit // 10 ** len(fraction)
 
 
 def byte_count(value: ByteCount, name: str, least: int = 0) -> int:

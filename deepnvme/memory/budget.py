@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from fractions import Fraction
 from typing import TypeAlias
 
 from deepnvme._sizes import byte_count, parse_size, refuse_text
@@ -20,7 +19,7 @@ The share is of the memory that the machine and the process's control groups hav
 started several processes on the machine, each process's part of that half.
 """
 
-_SHARE = re.compile(r"(\d{1,24}(?:\.\d{1,24})?)\s*%", re.ASCII)
+_SHARE = re.compile(r"(\d{1,3})(?:\.(\d{1,24}))?\s*%", re.ASCII)
 
 
 def budget_bytes(value: MemoryBudget, name: str, available: Callable[[], int] = available_memory) -> int:
@@ -45,10 +44,11 @@ def budget_bytes(value: MemoryBudget, name: str, available: Callable[[], int] = 
         if parse_size(text) is None:
             refuse_text(value, name, ', or a share of the available memory such as "50%", or "auto"')
         return byte_count(value, name)
-    percent = Fraction(share[1])
-    if percent > 100:
+    fraction = share[2] or ""
+    part, whole = int(share[1] + fraction), 100 * 10 ** len(fraction)
+    if part > whole:
         raise ValueError(f"{name} must be at most 100% of the available memory, got {value!r}")
-    return int(available() * percent / 100)
+    return available() * part // whole
 
 
 def is_automatic(value: MemoryBudget) -> bool:
