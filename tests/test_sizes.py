@@ -301,7 +301,8 @@ def test_what_is_automatic_leaves_room_for_the_sub_groups_in_flight(tmp_path: Pa
     )
     try:
         weight.grad = torch.ones(1 << 20)
-        optimizer.step()
+        for _ in range(2):  # the first leaves all on the drive
+            optimizer.step()
         assert 0 < optimizer.report().resident_bytes < 4 << 20
     finally:
         optimizer.close()

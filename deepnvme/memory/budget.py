@@ -19,7 +19,7 @@ The share is of the memory that the machine and the process's control groups hav
 started several processes on the machine, each process's part of that half.
 """
 
-_SHARE = re.compile(r"(\d{1,3})(?:\.(\d{1,24}))?\s*%", re.ASCII)
+_SHARE = re.compile(r"(\d{1,24})(?:\.(\d{1,24}))?\s*%", re.ASCII)
 
 
 def budget_bytes(value: MemoryBudget, name: str, available: Callable[[], int] = available_memory) -> int:
