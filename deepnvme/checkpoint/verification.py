@@ -317,6 +317,8 @@ def _line(report: Report) -> str:
     """Return the line that ``deepnvme verify`` prints for a file."""
     sound = "ok" if report.contents_checked else "ok as far as checked"
     verdict = sound if report.ok else f"{len(report.problems)} wrong"
+    if not (report.ok or report.tensors):  # it could not be read so far that there was anything to check
+        return f"{report.path}: {verdict}"
     return f"{report.path}: {verdict} ({report.checked()}{'; compressed' if report.compressed else ''})"
 
 

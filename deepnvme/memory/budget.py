@@ -60,4 +60,3 @@ def _processes_here() -> int:
     """Return how many processes torchrun has started on this machine; 1 without it."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(count)) if count.isascii() and count.isdecimal() else 1
-
