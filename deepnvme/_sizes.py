@@ -27,7 +27,8 @@ def parse_size(text: str) -> int | None:
     power = _POWERS[(match[3] or "").upper()]
     unit = (1000 if match[5] and not match[4] else 1024) ** power
     fraction = match[2] or ""
-    return int(match[1] + fraction) * unit // 10 ** len(fraction)
+    size: int = int(match[1] + fraction) * unit // 10 ** len(fraction)
+    return size
 
 
 def byte_count(value: ByteCount, name: str, least: int = 0) -> int:

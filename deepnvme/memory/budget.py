@@ -45,7 +45,8 @@ def budget_bytes(value: MemoryBudget, name: str, available: Callable[[], int] = 
             refuse_text(value, name, ', or a share of the available memory such as "50%", or "auto"')
         return byte_count(value, name)
     fraction = share[2] or ""
-    part, whole = int(share[1] + fraction), 100 * 10 ** len(fraction)
+    whole: int = 100 * 10 ** len(fraction)
+    part = int(share[1] + fraction)
     if part > whole:
         raise ValueError(f"{name} must be at most 100% of the available memory, got {value!r}")
     return available() * part // whole

@@ -35,7 +35,8 @@ def crc32(data: Buffer, crc: int = 0) -> int:
         data: Contiguous bytes of one dimension, such as :func:`memory_of` a tensor.
         crc: The CRC-32 of what comes before them.
     """
-    return load_async_io().memory.crc32(data, crc)
+    found: int = load_async_io().memory.crc32(data, crc)
+    return found
 
 
 def copy_many(destinations: array[int], sources: array[int], lengths: array[int]) -> None:
