@@ -40,7 +40,7 @@ from deepnvme.tune.measure.figures import Spread
 from deepnvme.tune.measure.folder import check_memory
 
 MIB = 1 << 20
-PARTS = ("save", "load", "background", "memory", "small", "recycling", "parallel")
+PARTS = ("save", "load", "background", "memory", "small", "recycling", "checksums", "parallel")
 SAVING = ("deepnvme", "raw", "torch", "safetensors", "DCP", "deepnvme DCP")
 IN_HAND = 2
 """States that fit in the free memory given to whoever loads: one in the page cache, and one beside it."""
@@ -79,6 +79,7 @@ def measure(settings: Settings, progress: Progress) -> Comparisons:
         "memory": compare_memory,
         "small": compare_small,
         "recycling": compare_recycling,
+        "checksums": compare_checksums,
         "parallel": compare_parallel,
     }
     for name in settings.only:
@@ -267,6 +268,36 @@ def compare_recycling(
     contenders = {"recycled": functools.partial(save, True), "new": functools.partial(save, False)}
     comparison = measurements.comparisons["recycling"] = measure_interleaved("recycling", contenders, settings.rounds, progress)
     measurements.verdicts += times_as_fast_verdicts("save over blocks that are there", comparison, [("recycled", "new", 1.0)])
+
+
+def compare_checksums(
+    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
+) -> None:
+    """The state with CRC-32s, which are computed while it is written, against without: to a new file, and over blocks that are
+    there, which a drive writes faster. Both on the same file and run in turn, since two files' blocks differ."""
+    manager = deepnvme.CheckpointManager(directory / "run", keep=2)
+    steps = itertools.count()
+
+    def save(recycled: bool, checksum: bool) -> Counts:
+        (directory / "new.pt").unlink(missing_ok=True)
+        quieten(directory)
+        began, processor = time.perf_counter(), time.process_time()
+        if recycled:
+            manager.save(next(steps), state, checksum=checksum)
+        else:
+            deepnvme.save(state, directory / "new.pt", checksum=checksum)
+        return {"seconds": time.perf_counter() - began, "processor_seconds": time.process_time() - processor}
+
+    for _ in range(3):
+        save(recycled=True, checksum=False)
+    rows = []
+    contenders = {}
+    for where, recycled in (("a new file", False), ("blocks that are there", True)):
+        names = [f"{where}, {how} checksums" for how in ("with", "without")]
+        contenders.update(zip(names, (functools.partial(save, recycled, checksum) for checksum in (True, False)), strict=True))
+        rows.append((names[0], names[1], 0.95))
+    comparison = measurements.comparisons["checksums"] = measure_interleaved("checksums", contenders, settings.rounds, progress)
+    measurements.verdicts += times_as_fast_verdicts("save", comparison, rows)
 
 
 def compare_parallel(

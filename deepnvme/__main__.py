@@ -10,7 +10,7 @@ from .version import __version__
 
 _COMMANDS = {
     "build": ("ops.build", "compile the ops now rather than at their first use"),
-    "verify": ("checkpoint.verification", "check the structure and the checksums of checkpoints"),
+    "verify": ("checkpoint.verification", "check the structure of checkpoints, and their contents by their checksums"),
     "report": ("report", "what this machine offers (ds_report)"),
     "io": ("tune.io", "what a drive gives a tensor (ds_io)"),
     "tune": ("tune.sweep", "the best settings for a drive (ds_nvme_tune)"),

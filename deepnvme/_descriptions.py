@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
+from ._sizes import ByteCount
+
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -29,8 +31,10 @@ def representation(thing: object, *parts: Callable[[], str]) -> str:
     return f"<{type(thing).__name__}{' ' if said else ''}{said}>"
 
 
-def readable(nbytes: int) -> str:
-    """Return a number of bytes for people: "0 bytes", "16 MiB", "1.5 GiB"."""
+def readable(nbytes: ByteCount) -> str:
+    """Return a number of bytes for people: "0 bytes", "16 MiB", "1.5 GiB". One that its user gave as text stays as it is."""
+    if isinstance(nbytes, str):
+        return repr(nbytes)
     value, unit = float(nbytes), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1

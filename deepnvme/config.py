@@ -7,8 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ._sizes import byte_count
 from .engine import Backend
 
 _WORKERS = ("intra_op_parallelism", "thread_count", "num_threads")
@@ -29,7 +30,7 @@ class AioConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     block_size: int = Field(default=1048576, ge=512, le=1 << 30)
-    """Most bytes of one block."""
+    """Most bytes of one block. A size such as "1MiB" or "512K" is accepted, too, and kept as a number."""
     queue_depth: int = Field(default=8, ge=1, le=4096)
     """Most blocks under way at a time, for each worker."""
     intra_op_parallelism: int = Field(default=1, ge=1, le=256, validation_alias=AliasChoices(*_WORKERS))
@@ -59,6 +60,12 @@ class AioConfig(BaseModel):
             if len(given) > 1:
                 raise ValueError(f"{' and '.join(given)} are names of the same setting; give one")
         return block
+
+    @field_validator("block_size", mode="before")
+    @classmethod
+    def _bytes_of_a_size(cls, value: Any) -> Any:
+        """Return the bytes of a size that is a text, and other values as they are."""
+        return byte_count(value, "block_size") if isinstance(value, str) else value
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> AioConfig:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 from ._descriptions import readable, representation, usability
+from ._sizes import ByteCount, as_bytes
 from .ops import load_async_io
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class Engine:
     Args:
         backend: ``"auto"`` uses the first of io_uring, libaio and threads that the kernel accepts. Another name uses only that
             one.
-        block_size: Most bytes of one system-level transfer, 512 to 1 GiB.
+        block_size: Most bytes of one system-level transfer, 512 to 1 GiB; or a size such as "1MiB".
         queue_depth: Most blocks under way at a time for each worker, 1 to 4096. The queue is filled from several requests.
         num_threads: Number of workers for each drive, 1 to 256. One saturates most drives; more share the copying of misaligned
             tensors.
@@ -183,10 +184,12 @@ class Engine:
             keeps a core busy while it has direct transfers under way, and these cannot be cancelled. Needs io_uring, and a
             drive with poll queues. Where the drive or the file system refuses, transfers go on as without, which
             ``stats().fallbacks`` counts and a warning says. Tried with emulated drives only: what it gains is not measured.
-        in_flight_bytes: No further block is started for as long as a worker has this many bytes under way, at least 1. So large
-            blocks can be few, and small ones as many as the queue is deep. None for no limit besides the queue's depth.
+        in_flight_bytes: No further block is started for as long as a worker has this many bytes under way, at least 1; or a size
+            such as "8MiB". So large blocks can be few, and small ones as many as the queue is deep. None for no limit besides
+            the queue's depth.
 
     Raises:
+        TypeError: For a number of bytes that is none.
         ValueError: For a setting out of range, and for ``poll`` where the backend is not io_uring.
         OSError: With the kernel's errno, for a backend that it refuses.
         RuntimeError: For a backend that was compiled out, or if the op cannot be built.
@@ -195,17 +198,19 @@ class Engine:
     def __init__(
         self,
         backend: Backend = "auto",
-        block_size: int = 1048576,
+        block_size: ByteCount = 1048576,
         queue_depth: int = 128,
         num_threads: int = 1,
         single_submit: bool = False,
         poll: bool = False,
-        in_flight_bytes: int | None = None,
+        in_flight_bytes: ByteCount | None = None,
     ) -> None:
         self._process = os.getpid()
+        nbytes = as_bytes(block_size, "block_size")
+        in_flight = None if in_flight_bytes is None else as_bytes(in_flight_bytes, "in_flight_bytes")
         self._op = load_async_io()
         self._native: NativeEngine = self._op.Engine(
-            backend, block_size, queue_depth, num_threads, single_submit, poll, in_flight_bytes
+            backend, nbytes, queue_depth, num_threads, single_submit, poll, in_flight
         )  # fmt: skip
 
     @property

@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ._files import UnfitFile, naming_file, read_regular, replacing
+from ._sizes import ByteCount, as_bytes
 from .config import AioConfig
 from .drives import Drive, drive_of
 from .engine import Engine
@@ -211,7 +212,7 @@ def settings_for(paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = 
 
 
 def engine_for(
-    paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = None, in_flight_bytes: int | None = None
+    paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = None, in_flight_bytes: ByteCount | None = None
 ) -> Engine:
     """Return a new engine with the settings that files or directories get by :func:`settings_for`.
 
@@ -224,8 +225,9 @@ def engine_for(
     Args:
         paths: A file or directory, or several. They may not exist yet.
         config: Settings that are used instead of profiles and defaults. Without effect: ``use_gds`` and ``overlap_events``.
-        in_flight_bytes: Most bytes under transfer at a time for each worker; ignored with ``config``. A limit lets transfers end
-            one after the other, for a caller that waits for the first of them. None for no limit besides the settings.
+        in_flight_bytes: Most bytes under transfer at a time for each worker, or a size such as "8MiB"; ignored with ``config``.
+            A limit lets transfers end one after the other, for a caller that waits for the first of them. None for no limit
+            besides the settings.
 
     Raises:
         TypeError: If ``config`` is something else than an AioConfig.
@@ -234,7 +236,8 @@ def engine_for(
             that ``config`` names.
         RuntimeError: If that backend was compiled out, or the op cannot be built.
     """
-    return create_engine(settings_for(paths, config), from_user=config is not None, in_flight_bytes=in_flight_bytes)
+    in_flight = None if in_flight_bytes is None else as_bytes(in_flight_bytes, "in_flight_bytes")
+    return create_engine(settings_for(paths, config), from_user=config is not None, in_flight_bytes=in_flight)
 
 
 def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | None = None) -> Engine:

@@ -22,8 +22,9 @@ def test_an_unknown_key_is_refused_by_name(key: str) -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [
-    ("block_size", 511), ("block_size", 0), ("block_size", -1), ("block_size", (1 << 30) + 1), ("block_size", "1M"),
-    ("block_size", 4096.5), ("block_size", None), ("queue_depth", 0), ("queue_depth", 4097), ("queue_depth", "deep"),
+    ("block_size", 511), ("block_size", 0), ("block_size", -1), ("block_size", (1 << 30) + 1), ("block_size", "1 parsec"),
+    ("block_size", "50%"), ("block_size", 4096.5), ("block_size", None),
+    ("queue_depth", 0), ("queue_depth", 4097), ("queue_depth", "deep"),
     ("intra_op_parallelism", 0), ("intra_op_parallelism", 257), ("thread_count", 0), ("num_threads", -1),
     ("single_submit", "perhaps"), ("single_submit", 2), ("overlap_events", None), ("use_gds", "yes please"),
     ("poll", 2),
@@ -32,6 +33,11 @@ def test_a_bad_value_is_refused_with_key_and_value(key: str, value: Any) -> None
     with pytest.raises(ValidationError) as caught:
         AioConfig.model_validate({key: value})
     assert [(error["loc"], error["input"]) for error in caught.value.errors()] == [((key,), value)]
+
+
+@pytest.mark.parametrize(("text", "size"), [("1M", 1 << 20), ("1MiB", 1 << 20), ("64 KiB", 65536), ("4096", 4096)])
+def test_a_block_size_may_be_written_with_a_unit(text: str, size: int) -> None:
+    assert AioConfig.model_validate({"block_size": text}).block_size == size
 
 
 def test_the_defaults_are_deepspeeds() -> None:

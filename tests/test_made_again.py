@@ -115,7 +115,8 @@ def test_a_cell_that_makes_an_optimizer_runs_again(notebook: Notebook) -> None:
     assert [(each.filename, each.lineno) for each in warned] == [("cell-0", LINE)]
     assert notebook["opt"].steps == 2
     for use in (old.step, old.state_dict, old.measure_limits, lambda: old.clip_grad_norm_(1.0)):
-        with pytest.raises(RuntimeError, match=f"this OffloadedOptimizer was closed: another one was made on '.*states' at {MADE}: use that one"):
+        says = f"this OffloadedOptimizer was closed: another one was made on '.*states' at {MADE}: use that one"
+        with pytest.raises(RuntimeError, match=says):
             use()
     old.close()
     assert (notebook["path"] / "states").exists()

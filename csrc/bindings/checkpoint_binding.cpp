@@ -1,8 +1,11 @@
 // The submodule `checkpoint`: what checkpoints of many small tensors would spend their time on in Python.
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "bindings/bind_functions.h"
 #include "bindings/conversions.h"
+#include "checkpoint/checksums.h"
 #include "checkpoint/pickle_walk.h"
 #include "checkpoint/zip_layout.h"
 
@@ -35,6 +38,8 @@ py::object array_of(const std::vector<std::uint64_t>& numbers) {
     return py::module_::import("array").attr("array")("Q", raw);
 }
 
+constexpr std::size_t kPlaces = 3;  // numbers for each record
+
 py::tuple zip_layout(const py::list& names, const py::buffer& sizes, const py::buffer& crcs, std::int64_t alignment) {
     const py::buffer_info views[] = {sizes.request(), crcs.request()};
     const auto nbytes = numbers_in(views[0], "sizes"), checksums = numbers_in(views[1], "crcs");
@@ -51,7 +56,30 @@ py::tuple zip_layout(const py::list& names, const py::buffer& sizes, const py::b
         records[i] = {{name, static_cast<std::size_t>(length)}, nbytes[i], static_cast<std::uint32_t>(checksums[i])};
     }
     const ZipLayout layout = lay_out(records, static_cast<std::uint64_t>(alignment));
-    return py::make_tuple(py::bytes(layout.text), array_of(layout.header_sizes), array_of(layout.padding_sizes));
+    std::vector<std::uint64_t> places;
+    places.reserve(kPlaces * layout.places.size());
+    for (const auto& [data, descriptor_crc, directory_crc] : layout.places)
+        places.insert(places.end(), {data, descriptor_crc, directory_crc});
+    return py::make_tuple(py::bytes(layout.text), array_of(layout.header_sizes), array_of(layout.padding_sizes), array_of(places));
+}
+
+Checksums checksums_of(const py::buffer& places, const py::buffer& sizes, const py::bytes& wanted) {
+    const py::buffer_info views[] = {places.request(), sizes.request()};
+    const auto where = numbers_in(views[0], "places"), nbytes = numbers_in(views[1], "sizes");
+    const std::string_view chosen = wanted;
+    if (where.size() != kPlaces * nbytes.size() || chosen.size() != nbytes.size())
+        throw py::value_error("places must be three for each of sizes and wanted, got " + std::to_string(where.size()) + ", " +
+                              std::to_string(nbytes.size()) + " and " + std::to_string(chosen.size()));
+    std::vector<ChecksummedRecord> records;
+    for (std::size_t i = 0; i < nbytes.size(); ++i)
+        if (chosen[i] && nbytes[i] > 0)
+            records.push_back({where[kPlaces * i], nbytes[i], where[kPlaces * i + 1], where[kPlaces * i + 2]});
+    return Checksums(std::move(records));
+}
+
+void advance(Checksums& checksums, std::uint64_t begin, std::uintptr_t address, std::size_t size) {
+    if (address == 0 && size > 0) throw py::value_error("memory must not be at the address 0");
+    checksums.advance(begin, reinterpret_cast<std::byte*>(address), size);
 }
 
 py::tuple pickle_walk(const py::bytes& stream, std::uint16_t most_nested, std::uint64_t most_unregistered) {
@@ -77,6 +105,9 @@ void bind_checkpoint(py::module_& module) {
     checkpoint.def("none_for", &none_for, "types"_a, "otherwise"_a);
     checkpoint.def("pickle_walk", &pickle_walk, "stream"_a, "most_nested"_a, "most_unregistered"_a = ~std::uint64_t{0});
     checkpoint.def("zip_layout", &zip_layout, "names"_a, "sizes"_a, "crcs"_a, "alignment"_a);
+    py::class_<Checksums>(checkpoint, "Checksums")
+        .def(py::init(&checksums_of), "places"_a, "sizes"_a, "wanted"_a)
+        .def("advance", &advance, "begin"_a, "address"_a, "nbytes"_a, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace deepnvme::bindings

@@ -1,7 +1,8 @@
-// The submodule `memory`: copies between ranges of host memory.
+// The submodule `memory`: copies between ranges of host memory, and checksums of it.
 #include "bindings/bind_functions.h"
 #include "bindings/conversions.h"
 #include "core/copy.h"
+#include "core/crc32.h"
 
 namespace deepnvme::bindings {
 
@@ -21,12 +22,25 @@ void copy_many_ranges(const py::buffer& destinations, const py::buffer& sources,
     copy_many(to, from, sizes);
 }
 
+std::uint32_t crc32_of(const py::buffer& data, std::uint32_t crc, bool tables) {
+    const py::buffer_info view = data.request();
+    if (view.ndim != 1 || view.itemsize != 1 || (view.size > 1 && view.strides[0] != 1))
+        throw py::value_error("data must be contiguous bytes of one dimension");
+    const auto bytes = static_cast<const std::byte*>(view.ptr);
+    const auto size = static_cast<std::size_t>(view.size);
+    py::gil_scoped_release release;
+    return tables ? crc32_by_tables(crc, bytes, size) : crc32_by_threads(crc, bytes, size);
+}
+
 }  // namespace
 
 void bind_memory(py::module_& module) {
     using namespace pybind11::literals;
     auto memory = module.def_submodule("memory");
     memory.def("copy_many", &copy_many_ranges, "destinations"_a, "sources"_a, "lengths"_a);
+    memory.def("crc32", &crc32_of, "data"_a, "crc"_a = 0, "tables"_a = false);
+    memory.def("crc32_combined", &crc32_combined, "first"_a, "second"_a, "nbytes"_a);
+    memory.def("crc32_method", &crc32_method);
 }
 
 }  // namespace deepnvme::bindings

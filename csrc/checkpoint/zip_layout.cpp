@@ -13,6 +13,7 @@ constexpr std::uint16_t kUtf8 = 0x0800;
 constexpr std::uint16_t kZip64 = 1;
 constexpr std::uint64_t kLocalHeader = 30, kField = 4;
 constexpr std::uint64_t kZip64EndSize = 44;
+constexpr std::uint64_t kCrcInDescriptor = 4, kCrcInEntry = 16;  // bytes from their beginnings
 constexpr std::uint16_t kMadeBy = 0x031E, kNeeded = 45;
 
 // Appends numbers, the least significant byte first.
@@ -45,6 +46,7 @@ ZipLayout lay_out(std::span<const ZipRecord> records, std::uint64_t alignment) {
     ZipLayout layout;
     layout.header_sizes.reserve(records.size());
     layout.padding_sizes.reserve(records.size());
+    layout.places.reserve(records.size());
     std::string directory;
     Writer between(layout.text), entries(directory);
     std::uint64_t position = 0;
@@ -74,6 +76,8 @@ ZipLayout lay_out(std::span<const ZipRecord> records, std::uint64_t alignment) {
         layout.header_sizes.push_back(layout.text.size() - text_before);
         layout.padding_sizes.push_back(padding);
         text_before = layout.text.size();
+        const std::uint64_t data = begin + padding;
+        layout.places.push_back({data, data + size + kCrcInDescriptor, directory.size() + kCrcInEntry});
         if (size > 0) {  // the data descriptor
             between.text("PK\7\10");
             between.numbers<4>({crc32});
@@ -90,6 +94,7 @@ ZipLayout lay_out(std::span<const ZipRecord> records, std::uint64_t alignment) {
         entries.text(name);
         entries.text(numbers);
     }
+    for (ZipPlaces& places : layout.places) places.directory_crc += position;
     const std::uint64_t count = records.size();
     const std::uint64_t few = std::min<std::uint64_t>(count, 0xFFFF);
     between.text(directory);

@@ -15,12 +15,20 @@ struct ZipRecord {
     std::uint32_t crc32;
 };
 
+// Where the data of a record begin in the file, and its CRC-32 behind them and in the directory: 4 bytes each.
+struct ZipPlaces {
+    std::uint64_t data;
+    std::uint64_t descriptor_crc;  // where it would be, if the record has no data
+    std::uint64_t directory_crc;
+};
+
 // The file is, for each record: header_sizes[i] bytes of `text`, padding_sizes[i] of no meaning, and its data, from a multiple of
 // the alignment on; then the rest of `text`.
 struct ZipLayout {
     std::string text;
     std::vector<std::uint64_t> header_sizes;
     std::vector<std::uint64_t> padding_sizes;
+    std::vector<ZipPlaces> places;
 };
 
 // What padding can be long: an extra field has 16 bits for its length, and others stand before.

@@ -23,7 +23,7 @@ from deepnvme.profiles import create_engine, settings_for
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing, Transfers
 from deepnvme.transfer.scatter import Run, read_ahead, runs, scatter
 
-from .formats.file_image import FileImage, Source
+from .formats.file_image import FileImage, Source, add_checksums
 from .formats.pt_records import CorruptCheckpoint
 from .formats.sharding import Span
 
@@ -119,7 +119,8 @@ def write(
 ) -> None:
     """Write a file image, or parts of it, into a file. Blocks until everything is written.
 
-    At most 16 MiB are leased at a time. Ends of parts that are not page-aligned are written through the page cache.
+    At most 16 MiB are leased at a time. Ends of parts that are not page-aligned are written through the page cache. The image's
+    checksums are computed meanwhile, for the whole file only.
 
     Args:
         image: Bytes of the file.
@@ -133,6 +134,7 @@ def write(
         OutOfBuffers: If the pool's budget does not allow a buffer.
         OSError: The first error of a transfer, after all started transfers have ended.
     """
+    checksums = image.checksums if parts is None else None
     if parts is None:
         parts = [(0, image.nbytes)]
     start = without_python(engine.write)
@@ -146,9 +148,13 @@ def write(
                     tensor = ring.memory(part.begin, part.end)
                     assert tensor is not None  # because the ring waits for the pool
                     image.copy(part.begin, part.end, tensor)
+                    if checksums is not None:
+                        add_checksums(checksums, part.begin, tensor)
                 future = under_way.start(start, tensor, file, part.begin)
                 if part.tensor is None:
                     ring.sent([future])
+                elif checksums is not None:  # meanwhile the drive writes it
+                    add_checksums(checksums, part.begin, tensor)
                 under_way.take_ended()
         under_way.result()
     finally:

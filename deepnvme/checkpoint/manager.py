@@ -87,12 +87,12 @@ class CheckpointManager:
 
     @overload
     def save(
-        self, step: int, obj: object, *, asynchronous: Literal[False] = False, fsync: bool = True, checksum: bool = False,
+        self, step: int, obj: object, *, asynchronous: Literal[False] = False, fsync: bool = True, checksum: bool | None = None,
         pool: BufferPool | None = None, lazy: bool = False, group: ProcessGroup | None = None, progress: Wanted = None,
     ) -> None: ...  # fmt: skip
     @overload
     def save(
-        self, step: int, obj: object, *, asynchronous: Literal[True], fsync: bool = True, checksum: bool = False,
+        self, step: int, obj: object, *, asynchronous: Literal[True], fsync: bool = True, checksum: bool | None = None,
         pool: BufferPool | None = None, lazy: bool = False,
     ) -> SaveFuture: ...  # fmt: skip
     def save(
@@ -102,7 +102,7 @@ class CheckpointManager:
         *,
         asynchronous: bool = False,
         fsync: bool = True,
-        checksum: bool = False,
+        checksum: bool | None = None,
         pool: BufferPool | None = None,
         lazy: bool = False,
         group: ProcessGroup | None = None,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from deepnvme._progress import Progress, Wanted, following
+from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 Choice = Callable[[Mapping[str, TensorEntry]], Mapping[str, TensorEntry]]
 """Returns the entries to load, by name, of all those of a file."""
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
-
-
 def save_file(
     tensors: dict[str, torch.Tensor],
     filename: str | os.PathLike[str],
@@ -246,7 +243,7 @@ def save_sharded(
     directory: str | os.PathLike[str],
     metadata: dict[str, str] | None = None,
     *,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: ByteCount = "5GB",
     name: str = "model",
     fsync: bool = True,
     pool: BufferPool | None = None,
@@ -263,7 +260,7 @@ def save_sharded(
         tensors: As for :func:`save_file`. The shards are filled in this order.
         directory: Created if it is missing.
         metadata: As for :func:`save_file`, for each shard.
-        max_shard_size: Bytes, or a string such as "5GB" (5 * 10**9 bytes) or "5GiB". A larger tensor gets a shard of its own.
+        max_shard_size: Bytes, or a size such as "5GB" (5 * 10**9 bytes) or "5GiB". A larger tensor gets a shard of its own.
         name: First part of the file names.
         fsync: As for :func:`deepnvme.save`.
         pool: As for :func:`deepnvme.save`.
@@ -274,11 +271,12 @@ def save_sharded(
         The paths of the files.
 
     Raises:
-        ValueError: If ``max_shard_size`` is no positive size.
+        TypeError, ValueError: If ``max_shard_size`` is no positive size.
         Exception: Any error of :func:`save_file`.
     """
+    most = byte_count(max_shard_size, "max_shard_size", least=1)
     safetensors_header.check_savable(tensors)
-    shards = _split(tensors, _bytes(max_shard_size))
+    shards = _split(tensors, most)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     count = len(shards)
@@ -311,17 +309,6 @@ def _split(tensors: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
         shards[-1].append(name)
         size += tensor.nbytes
     return shards
-
-
-def _bytes(size: int | str) -> int:
-    """Return a size as bytes. Raises ValueError for anything but a positive size."""
-    matched: Any = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?I?)B", size.upper()) if isinstance(size, str) else None
-    if isinstance(size, str) and (matched is None or matched[2] not in _UNITS):
-        raise ValueError(f'max_shard_size must be bytes, or as "5GB" or "5GiB", got {size!r}')
-    nbytes = int(float(matched[1]) * _UNITS[matched[2]]) if matched is not None else int(size)
-    if nbytes <= 0:
-        raise ValueError(f"max_shard_size must be positive, got {size!r}")
-    return nbytes
 
 
 # Names that share a tensor, which the format cannot express. Contract: safetensors' own save_model and load_model.

@@ -38,7 +38,7 @@ def save(
     _disable_byteorder_record: bool = False,
     *,
     fsync: bool = True,
-    checksum: bool = False,
+    checksum: bool | None = None,
     pool: BufferPool | None = None,
     progress: Wanted = None,
     group: ProcessGroup | None = None,
@@ -70,8 +70,9 @@ def save(
         _disable_byteorder_record: As for ``torch.save``. True is left to ``torch.save``.
         fsync: Flush the file to stable storage before it gets its name. Without this, a power cut can leave less than a whole
             file.
-        checksum: Write the CRC-32 of each tensor, for :func:`verify` and ``unzip -t``. Takes 0.4 s of one core per GB.
-            Otherwise the file has 0 in its place.
+        checksum: Whether the file has the CRC-32 of each tensor, for :func:`verify`, ``unzip -t`` and others, or 0 in its place.
+            None for what costs little: of tensors on the CPU, computed while they are written, unless there is a ``group``. True
+            for all: of those on devices, or with a ``group``, they are computed before, which blocks.
         pool: Pool of the pinned buffers. None is the process's pool.
         progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
             for one from the beginning, False for none; or a function called with (bytes written, bytes of the file).

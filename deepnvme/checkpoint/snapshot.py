@@ -7,6 +7,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +18,10 @@ from deepnvme.memory.pool import BufferPool
 from deepnvme.transfer.gather import CHUNK, Transfers
 
 from .file_io import clearing_frames
-from .formats.file_image import FileImage
+from .formats.file_image import FileImage, add_checksums
+
+if TYPE_CHECKING:
+    from deepnvme.ops.aio.async_io_op.checkpoint import Checksums
 
 _LARGEST = 32 << 20
 """Most bytes of a chunk: enough for two threads to share the copying, few compared with a model's state."""
@@ -94,6 +98,7 @@ class Snapshot:
         self.staged = Latch()
         """Set when the image is not used any more, so that its tensors may change."""
         self._image: FileImage | None = image
+        self._checksums = image.checksums
         self._pool = pool
         self._chunk = min(_LARGEST, max(CHUNK, pool.budget // 4 // PAGE * PAGE))
         self._at = 0
@@ -154,6 +159,8 @@ class Snapshot:
         under_way = Transfers()
         try:
             for chunk in self._all():
+                if self._checksums is not None:
+                    chunk.add_checksums(self._checksums)
                 under_way.start(chunk.write, file, engine)
                 under_way.take_ended()
             self._drop_image()
@@ -226,6 +233,15 @@ class _StagedChunk:
         self._begin = begin
         self._buffer: torch.Tensor | None = buffer
         self._future: Future | None = None
+
+    def add_checksums(self, checksums: Checksums) -> None:
+        """Compute checksums over the chunk, the next of the file, and write into it those that belong there."""
+        assert self._buffer is not None
+        try:
+            add_checksums(checksums, self._begin, self._buffer)
+        except BaseException:
+            self.give_up()
+            raise
 
     def write(self, file: File, engine: Engine) -> Future:
         """Start writing the chunk and return the future of the write."""

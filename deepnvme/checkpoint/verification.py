@@ -1,4 +1,4 @@
-"""Check whether a file holds what was saved: its structure and, if it has them, its checksums."""
+"""Check whether a file holds what was saved: its structure, and the contents as far as it has checksums of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from deepnvme._files import naming_file
 from deepnvme.engine import Future
 from deepnvme.memory.pool import BufferPool, buffer_pool
-from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.memory.tensor_bytes import crc32, memory_of
 from deepnvme.transfer.gather import CHUNK
 from deepnvme.transfer.scatter import read_ahead
 
@@ -47,23 +47,48 @@ class Report:
     nbytes: int
     """Bytes of these storages or tensors together."""
     checksums: int
-    """Number of storages that have a checksum."""
+    """Number of storages that have a checksum, with which their contents were compared."""
     problems: tuple[str, ...]
     """What is wrong: which storage, what was expected, what was found. Empty if nothing is wrong."""
     compressed: bool = False
     """Whether records are deflated. torch.save never writes such files, but torch.load reads them."""
+    checked_nbytes: int = 0
+    """Bytes of the storages that have a checksum. A change of other bytes of the contents cannot be seen."""
 
     @property
     def ok(self) -> bool:
-        """Return whether nothing is wrong with the file."""
+        """Return whether nothing was found to be wrong: with the structure, and with the contents as far as they were checked."""
         return not self.problems
+
+    @property
+    def contents_checked(self) -> bool:
+        """Return whether there was a checksum for every byte of the contents."""
+        return self.checked_nbytes == self.nbytes
+
+    def checked(self) -> str:
+        """Return what was checked, in words."""
+        things = "storages" if self.format == "pt" else "tensors"
+        if self.contents_checked:
+            return f"structure, and checksums of all {self.tensors} {things}, {self.nbytes} bytes"
+        has = "the format has" if self.format == "safetensors" else "the file has"
+        if not self.checked_nbytes:
+            return f"structure; contents of {self.tensors} {things}, {self.nbytes} bytes, not checked: {has} no checksums"
+        return (
+            f"structure, and checksums of {self.checksums} of {self.tensors} {things}, {self.checked_nbytes} of {self.nbytes}"
+            " bytes; contents of the others not checked: they have none"
+        )
 
 
 def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, config: AioConfig | None = None) -> Report:
     """Check a .pt file, a .safetensors file, or a .safetensors.index.json with all of its shards. Blocks.
 
-    Reads the pickle and every storage that has a checksum, at the speed of the drive or of CRC-32 on one core, whichever is
-    lower. At most 16 MiB are leased. A compressed file is read through zlib.
+    Checked is the structure: that the file is whole, and that its directory, its pickle and its storages fit together. Contents
+    are compared with their checksums as far as the file has some: :attr:`Report.checked_nbytes` says for how many bytes. .pt
+    files of this package and of torch have checksums unless they were saved without, see :func:`deepnvme.save`; .safetensors
+    files have none.
+
+    Reads the pickle and every storage that has a checksum, at the speed of the drive. At most 16 MiB are leased. A compressed
+    file is read through zlib.
 
     Args:
         path: The file.
@@ -95,8 +120,8 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, conf
     except _DAMAGED as error:
         return Report(name, "pt", 0, 0, 0, (error.why if isinstance(error, CorruptCheckpoint) else str(error),))
     nbytes = sum(record.whole for record in found.storages)
-    checksums = sum(record.crc32 != 0 for record in found.storages)
-    return Report(name, "pt", len(found.storages), nbytes, checksums, tuple(problems), compressed=not found.stored)
+    summed = [record.whole for record in found.storages if record.crc32 != 0]
+    return Report(name, "pt", len(found.storages), nbytes, len(summed), tuple(problems), not found.stored, sum(summed))
 
 
 def _safetensors(path: str) -> Report:
@@ -216,7 +241,7 @@ def _checksum_problems(
             return started(engine, chunk[:nbytes], file, offset + at)
 
         for (record, offset, at, nbytes), chunk in read_ahead(parts, start, pool):
-            crc = zlib.crc32(memory_of(chunk, 0, nbytes), crc if at else 0)
+            crc = crc32(memory_of(chunk, 0, nbytes), crc if at else 0)
             if at + nbytes == record.nbytes and crc != record.crc32:
                 problems.append(WrongChecksum(path, record, offset, crc).why)
     return problems
@@ -251,15 +276,23 @@ def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``deepnvme verify``. Exits with status 0 if nothing is wrong with any file, 1 if something is, 2 for wrong arguments.
+    """Run ``deepnvme verify``.
+
+    Exits with status 0 if nothing is wrong with any file as far as it was checked, 1 if something is or a file cannot be read,
+    and 2 for wrong arguments. With ``--require-checksums``, 3 if nothing is wrong, but a file has no checksums of some contents.
 
     Args:
         arguments: Command line without the program's name. None is that of the process.
     """
-    parser = argparse.ArgumentParser("deepnvme verify", description="Check the structure and the checksums of checkpoints.")
+    description = "Check the structure of checkpoints, and their contents as far as they have checksums; say what was checked."
+    parser = argparse.ArgumentParser("deepnvme verify", description=description, epilog=_STATUSES)
     parser.add_argument("files", nargs="+", metavar="FILE", help="a .pt, .safetensors or .safetensors.index.json")
-    well = True
-    for path in parser.parse_args(arguments).files:
+    parser.add_argument(
+        "--require-checksums", action="store_true", help="exit with status 3 if a file has no checksums of some of its contents"
+    )
+    options = parser.parse_args(arguments)
+    well = checked = True
+    for path in options.files:
         try:
             report = verify(path)
         except OSError as error:
@@ -270,15 +303,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for problem in report.problems:
             print(f"  {problem}")
         well = well and report.ok
-    sys.exit(0 if well else 1)
+        checked = checked and report.contents_checked
+    sys.exit(1 if not well else 3 if options.require_checksums and not checked else 0)
+
+
+_STATUSES = (
+    "Exit status: 0 if nothing is wrong with any file as far as it was checked; 1 if something is, or a file cannot be read; 2"
+    " for wrong arguments; 3 with --require-checksums, if nothing is wrong but a file has no checksums of some of its contents."
+)
 
 
 def _line(report: Report) -> str:
     """Return the line that ``deepnvme verify`` prints for a file."""
-    things = "storages" if report.format == "pt" else "tensors"
-    verdict = "ok" if report.ok else f"{len(report.problems)} wrong"
-    what = f"{report.tensors} {things}, {report.nbytes} bytes, {report.checksums} with a checksum"
-    return f"{report.path}: {verdict} ({what}{', compressed' if report.compressed else ''})"
+    sound = "ok" if report.contents_checked else "ok as far as checked"
+    verdict = sound if report.ok else f"{len(report.problems)} wrong"
+    if not (report.ok or report.tensors):  # it could not be read so far that there was anything to check
+        return f"{report.path}: {verdict}"
+    return f"{report.path}: {verdict} ({report.checked()}{'; compressed' if report.compressed else ''})"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,8 @@ from deepnvme._model_structure import REST, ties_of, weights_by_name
 from deepnvme._shortened_lists import listed
 from deepnvme.checkpoint.formats.safetensors_header import read_offload_index
 from deepnvme.checkpoint.weight_locations import weights_in_index
-from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
+from deepnvme.memory.tensor_bytes import crc32, memory_of
 from deepnvme.streaming.placeholder import Placeholder
 from deepnvme.streaming.pretrained import as_accelerate_does, with_dtypes_kept
 from deepnvme.streaming.streamed_model import Streaming, check_not_streamed, streaming_of
@@ -47,7 +47,7 @@ STORE = "deepnvme"
 class _StreamOptions(NamedTuple):
     """The arguments of the last call of :func:`enable`, which describes them."""
 
-    memory_budget: int
+    memory_budget: MemoryBudget
     prefetch: int
     config: AioConfig | None
 
@@ -57,7 +57,7 @@ _originals: dict[str, Callable[..., nn.Module]] = {}
 _changing = threading.Lock()
 
 
-def enable(*, memory_budget: int = 0, prefetch: int = 2, config: AioConfig | None = None) -> None:
+def enable(*, memory_budget: MemoryBudget = 0, prefetch: int = 2, config: AioConfig | None = None) -> None:
     """Stream models that accelerate offloads to the disk from now on.
 
     May be called before or after transformers is imported. Idempotent; the options of the last call count.
@@ -66,8 +66,8 @@ def enable(*, memory_budget: int = 0, prefetch: int = 2, config: AioConfig | Non
     itself, with a RuntimeWarning.
 
     Args:
-        memory_budget: Bytes of weights to keep in memory: see :func:`deepnvme.streaming.stream`. If the weights that a device
-            map leaves on the CPU take more, their size is used instead.
+        memory_budget: Bytes of weights to keep in memory, or "8GB", "50%", "auto": see :func:`deepnvme.streaming.stream`. If
+            the weights that a device map leaves on the CPU take more, their size is used instead.
         prefetch: Number of extents to read ahead: see :func:`deepnvme.streaming.stream`.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
@@ -75,6 +75,7 @@ def enable(*, memory_budget: int = 0, prefetch: int = 2, config: AioConfig | Non
         ImportError: If accelerate is not installed.
     """
     global _enabled
+    budget_bytes(memory_budget, "memory_budget")  # checked now; a share is of what is available when a model is streamed
     try:
         import accelerate
         import accelerate.big_modeling
@@ -250,9 +251,11 @@ class _Hook:
             names = {ties.get(name, name) for name in self.on_cpu}
             extents = [extent for extent in store.extents.values() if extent.name != REST]
             staying = sum(each.nbytes for each in extents if all(weight.name in names for weight in each.weights))
-            budget = max(self.options.memory_budget, staying)
             _remove_hooks(model)
-            return Streaming(model, store, self.options.prefetch, budget, self.device, owns_store=True)
+            options = self.options
+            return Streaming(
+                model, store, options.prefetch, options.memory_budget, self.device, owns_store=True, least_budget=staying
+            )
         except BaseException:
             if streaming_of(model) is None:  # otherwise undoing the offload closes the store
                 store.close()
@@ -328,7 +331,7 @@ def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Ten
             status = os.stat(file)
             own = Path(file).resolve().parent == Path(folder).resolve()
             facts[key] = [status.st_size, _crc32(file) if own else status.st_mtime_ns]
-    return facts | {name: zlib.crc32(memory_of(weight.detach().cpu().contiguous())) for name, weight in there.items()}
+    return facts | {name: crc32(memory_of(weight.detach().cpu().contiguous())) for name, weight in there.items()}
 
 
 def _crc32(path: str) -> int:
@@ -336,7 +339,7 @@ def _crc32(path: str) -> int:
     crc = 0
     with open(path, "rb") as file:
         while part := file.read(1 << 20):
-            crc = zlib.crc32(part, crc)
+            crc = crc32(part, crc)
     return crc
 
 

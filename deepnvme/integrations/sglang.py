@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from deepnvme._preallocation import preallocate
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.streaming import Streaming, StreamReport, WeightStore, stream, streaming_of
 
 if TYPE_CHECKING:
@@ -49,10 +50,11 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
         path: str | os.PathLike[str],
         *,
         prefetch: int = 2,
-        memory_budget: int = 0,
+        memory_budget: MemoryBudget = 0,
         reuse: bool = False,
         config: AioConfig | None = None,
     ) -> None:
+        budget_bytes(memory_budget, "memory_budget")  # checked now; a share is of what is available when weights are loaded
         self._path = Path(path)
         self._prefetch, self._budget, self._reuse, self._config = prefetch, memory_budget, reuse, config
         self._layers = nn.ModuleList()
@@ -163,7 +165,7 @@ def enable(
     path: str | os.PathLike[str],
     *,
     prefetch: int = 2,
-    memory_budget: int = 0,
+    memory_budget: MemoryBudget = 0,
     reuse: bool = False,
     config: AioConfig | None = None,
 ) -> None:
@@ -179,6 +181,8 @@ def enable(
         reuse: See :class:`StreamingOffloader`.
         config: See :class:`StreamingOffloader`.
     """
+
+    budget_bytes(memory_budget, "memory_budget")
 
     def create_offloader() -> StreamingOffloader:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -1,7 +1,7 @@
 """Send the activations of transformers' ``Trainer`` to a drive: what autograd saves in the forward, until the backward wants it.
 
     import deepnvme.integrations.transformers as integration
-    integration.enable("/mnt/nvme/activations", memory_budget=8 << 30)
+    integration.enable("/mnt/nvme/activations", memory_budget="8GB")
     trainer.train()
 
 After that, each forward that a ``Trainer`` computes for training runs in a :class:`deepnvme.offload.save_on_disk`, entered by
@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepnvme._sizes import ByteCount, byte_count
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.offload import ActivationReport, save_on_disk
 
 from .transformers_training import offload_training as offload_training
@@ -106,8 +108,8 @@ _replaced: dict[str, Any] = {}
 def enable(
     path: AnyPath | Sequence[AnyPath],
     *,
-    memory_budget: int = 1 << 30,
-    min_bytes: int = 1 << 20,
+    memory_budget: MemoryBudget = 1 << 30,
+    min_bytes: ByteCount = 1 << 20,
     config: AioConfig | None = None,
 ) -> None:
     """Send the activations of trainers to a drive from now on.
@@ -121,10 +123,11 @@ def enable(
 
     Args:
         path: Directory on the drive, or one on each of several drives.
-        memory_budget: Bytes of activations to keep in memory: see :class:`deepnvme.offload.save_on_disk`.
-        min_bytes: Smaller tensors stay in memory. The input of a layer, which activation checkpointing keeps, has ``batch *
-            sequence * hidden`` elements: with small models, choose no more than their bytes. If no tensor is large enough, the
-            first log warns with RuntimeWarning.
+        memory_budget: Bytes of activations to keep in memory, or "8GB", "25%", "auto": see
+            :class:`deepnvme.offload.save_on_disk`.
+        min_bytes: Smaller tensors stay in memory; bytes, or a size such as "1MiB". The input of a layer, which activation
+            checkpointing keeps, has ``batch * sequence * hidden`` elements: with small models, choose no more than their bytes.
+            If no tensor is large enough, the first log warns with RuntimeWarning.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
@@ -132,6 +135,8 @@ def enable(
         ValueError: If no path is given, or a number of bytes is negative.
     """
     global _enabled
+    budget_bytes(memory_budget, "memory_budget")  # checked now; a share is of what is available when the first tensor is saved
+    min_bytes = byte_count(min_bytes, "min_bytes")
     try:
         owners = _owners()
     except ImportError as error:

@@ -1,7 +1,7 @@
 """Have transformers' ``Trainer`` train a model whose parameters, gradients and optimizer states are on a drive.
 
     trainer = transformers.Trainer(model, arguments, train_dataset=data)
-    offload_training(trainer, "/mnt/nvme/training", memory_budget=8 << 30)
+    offload_training(trainer, "/mnt/nvme/training", memory_budget="8GB")
     trainer.train()
 
 The loop stays that of transformers. The trainer gets a subclass of its class, made here, and an optimizer whose step is that of

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from deepnvme._descriptions import readable, representation
+from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.ops import load_async_io
 
 from .alignment import PAGE, padded
-from .byte_count import byte_count
+from .budget import MemoryBudget, budget_bytes
 from .chunks import ChunkList, Claim, Holder, PinnedChunk
 from .lease import Lease, Transfer
 from .system_memory import available_memory
@@ -91,9 +92,13 @@ class BufferPool:
     the leases that it inherited can be released, which has no effect.
 
     Args:
-        budget: Bytes; None for half of what the machine and the process's control groups have available now. A lease takes whole
-            pages of 4096 bytes out of the budget, and up to 1/8 more if it reuses free memory of about its size. Memory beyond
-            RLIMIT_MEMLOCK can be used too, but the system may swap it out; a RuntimeWarning says so once, when it is pinned.
+        budget: A :data:`MemoryBudget`: bytes, "8GB", "25%" or "auto"; None for half of what the machine and the process's
+            control groups have available now. A lease takes whole pages of 4096 bytes out of the budget, and up to 1/8 more if
+            it reuses free memory of about its size. Memory beyond RLIMIT_MEMLOCK can be used too, but the system may swap it
+            out; a RuntimeWarning says so once, when it is pinned.
+
+    Raises:
+        TypeError, ValueError: For a budget that is none.
     """
 
     # A lease can end anywhere, even in a finalizer that the garbage collector runs in the middle of one of these methods. So the
@@ -106,8 +111,9 @@ class BufferPool:
     # interpreter itself records that the last tensor over the lease is gone, in a callback that is no Python code. Entries are
     # removed from _ended and _awaited only after they have been handled, so that work that was interrupted is done again.
 
-    def __init__(self, budget: int | None = None) -> None:
-        self._chunks = ChunkList(available_memory() // 2 if budget is None else byte_count(budget, "budget"))
+    def __init__(self, budget: MemoryBudget | None = None) -> None:
+        nbytes = available_memory() // 2 if budget is None else budget_bytes(budget, "budget")
+        self._chunks = ChunkList(nbytes)
         self._generation = _generation
         self._lock = threading.Lock()
         self._awaited: dict[PinnedChunk, Transfer] = {}  # lent chunks, and what each is given back after
@@ -124,16 +130,20 @@ class BufferPool:
         """Number of threads that wait for a lease."""
         return len(self._waiting)
 
-    def set_budget(self, nbytes: int) -> None:
+    def set_budget(self, nbytes: MemoryBudget) -> None:
         """Change the budget, and unpin free memory beyond it.
 
         Leases stay valid if the budget falls below what is in use; nothing new is leased until enough was given back.
 
+        Args:
+            nbytes: Bytes, "8GB", "25%" or "auto": see :data:`MemoryBudget`. What the pool has pinned already counts as
+                available for a share.
+
         Raises:
-            ValueError: If ``nbytes`` is negative.
+            TypeError, ValueError: For a budget that is none.
         """
-        nbytes = byte_count(nbytes, "budget")
-        self._call(lambda chunks: chunks.set_budget(nbytes))
+        budget = budget_bytes(nbytes, "nbytes", lambda: available_memory() + self.allocated)
+        self._call(lambda chunks: chunks.set_budget(budget))
         self._wake()
 
     @property
@@ -166,7 +176,7 @@ class BufferPool:
             self._take_back()
             return use(self._chunks)
 
-    def lease(self, nbytes: int, timeout: float | None = None, keeping: Iterable[Lease] = ()) -> Lease:
+    def lease(self, nbytes: ByteCount, timeout: float | None = None, keeping: Iterable[Lease] = ()) -> Lease:
         """Lease ``nbytes`` bytes of pinned memory; block until the budget has room for them.
 
         Requests are served in the order of arrival. The exception: if all memory in use belongs to threads that wait here, the
@@ -177,7 +187,7 @@ class BufferPool:
         other thread.
 
         Args:
-            nbytes: Bytes wanted.
+            nbytes: Bytes wanted, or a size such as "64MiB".
             timeout: Seconds to wait; None waits for as long as it takes. Ctrl-C interrupts the waiting. Leases that give way to
                 this one (:meth:`try_lease_over`) may take longer, each for a write to a drive.
             keeping: Leases of other threads that count as this thread's while it waits, because they will not be released before.
@@ -188,18 +198,18 @@ class BufferPool:
                 memory, or all memory in use was leased by this thread or by others that wait here, and none of it is to be
                 released after a future. Tensors over ended leases are given a second to be dropped. If memory in use was leased
                 by threads that have ended, and no other thread is running, the error comes within a second.
-            ValueError: If ``nbytes`` is negative.
+            TypeError, ValueError: If ``nbytes`` is no number of bytes, or negative.
         """
-        nbytes = byte_count(nbytes, "nbytes")
-        lease = self.try_lease(nbytes)
-        return self._wait(nbytes, timeout, keeping) if lease is None else lease
+        wanted = byte_count(nbytes, "nbytes")
+        lease = self._try_lease(wanted)
+        return self._wait(wanted, timeout, keeping) if lease is None else lease
 
-    def try_lease(self, nbytes: int) -> Lease | None:
+    def try_lease(self, nbytes: ByteCount) -> Lease | None:
         """Like :meth:`lease`, but return None instead of waiting or raising OutOfBuffers for the budget.
 
         Blocks only to pin the memory, if none that is free fits.
         """
-        return self._try_lease(nbytes)
+        return self._try_lease(byte_count(nbytes, "nbytes"))
 
     def try_lease_over(self, memory: mmap.mmap, give_way: Callable[[], None] | None = None) -> Lease | None:
         """Like :meth:`try_lease`, but count memory of the caller's own in the budget until the lease has ended. Never blocks.
@@ -215,7 +225,6 @@ class BufferPool:
     def _try_lease(
         self, nbytes: int, memory: mmap.mmap | None = None, give_way: Callable[[], None] | None = None
     ) -> Lease | None:
-        nbytes = byte_count(nbytes, "nbytes")
         self._settle()
         if nbytes == 0:  # there is no memory to give back
             import torch
@@ -469,8 +478,8 @@ def buffer_pool() -> BufferPool:
         return _pool
 
 
-def set_buffer_budget(nbytes: int) -> None:
-    """Set the budget of the process's pool, in bytes: see :meth:`BufferPool.set_budget`."""
+def set_buffer_budget(nbytes: MemoryBudget) -> None:
+    """Set the budget of the process's pool: bytes, "8GB", "25%" or "auto". See :meth:`BufferPool.set_budget`."""
     buffer_pool().set_budget(nbytes)
 
 

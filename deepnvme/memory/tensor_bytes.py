@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import math
-import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from deepnvme.ops import load_async_io
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 def memory_of(tensor: torch.Tensor, start: int = 0, count: int | None = None) -> memoryview:
@@ -23,6 +26,17 @@ def memory_of(tensor: torch.Tensor, start: int = 0, count: int | None = None) ->
     """
     nbytes = tensor.nbytes - start if count is None else count
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr() + start)).cast("B")
+
+
+def crc32(data: Buffer, crc: int = 0) -> int:
+    """Return what ``zlib.crc32`` does, at the speed of memory and without the GIL. Several threads compute it from 16 MiB on.
+
+    Args:
+        data: Contiguous bytes of one dimension, such as :func:`memory_of` a tensor.
+        crc: The CRC-32 of what comes before them.
+    """
+    found: int = load_async_io().memory.crc32(data, crc)
+    return found
 
 
 def copy_many(destinations: array[int], sources: array[int], lengths: array[int]) -> None:
@@ -47,7 +61,7 @@ def copy_many(destinations: array[int], sources: array[int], lengths: array[int]
     load_async_io().memory.copy_many(destinations, sources, lengths)
 
 
-_CHUNK = 16 << 20  # bytes copied from a device at a time for a checksum
+_CHUNK = 64 << 20  # bytes copied from a device at a time for a checksum; in between, Ctrl-C is seen
 
 
 def check_storable(name: str, tensor: object) -> None:
@@ -160,7 +174,7 @@ def checksums(tensor: torch.Tensor, lengths: Iterable[int]) -> tuple[int, ...]:
         for begin in range(start, start + length, _CHUNK):
             part = data[begin : min(begin + _CHUNK, start + length)].cpu()
             with memory_of(part) as view:
-                crc = zlib.crc32(view, crc)
+                crc = crc32(view, crc)
         running.append(crc)
         start += length
     return tuple(running)

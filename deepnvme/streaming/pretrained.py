@@ -24,6 +24,7 @@ import torch
 from deepnvme._model_structure import weights_by_name
 from deepnvme._progress import Wanted
 from deepnvme.checkpoint.weight_locations import Location, weights_in_index
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.quantization import Scheme
 from deepnvme.store.volumes import directory_weights
 
@@ -58,7 +59,7 @@ def from_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
     offload_dir: Directories,
-    memory_budget: int = 0,
+    memory_budget: MemoryBudget = 0,
     prefetch: int = 2,
     device: torch.device | str | None = None,
     quantize: Scheme | None = None,
@@ -76,7 +77,7 @@ def from_pretrained(
     Args:
         name_or_path: As for transformers' ``from_pretrained``; what is not a directory is downloaded.
         offload_dir: One or several directories of the store, as for :class:`WeightStore`.
-        memory_budget: Bytes of weights that stay in memory, as for :func:`stream`.
+        memory_budget: Bytes of weights that stay in memory, or "8GB", "50%", "auto", as for :func:`stream`.
         prefetch: Number of extents that are read ahead, as for :func:`stream`.
         device: Where the model computes, as for :func:`stream`.
         quantize: "int8", "int4" or None, as for :meth:`WeightStore.build`.
@@ -99,6 +100,7 @@ def from_pretrained(
             checkpoint is quantised, or ``kv_offload`` is none of the above.
         Exception: Whatever transformers, :meth:`WeightStore.build` and :func:`stream` raise.
     """
+    budget_bytes(memory_budget, "memory_budget")  # checked before any work; what it is, the stream finds out
     if kv_offload not in (None, "cpu", "nvme"):
         raise ValueError(f"kv_offload must be None, 'cpu' or 'nvme', got {kv_offload!r}")
     for option in _REFUSED:

@@ -14,7 +14,10 @@ from torch import nn
 
 from deepnvme._descriptions import readable, representation, usability
 from deepnvme._model_structure import REST
+from deepnvme._sizes import ByteCount, byte_count
+from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.memory.host import give_back_heap
+from deepnvme.memory.system_memory import available_memory
 
 from .extent_cache import ExtentCache
 from .extent_memory import PinnedSlots, Slots
@@ -27,11 +30,16 @@ from .weights.weight_store import WeightStore
 
 
 def stream(
-    model: nn.Module, store: WeightStore, *, prefetch: int = 2, memory_budget: int = 0, device: torch.device | str | None = None
+    model: nn.Module,
+    store: WeightStore,
+    *,
+    prefetch: int = 2,
+    memory_budget: MemoryBudget = 0,
+    device: torch.device | str | None = None,
 ) -> Streaming:
     """Read a model's weights from ``store`` while it runs, and keep them in memory only while its blocks use them.
 
-    >>> with deepnvme.streaming.stream(model, store, memory_budget=4 << 30) as streaming, torch.inference_mode():
+    >>> with deepnvme.streaming.stream(model, store, memory_budget="4GB") as streaming, torch.inference_mode():
     ...     model(input_ids)
     ...     print(streaming.report())
 
@@ -49,7 +57,9 @@ def stream(
         prefetch: Number of extents (units of reading) that are read ahead, 0 or more. Memory is allocated for ``prefetch + 1``
             of the largest extent; more of smaller extents are read ahead into it.
         memory_budget: Bytes of weights, beside the memory for reading ahead, that stay in memory once they have been read. They
-            are chosen so that a pass reads as little as possible.
+            are chosen so that a pass reads as little as possible. Or "8GB", "50%", "auto", see
+            :data:`deepnvme.memory.MemoryBudget`: of host memory, or that of the CUDA device on which the model computes. "auto"
+            keeps none if that is too little for the smallest extent.
         device: Where the model computes; the CPU if None. Inputs have to be there. The model's buffers are moved there.
 
     Returns:
@@ -84,8 +94,8 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
 
     As a context manager it calls :meth:`close` on exit. Thread-safe.
 
-    Arguments are those of :func:`stream`, and ``owns_store``: whether :meth:`close` also closes the store, for functions that
-    open the store themselves and return only the model.
+    Arguments are those of :func:`stream`, and two for functions that open the store themselves and return only the model.
+    ``owns_store``: whether :meth:`close` also closes the store. ``least_budget``: bytes that take the place of a smaller budget.
     """
 
     def __init__(
@@ -93,28 +103,34 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         model: nn.Module,
         store: WeightStore,
         prefetch: int,
-        memory_budget: int,
+        memory_budget: MemoryBudget,
         device: torch.device | str | None,
         owns_store: bool = False,
+        least_budget: int = 0,
     ) -> None:
         device = torch.device("cpu" if device is None else device)
+        budget = budget_bytes(memory_budget, "memory_budget", functools.partial(_available_on, device))
         if prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {prefetch}")
         check_not_streamed(model)
         store.check(model)
         self._store = store
-        self._model, self._memory_budget, self._process = type(model).__name__, memory_budget, os.getpid()
+        self._model, self._process = type(model).__name__, os.getpid()
         self._new_reader, slots_of = _on(device, store, prefetch)
         self._reader = self._new_reader()
         sizes = {name: self._reader.nbytes(name) for name in store.extents if name != REST}
-        _check_budget(memory_budget, sizes)
-        chosen = residents(sizes, {}, memory_budget)
+        if is_automatic(memory_budget) and budget < min(sizes.values(), default=0):
+            budget = 0
+        budget = max(budget, least_budget)
+        _check_budget(budget, sizes)
+        self._memory_budget = budget
+        chosen = residents(sizes, {}, budget)
         streamed = [nbytes for name, nbytes in sizes.items() if name not in chosen]
         self._slots = slots_of(min((prefetch + 1) * max(streamed, default=0), sum(streamed)))
         stored = {name: extent.nbytes for name, extent in store.extents.items()}
         self._cache = ExtentCache(self._reader.read, sizes, self._slots, chosen, stored)
         self._weights = ModuleWeights(model, store, self._reader.extents, device)
-        self._forwards = StreamedForwards(store, self._cache, self._weights, sizes, self._slots.limit, memory_budget)
+        self._forwards = StreamedForwards(store, self._cache, self._weights, sizes, self._slots.limit, budget)
         self._restored: _Restored | None = None  # None until close()
         self._ended = False
         self.owns_store = owns_store
@@ -157,27 +173,26 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         """Set the report's counters to zero. Waits until a call of the model in another thread has ended."""
         self._forwards.reset()
 
-    def measure_limit(self, nbytes: int = 256 << 20) -> float | None:
+    def measure_limit(self, nbytes: ByteCount = 256 << 20) -> float | None:
         """Measure how fast extents can be read if nothing is computed. Later reports give their speed as a share of it.
 
         Reads the extents that are not resident, in the order in which a pass first needs them. Blocks, and waits until a call of
         the model in another thread has ended.
 
         Args:
-            nbytes: Least number of bytes to read, 1 or more. Less than one extent more is read.
+            nbytes: Least number of bytes to read, 1 or more, or a size such as "1GB". Less than one extent more is read.
 
         Returns:
             Bytes per second. None if a pass reads nothing: all extents are resident, or fit into the memory for reading ahead.
 
         Raises:
-            ValueError: If ``nbytes`` is less than 1.
+            TypeError, ValueError: If ``nbytes`` is no number of bytes, or less than 1.
             RuntimeError: If called within a forward of the model, or after :meth:`close`.
             OSError: If reading fails (CorruptExtent for a wrong checksum). Reports keep the limit that was measured before.
         """
-        if nbytes < 1:
-            raise ValueError(f"nbytes must be at least 1, got {nbytes}")
+        wanted = byte_count(nbytes, "nbytes", least=1)
         self._forwards.check_outside("measure_limit()")
-        return self._forwards.run_locked(functools.partial(self._forwards.measured, nbytes))
+        return self._forwards.run_locked(functools.partial(self._forwards.measured, wanted))
 
     def close(self, restore: bool | Collection[str] = False) -> None:
         """End the stream: release its memory and give the modules their own forward back. Idempotent.
@@ -259,15 +274,18 @@ class _Restored:
 
 
 def _check_budget(budget: int, sizes: Mapping[str, int]) -> None:
-    """Raise ValueError for a negative memory budget, or one that holds no extent."""
-    if budget < 0:
-        raise ValueError(f"memory_budget must not be negative, got {budget}")
+    """Raise ValueError for a memory budget that holds no extent."""
     smallest = min(sizes.values(), default=0)
     if 0 < budget < smallest:
         raise ValueError(
             f"memory_budget must hold an extent, the smallest of which has {smallest} bytes (the largest has"
             f" {max(sizes.values())}, all {sum(sizes.values())}), or be 0; got {budget}"
         )
+
+
+def _available_on(device: torch.device) -> int:
+    """Return the bytes of memory that are available where a model computes, and its resident weights are."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.config import AioConfig
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
 
 from .creating import Values
 from .initial_rows import NormalRows
@@ -86,10 +88,12 @@ class RowsOnDisk(nn.Module):
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *, path: AnyPath | Sequence[AnyPath] | Table, padding_idx: int | None,
         max_norm: float | None, scale_grad_by_freq: bool, sparse: bool, weight: None, device: torch.device | str | None,
-        dtype: torch.dtype | None, optimizer: OptimizerFactory | None, values: Values | None, memory_budget: int,
-        staging_bytes: int, config: AioConfig | None,
+        dtype: torch.dtype | None, optimizer: OptimizerFactory | None, values: Values | None, memory_budget: MemoryBudget,
+        staging_bytes: ByteCount, config: AioConfig | None,
     ) -> None:  # fmt: skip
         super().__init__()
+        memory_budget = budget_bytes(memory_budget, "memory_budget")
+        staging_bytes = byte_count(staging_bytes, "staging_bytes")
         if max_norm is not None:
             raise ValueError(
                 f"max_norm={max_norm} is not supported: rows that are too long would be changed, and written, by every forward,"
@@ -367,7 +371,8 @@ class EmbeddingOnDisk(RowsOnDisk):
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = True, _weight: None = None,
         _freeze: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
         path: AnyPath | Sequence[AnyPath] | Table, optimizer: OptimizerFactory | None = None, values: Values | None = None,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET, staging_bytes: int = DEFAULT_STAGING_BYTES, config: AioConfig | None = None,
+        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET, staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
+        config: AioConfig | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             num_embeddings, embedding_dim, path=path, padding_idx=padding_idx, max_norm=max_norm,
@@ -382,7 +387,8 @@ class EmbeddingOnDisk(RowsOnDisk):
         cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, padding_idx: int | None = None,
         max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = True, *,
         path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None, optimizer: OptimizerFactory | None = None,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET, staging_bytes: int = DEFAULT_STAGING_BYTES, config: AioConfig | None = None,
+        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET, staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
+        config: AioConfig | None = None,
     ) -> Self:  # fmt: skip
         """Return an embedding with rows that are there already.
 
@@ -402,6 +408,8 @@ class EmbeddingOnDisk(RowsOnDisk):
             staging_bytes: As for the class.
             config: As for the class.
         """
+        memory_budget = budget_bytes(memory_budget, "memory_budget")
+        staging_bytes = byte_count(staging_bytes, "staging_bytes")
         memory: dict[str, Any] = {"memory_budget": memory_budget, "staging_bytes": staging_bytes, "config": config}
         return cls._from_pretrained(
             embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, max_norm=max_norm,
@@ -438,8 +446,9 @@ class EmbeddingBagOnDisk(RowsOnDisk):
         scale_grad_by_freq: bool = False, mode: Mode = "mean", sparse: bool = True, _weight: None = None,
         include_last_offset: bool = False, padding_idx: int | None = None, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None, *, path: AnyPath | Sequence[AnyPath] | Table,
-        optimizer: OptimizerFactory | None = None, values: Values | None = None, memory_budget: int = DEFAULT_MEMORY_BUDGET,
-        staging_bytes: int = DEFAULT_STAGING_BYTES, config: AioConfig | None = None,
+        optimizer: OptimizerFactory | None = None, values: Values | None = None,
+        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET, staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
+        config: AioConfig | None = None,
     ) -> None:  # fmt: skip
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
@@ -459,9 +468,12 @@ class EmbeddingBagOnDisk(RowsOnDisk):
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, mode: Mode = "mean", sparse: bool = True,
         include_last_offset: bool = False, padding_idx: int | None = None, *,
         path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None, optimizer: OptimizerFactory | None = None,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET, staging_bytes: int = DEFAULT_STAGING_BYTES, config: AioConfig | None = None,
+        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET, staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
+        config: AioConfig | None = None,
     ) -> Self:  # fmt: skip
         """Return a module with rows that are there already: see :meth:`EmbeddingOnDisk.from_pretrained`."""
+        memory_budget = budget_bytes(memory_budget, "memory_budget")
+        staging_bytes = byte_count(staging_bytes, "staging_bytes")
         memory: dict[str, Any] = {"memory_budget": memory_budget, "staging_bytes": staging_bytes, "config": config}
         return cls._from_pretrained(
             embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, max_norm=max_norm, mode=mode,

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.checkpoint.weight_locations import Location, weights_in
 from deepnvme.config import AioConfig
-from deepnvme.memory.byte_count import byte_count
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
 
 from .paths import AnyPath
 from .reading import FailedRow, RowsFuture, RowsUnreadable
@@ -252,8 +253,8 @@ def open_ngram_tables(
     names: str = r".*",
     *,
     shard_name: str = SHARD_NAME,
-    memory_budget: int = DEFAULT_MEMORY_BUDGET,
-    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET,
+    staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
     config: AioConfig | None = None,
 ) -> dict[str, RowShards]:
     """Open the embedding tables of a model where they are, without a copy.
@@ -263,7 +264,7 @@ def open_ngram_tables(
         names: Pattern of the tables' names, all of which has to match. Tensors of one dimension are no tables.
         shard_name: Pattern of the names of tensors that have some rows of a table each, with the groups ``table``, ``number`` and
             ``rest``: the table's name is ``table`` and ``rest``.
-        memory_budget: Bytes of memory for all tables together, shared in proportion to their sizes.
+        memory_budget: Bytes of memory for all tables together, shared in proportion to their sizes; or "8GB", "25%", "auto".
         staging_bytes: Bytes of pinned memory for rows on their way, of all tables together, shared equally. A table has at least
             512 KiB, or two rows.
         config: Settings of the engine; None for the profile of the drive.
@@ -275,8 +276,8 @@ def open_ngram_tables(
         ValueError: If no name matches, or the numbers of a table's tensors are not 0, 1, 2 and so on.
         FileNotFoundError: If a file is missing.
     """
-    byte_count(memory_budget, "memory_budget")
-    byte_count(staging_bytes, "staging_bytes")
+    memory_budget = budget_bytes(memory_budget, "memory_budget")
+    staging_bytes = byte_count(staging_bytes, "staging_bytes")
     tables: dict[str, list[tuple[int, str, Location]]] = {}
     for name, weight in weights_in(Path(os.fsdecode(path))).items():
         if not isinstance(weight, Location) or len(weight.info.shape) < 2:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.config import AioConfig
-from deepnvme.memory.byte_count import byte_count
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
 
 from .embedding import EmbeddingBagOnDisk, EmbeddingOnDisk, RowsOnDisk
 from .manifest import MANIFEST_NAME
@@ -27,10 +28,10 @@ def offload_embeddings(
     model: nn.Module,
     path: AnyPath | Sequence[AnyPath],
     *,
-    min_bytes: int = _MIN_BYTES,
+    min_bytes: ByteCount = _MIN_BYTES,
     optimizer: OptimizerFactory | None = None,
-    memory_budget: int = DEFAULT_MEMORY_BUDGET,
-    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET,
+    staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
     config: AioConfig | None = None,
 ) -> list[str]:
     """Replace the large embeddings of a model by ones whose rows are on a drive. Blocks until the rows are there.
@@ -45,9 +46,9 @@ def offload_embeddings(
     Args:
         model: The model. Modules that are no subclasses of torch's two are replaced in it.
         path: A directory, or several on different drives, for the directories of the tables.
-        min_bytes: Embeddings of fewer bytes stay in memory.
+        min_bytes: Embeddings of fewer bytes stay in memory; or a size such as "512MiB".
         optimizer: What will train the rows, as for :class:`EmbeddingOnDisk`; None for rows that are not trained any more.
-        memory_budget: Bytes of memory for all tables together, shared in proportion to their sizes.
+        memory_budget: Bytes of memory for all tables together, shared in proportion to their sizes; or "8GB", "25%", "auto".
         staging_bytes: Bytes of pinned memory for rows on their way, of all tables together, shared equally. A table has at least
             512 KiB, or two rows, for reads and as much for writes.
         config: Settings of the engine; None for the profile of the drive.
@@ -59,9 +60,9 @@ def offload_embeddings(
         ValueError: If the model is an embedding itself; or as :class:`EmbeddingOnDisk` raises.
         OSError: From the drive. No module is replaced then; tables that were made stay.
     """
-    byte_count(min_bytes, "min_bytes")
-    byte_count(memory_budget, "memory_budget")
-    byte_count(staging_bytes, "staging_bytes")
+    min_bytes = byte_count(min_bytes, "min_bytes")
+    memory_budget = budget_bytes(memory_budget, "memory_budget")
+    staging_bytes = byte_count(staging_bytes, "staging_bytes")
     if type(model) in (nn.Embedding, nn.EmbeddingBag):
         raise ValueError("the model is an embedding itself, and cannot be replaced in itself: use from_pretrained()")
     chosen, reasons = _embeddings_to_move(model, min_bytes)

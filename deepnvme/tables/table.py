@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import operator
 import os
 import threading
 import weakref
@@ -17,9 +18,10 @@ import torch
 
 from deepnvme._descriptions import places, readable, representation, usability
 from deepnvme._interrupts import defer_interrupts
+from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.config import AioConfig
 from deepnvme.engine import Engine, File
-from deepnvme.memory.byte_count import byte_count
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.memory.host import huge_pages
 from deepnvme.ops import load_async_io
 from deepnvme.profiles import engine_for
@@ -70,10 +72,10 @@ class Table:
     ) -> None:  # fmt: skip
         self._layout, self._directories = layout, directories
         self._source, self._config = dict(source), config
-        self.memory_budget = byte_count(memory_budget, "memory_budget")
-        """Bytes of memory for rows, as given."""
-        self.staging_bytes = byte_count(staging_bytes, "staging_bytes")
-        """Bytes of pinned memory for rows on their way, as given."""
+        self.memory_budget = memory_budget
+        """Bytes of memory for rows."""
+        self.staging_bytes = staging_bytes
+        """Bytes of pinned memory for rows on their way."""
         self._lock = threading.RLock()
         self._writer: RowWriter | None = None
         self._locks: list[DirectoryLock] = []
@@ -96,8 +98,8 @@ class Table:
         values: Callable[[int, int], torch.Tensor] | None = None,
         states: Mapping[str, State] | None = None,
         updatable: bool = True,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET,
+        staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
         config: AioConfig | None = None,
     ) -> Table:
         """Make a new table and open it. Blocks until its rows are on the drive.
@@ -121,9 +123,12 @@ class Table:
             ValueError: For a shape without bytes, or values of another shape or dtype.
             OSError: From the drive; ENOSPC before anything is written if there is too little space. Nothing is left then.
         """
+        memory_budget = budget_bytes(memory_budget, "memory_budget")
+        staging_bytes = byte_count(staging_bytes, "staging_bytes")
         columns = columns_of(dtype, (shape,) if isinstance(shape, int) else shape, states)
         directories = as_directories(paths)
-        byte_count(rows, "rows")
+        if operator.index(rows) < 0:
+            raise ValueError(f"rows must not be negative, got {rows}")
         initial = {name: state.initial for name, state in (states or {}).items()}
         create_files(directories, rows, columns, values, initial, updatable, config)
         return cls.open(
@@ -137,14 +142,16 @@ class Table:
         tensor: torch.Tensor,
         *,
         updatable: bool = False,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET,
+        staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
         config: AioConfig | None = None,
     ) -> Table:
         """Make a table of the rows of a tensor: ``tensor[i]`` is row i. It may be mapped from a file, of any size.
 
         Arguments and errors are those of :meth:`create`.
         """
+        memory_budget = budget_bytes(memory_budget, "memory_budget")
+        staging_bytes = byte_count(staging_bytes, "staging_bytes")
         if tensor.dim() == 0:
             raise ValueError("a table is made of a tensor with rows, got one without dimensions")
         return cls.create(
@@ -169,8 +176,8 @@ class Table:
         shape: int | Sequence[int] | None = None,
         offset: int = 0,
         writable: bool = False,
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET,
+        staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
         config: AioConfig | None = None,
     ) -> Table:
         """Open a table, or a file that is one already, without a copy.
@@ -184,10 +191,11 @@ class Table:
             offset: Bytes from the start of a raw file to its first row.
             writable: Whether rows will be changed: of tables that were created ``updatable``. There is one writer at a time,
                 and any number of readers beside it, which see its last commit.
-            memory_budget: Bytes of rows that stay in memory, with what is needed to find them.
-            staging_bytes: Bytes of pinned memory for rows on their way, besides: two thirds for reads, and one third for writes
-                if the table is ``writable``. It is allocated when it is first used. At least two parts of 256 KiB, or of a row
-                if that is larger, are used for each.
+            memory_budget: Bytes of rows that stay in memory, with what is needed to find them; or "8GB", "25%", "auto": see
+                :data:`deepnvme.memory.MemoryBudget`. No more is used than the table has rows for.
+            staging_bytes: Bytes of pinned memory for rows on their way, besides, or a size such as "64MiB": two thirds for reads,
+                and one third for writes if the table is ``writable``. It is allocated when it is first used. At least two parts
+                of 256 KiB, or of a row if that is larger, are used for each.
             config: Settings of the engine; None for the profile of the drive.
 
         Raises:
@@ -198,6 +206,8 @@ class Table:
                 ``writable`` for what is not an updatable table.
             OSError: From opening it.
         """
+        memory_budget = budget_bytes(memory_budget, "memory_budget")
+        staging_bytes = byte_count(staging_bytes, "staging_bytes")
         given = as_directories(paths)
         first = given[0]
         source: dict[str, Any] = {"paths": given, "name": name, "dtype": dtype, "shape": shape, "offset": offset}

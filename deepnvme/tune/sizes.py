@@ -1,22 +1,21 @@
-"""Parses and formats sizes such as "400M"; K, M, G and T are powers of 1024."""
+"""Sizes on command lines and in reports: "400M", where K, M, G and T are powers of 1024, as in DeepSpeed's and fio's options."""
 
 from __future__ import annotations
 
-import re
+from deepnvme import _sizes
 
 GIB = 1 << 30
 """Bytes of a GiB."""
-_SHIFTS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_SHIFTS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
 
 def parse_size(text: str | int) -> int:
-    """Return the bytes of a size such as "400M", "1G", "64KiB", "4096" or 4096.
+    """Return the bytes of a size such as "400M", "1G", "64KiB", "4096" or 4096: see :func:`deepnvme._sizes.parse_size`.
 
     Raises:
         ValueError: If it is no such size, or less than one byte.
     """
-    match = re.fullmatch(r"(\d+)([KMGT]?)(?:i?B)?", str(text).strip(), re.ASCII | re.IGNORECASE)
-    size = int(match[1]) << _SHIFTS[match[2].upper()] if match else 0
+    size = _sizes.parse_size(str(text)) or 0
     if size <= 0:
         raise ValueError(f"must be a size such as 4096, 128K, 400M or 1G, got {text!r}")
     return size

@@ -242,10 +242,23 @@ def test_memory_that_another_thread_holds_is_waited_for(drive: Path, pool: Buffe
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("obj", [{}, [1, "a"], torch.arange(10), state(), [torch.empty(0), torch.ones(()), torch.ones(3, 3).t()]])
 def test_the_file_is_that_of_save(drive: Path, obj: object, lazy: bool) -> None:
-    deepnvme.save(obj, drive / "expected.pt", checksum=lazy)
-    future = deepnvme.async_save(obj, drive / "found.pt", checksum=lazy, lazy=lazy)
-    assert future.result(10) == future.nbytes
-    assert (drive / "found.pt").read_bytes() == (drive / "expected.pt").read_bytes()
+    for checksum in (None, False, True):
+        deepnvme.save(obj, drive / "expected.pt", checksum=checksum)
+        future = deepnvme.async_save(obj, drive / "found.pt", checksum=checksum, lazy=lazy)
+        assert future.result(10) == future.nbytes
+        assert (drive / "found.pt").read_bytes() == (drive / "expected.pt").read_bytes()
+
+
+def test_checksums_are_of_what_is_saved_also_when_the_tensors_change(drive: Path, pool: BufferPool, held: Any) -> None:
+    tensors = state(1)
+    future = deepnvme.async_save(tensors, drive / "a.pt", pool=pool)
+    future.wait_staged(0)
+    for tensor in tensors.values():
+        tensor.zero_()
+    held.release()
+    future.result(10)
+    report = deepnvme.checkpoint.verify(drive / "a.pt")
+    assert (report.ok, report.contents_checked) == (True, True)
 
 
 def test_tensors_may_change_when_it_returns(drive: Path, pool: BufferPool, held: Any) -> None:

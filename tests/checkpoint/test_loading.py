@@ -387,7 +387,7 @@ class TestDamagedFiles:
             deepnvme.load(path)
 
     def test_files_without_checksums_have_nothing_to_verify(self, path: Path) -> None:
-        deepnvme.save([torch.ones(100)], path)
+        deepnvme.save([torch.ones(100)], path, checksum=False)
         flip(path, place_of(path, "/data/0"))
         deepnvme.load(path, checksum=True)
 

@@ -340,7 +340,7 @@ class TestShards:
         assert len(paths) == 4
         assert same(load_file(paths[-1]), {"a": torch.ones(1), "b": torch.ones(100), "c": torch.ones(1)})
 
-    @pytest.mark.parametrize("size", ["5", "GB", "5XB", "-1GB", 0, "0GB"])
+    @pytest.mark.parametrize("size", ["1.5", "GB", "5XB", "-1GB", "50%", 0, "0GB"])
     def test_sizes_that_are_none(self, drive: Path, size: Any) -> None:
         with pytest.raises(ValueError, match="max_shard_size"):
             save_sharded({"a": torch.ones(1)}, drive, max_shard_size=size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,18 @@ class TestTorchLoads:
 def test_checksums_are_those_of_zip_tools(drive: Path) -> None:
     if shutil.which("unzip") is None:
         pytest.skip("needs unzip")
-    deepnvme.save(OBJECTS["large among small"](), drive / "file.pt", checksum=True)
+    deepnvme.save(OBJECTS["large among small"](), drive / "file.pt")
     assert "No errors detected" in subprocess.run(["unzip", "-t", drive / "file.pt"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_the_file_has_checksums_unless_it_is_to_have_none(drive: Path, kind: str) -> None:
+    for checksum in (None, True, False):
+        deepnvme.save(OBJECTS[kind](), drive / "file.pt", checksum=checksum)
+        with zipfile.ZipFile(drive / "file.pt") as archive:
+            sums = {info.CRC for info in archive.infolist() if "/data/" in info.filename and info.file_size}
+            assert archive.testzip() is None if checksum is not False else sums <= {0}
+            assert checksum is False or 0 not in sums
 
 
 def test_progress_is_told_bytes_up_to_those_of_the_file(drive: Path) -> None:

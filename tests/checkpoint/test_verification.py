@@ -150,12 +150,23 @@ class TestSound:
         assert (after.tensors, after.nbytes, after.checksums) == (before.tensors, before.nbytes, before.checksums)
         with pytest.raises(SystemExit):
             main(["verify", str(drive / "file.pt")])
-        assert capsys.readouterr().out.endswith("with a checksum, compressed)\n")
+        assert capsys.readouterr().out.endswith("; compressed)\n")
 
     def test_without_checksums_nothing_of_the_storages_is_read(self, drive: Path) -> None:
-        deepnvme.save([torch.ones(5)], drive / "file.pt")
+        deepnvme.save([torch.ones(5)], drive / "file.pt", checksum=False)
         flip(drive / "file.pt", place_of(drive / "file.pt", "/data/0"))
-        assert (verify(drive / "file.pt").ok, verify(drive / "file.pt").checksums) == (True, 0)
+        report = verify(drive / "file.pt")
+        assert (report.ok, report.checksums, report.checked_nbytes, report.contents_checked) == (True, 0, 0, False)
+
+    @pytest.mark.parametrize("save", [deepnvme.save, torch.save])
+    def test_the_contents_of_a_file_that_was_saved_with_defaults_are_checked(
+        self, drive: Path, save: Callable[[object, Path], None]
+    ) -> None:
+        save([torch.ones(5), torch.empty(0), torch.arange(600_000)], drive / "file.pt")
+        report = verify(drive / "file.pt")
+        assert (report.ok, report.checked_nbytes, report.contents_checked) == (True, 4_800_020, True)
+        flip(drive / "file.pt", place_of(drive / "file.pt", "/data/2") + 3_000_000)
+        assert [problem[:9] for problem in verify(drive / "file.pt").problems] == ["storage 2"]
 
 
 class TestCommand:
@@ -165,9 +176,43 @@ class TestCommand:
             main(["verify", str(path), str(drive / "a.safetensors")])
         assert ended.value.code == 0
         assert capsys.readouterr().out.splitlines() == [
-            f"{path}: ok (4 storages, 12000136 bytes, 3 with a checksum)",
-            f"{drive / 'a.safetensors'}: ok (1 tensors, 12 bytes, 0 with a checksum)",
+            f"{path}: ok (structure, and checksums of all 4 storages, 12000136 bytes)",
+            f"{drive / 'a.safetensors'}: ok as far as checked"
+            " (structure; contents of 1 tensors, 12 bytes, not checked: the format has no checksums)",
         ]
+
+    def test_it_says_what_of_a_file_has_no_checksum(self, path: Path, drive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        deepnvme.save([torch.ones(3)], drive / "none.pt", checksum=False)
+        assert verify(drive / "none.pt").checked() == (
+            "structure; contents of 1 storages, 12 bytes, not checked: the file has no checksums"
+        )
+        with zipfile.ZipFile(path) as archive:
+            crc = next(each.CRC for each in archive.infolist() if each.filename.endswith("data/0")).to_bytes(4, "little")
+        path.write_bytes(path.read_bytes().replace(crc, bytes(4)))
+        report = verify(path)
+        assert (report.ok, report.checksums, report.checked_nbytes) == (True, 2, 8 * 1_500_007)
+        assert report.checked() == (
+            "structure, and checksums of 2 of 4 storages, 12000056 of 12000136 bytes; contents of the others not checked:"
+            " they have none"
+        )
+
+    @pytest.mark.parametrize(("checksum", "options", "status"), [
+        (True, ["--require-checksums"], 0), (False, ["--require-checksums"], 3), (False, [], 0),
+    ])  # fmt: skip
+    def test_it_ends_with_3_if_checksums_are_required_and_there_are_none(
+        self, drive: Path, checksum: bool, options: list[str], status: int
+    ) -> None:
+        deepnvme.save([torch.ones(3)], drive / "file.pt", checksum=checksum)
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", *options, str(drive / "file.pt")])
+        assert ended.value.code == status
+
+    def test_what_is_wrong_counts_more_than_what_is_not_checked(self, path: Path, drive: Path) -> None:
+        flip(path, place_of(path, "/data/0"))
+        save_file({"a": torch.ones(3)}, drive / "a.safetensors")
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", "--require-checksums", str(drive / "a.safetensors"), str(path)])
+        assert ended.value.code == 1
 
     def test_it_ends_with_1_if_anything_is_wrong(self, path: Path, drive: Path, capsys: pytest.CaptureFixture[str]) -> None:
         flip(path, place_of(path, "/data/0"))
@@ -176,7 +221,7 @@ class TestCommand:
         assert ended.value.code == 1
         said = capsys.readouterr()
         assert said.err == f"{drive / 'missing'}: No such file or directory\n"
-        assert said.out.splitlines()[0] == f"{path}: 1 wrong (4 storages, 12000136 bytes, 3 with a checksum)"
+        assert said.out.splitlines()[0] == f"{path}: 1 wrong (structure, and checksums of all 4 storages, 12000136 bytes)"
         assert said.out.splitlines()[1].startswith("  storage 0, 80 bytes")
 
     @pytest.mark.slow

@@ -263,9 +263,10 @@ def test_a_checkpoint_is_loaded_and_dispatched(drive: Path) -> None:
     assert torch.equal(models.tokens(model.eval()), models.tokens(known))
 
 
-def test_the_options_are_those_of_the_last_call(drive: Path) -> None:
+@pytest.mark.parametrize("budget", [1 << 30, "1GB", "25%", "auto"])
+def test_the_options_are_those_of_the_last_call(drive: Path, budget: int | str) -> None:
     models.checkpoint("llama", drive / "checkpoint")
-    integration.enable(memory_budget=1 << 30)
+    integration.enable(memory_budget=budget)
     model = offloaded("llama", drive)
     models.tokens(model)
     model.streaming.reset()

@@ -596,13 +596,23 @@ def test_two_extents_are_dequantised_by_half_of_the_processors_each(drive: Path,
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_read_once_all_is_resident(world: World) -> None:
-    with world.stream(memory_budget=1 << 20) as streaming:
+@pytest.mark.parametrize("budget", [1 << 20, "1MiB", "1GB", "50%", "auto"])
+def test_nothing_is_read_once_all_is_resident(world: World, budget: int | str) -> None:
+    with stream(world.streamed, world.store, memory_budget=budget) as streaming:
         world.check(ORDER)
         streaming.reset()
         for _ in range(3):
             world.check(ORDER)
         assert streaming.report().bytes_read == 0
+
+
+def test_no_weight_is_resident_where_half_of_the_memory_holds_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepnvme.streaming.streamed_model.available_memory", lambda: 2 * 4095)
+    with stream(world.streamed, world.store, memory_budget="auto") as streaming:
+        world.check(ORDER)
+        assert streaming.report().resident_bytes == 0
+    with pytest.raises(ValueError, match="memory_budget must hold an extent"):
+        stream(world.streamed, world.store, memory_budget="50%")
 
 
 def test_a_pass_reads_what_is_not_resident_once(world: World) -> None:

@@ -10,8 +10,8 @@ from deepnvme.tune.sizes import parse_size, size_text
 
 
 @pytest.mark.parametrize("text", [
-    "", " ", "0", "0K", "-1", "-1K", "+1", "1.5M", "1e6", "K", "M1",
-    "1 M", "1MM", "1X", "1Ki", "0x10", "1_000", "٣", "1\u212a", "nan", "1M2",
+    "", " ", "0", "0K", "-1", "-1K", "+1", "1.5", "1e6", "K", "M1",
+    "1M M", "1MM", "1X", "1iB", "0x10", "1_000", "٣", "1\u212a", "nan", "1M2",
 ])  # fmt: skip
 def test_what_is_not_a_size_is_refused_and_shown(text: str) -> None:
     with pytest.raises(ValueError, match="must be a size such as") as caught:
@@ -22,9 +22,9 @@ def test_what_is_not_a_size_is_refused_and_shown(text: str) -> None:
 @pytest.mark.parametrize(("text", "size"), [
     ("1", 1), ("511", 511), ("4097", 4097), (" 4096 ", 4096), ("007", 7),
     ("1K", 1 << 10), ("128K", 128 << 10), ("400M", 400 << 20), ("1G", 1 << 30), ("2T", 2 << 40),
-    ("64k", 64 << 10), ("64KB", 64 << 10), ("64KiB", 64 << 10), ("8b", 8),
+    ("64k", 64 << 10), ("64KiB", 64 << 10), ("1 M", 1 << 20), ("1.5M", 3 << 19), ("8b", 8), ("64KB", 64_000),
 ])  # fmt: skip
-def test_suffixes_are_powers_of_1024(text: str, size: int) -> None:
+def test_suffixes_are_powers_of_1024_unless_they_have_a_b(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 

@@ -8,13 +8,16 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.tensor_bytes import copy_many, flat_bytes
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
+
+if TYPE_CHECKING:
+    from deepnvme.ops.aio.async_io_op.checkpoint import Checksums
 
 _PADDING = ctypes.create_string_buffer(b"Z" * PAGE, PAGE)
 _PADDING_ADDRESS = ctypes.addressof(_PADDING)
@@ -58,6 +61,8 @@ class FileImage:
         self._large: list[int] = []
         self.nbytes = 0
         """Size of the file in bytes, as far as it was added."""
+        self.checksums: Checksums | None = None
+        """Checksums that belong into the file and are not known yet: see :func:`add_checksums`. None if there are none."""
 
     def add_text(self, text: bytes) -> None:
         """Append a copy of the bytes."""
@@ -227,6 +232,25 @@ class FileImage:
             return 0
         self._texts.append(bytearray(text))
         return ctypes.addressof(ctypes.c_char.from_buffer(self._texts[-1]))
+
+
+def add_checksums(checksums: Checksums, begin: int, memory: torch.Tensor) -> None:
+    """Compute checksums over the next bytes of a file, and write into them those that belong there. Blocks, without the GIL.
+
+    Called for all bytes of the file, in order. Memory that was copied from the image has to pass before it is written, and is
+    written to. A tensor's own memory has data only, and may be under way to the drive meanwhile: it is only read.
+
+    Args:
+        checksums: Those of the image.
+        begin: Offset of the bytes in the file.
+        memory: The bytes. Of those on a device only the number counts: they have no checksums here.
+    """
+    address, nbytes = memory.data_ptr(), memory.nbytes
+    for at in range(0, nbytes, _MOST_SUMMED):  # Ctrl-C is seen in between
+        checksums.advance(begin + at, address + at, min(_MOST_SUMMED, nbytes - at))
+
+
+_MOST_SUMMED = 256 << 20
 
 
 def _chunks(begin: int, end: int) -> Iterator[WriteRange]:

@@ -27,7 +27,12 @@ from .pt_pickle import pickled
 
 
 def pt_image(
-    obj: object, pickle_module: ModuleType, protocol: int, checksum: bool, across: Across | None = None, alignment: int = PAGE
+    obj: object,
+    pickle_module: ModuleType,
+    protocol: int,
+    checksum: bool | None,
+    across: Across | None = None,
+    alignment: int = PAGE,
 ) -> FileImage:
     """Return the image of the archive of an object.
 
@@ -35,7 +40,9 @@ def pt_image(
         obj: Any object that pickles.
         pickle_module: Provides the pickler.
         protocol: Pickle protocol.
-        checksum: Compute the CRC-32 of each storage, 0.4 s of one core per GB. Otherwise the file has 0 in its place.
+        checksum: Whether the file has the CRC-32 of each storage, or 0 in its place. None for those that cost little: of storages
+            on the CPU, unless ranks save together. These are computed while the image is written, see
+            :attr:`FileImage.checksums`; the others now. Blocks for these.
         across: If several ranks save one object with DTensors together: pickles it alike on every rank. The image then has this
             rank's part.
         alignment: Each storage begins at a multiple of this many bytes.
@@ -60,10 +67,15 @@ def pt_image(
     names += [f"archive/{name}" for name in after]
     nbytes = array("Q", [*map(len, before.values()), *sizes, *map(len, after.values())])
     crcs = array("Q", map(zlib.crc32, before.values()))
-    crcs.extend(map(crc32_of, storages) if checksum else bytes(len(storages)))
+    beside = [checksum is not False and across is None and storage.device.type == "cpu" for storage in storages]
+    crcs.extend(crc32_of(each) if checksum and not later else 0 for each, later in zip(storages, beside, strict=True))
     crcs.extend(map(zlib.crc32, after.values()))
-    text, headers, paddings = load_async_io().checkpoint.zip_layout(names, nbytes, crcs, alignment)
-    return _image(text, headers, paddings, [*before.values(), *storages, *after.values()])
+    native = load_async_io().checkpoint
+    text, headers, paddings, places = native.zip_layout(names, nbytes, crcs, alignment)
+    image = _image(text, headers, paddings, [*before.values(), *storages, *after.values()])
+    if any(beside):
+        image.checksums = native.Checksums(places, nbytes, bytes([*bytes(len(before)), *beside, *bytes(len(after))]))
+    return image
 
 
 def _image(

@@ -18,7 +18,8 @@ import torch
 
 from deepnvme._descriptions import places, readable, representation
 from deepnvme._interrupts import defer_interrupts
-from deepnvme.memory.byte_count import byte_count
+from deepnvme._sizes import ByteCount, byte_count
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
 
 from .report import ActivationReport, StepCounts
 from .saved_tensor import KeptTensor, Packed, SavedDTensor, is_distributed, is_kept_by_user, is_plain
@@ -38,7 +39,7 @@ MIN_BYTES = 1 << 20
 class save_on_disk:
     """Context manager under which tensors that autograd saves for the backward go to a drive, and come back in time.
 
-    >>> activations = deepnvme.save_on_disk("/mnt/nvme/activations", memory_budget=4 << 30)
+    >>> activations = deepnvme.save_on_disk("/mnt/nvme/activations", memory_budget="4GB")
     >>> for batch in loader:
     ...     with activations:
     ...         loss = model(batch).sum()
@@ -68,28 +69,31 @@ class save_on_disk:
     Args:
         path: Directory, created if it is missing; or several, on several drives, over which large tensors are striped.
         memory_budget: Bytes of saved tensors that are in memory at a time: those that stay, and those on the way to and from the
-            drive. More only for a single tensor that is larger.
-        min_bytes: Tensors that span fewer bytes stay in memory, and do not count for the budget.
+            drive. More only for a single tensor that is larger. Or "8GB", "25%", "auto", see
+            :data:`deepnvme.memory.MemoryBudget`: of what is available when the first of the objects that share the files is
+            entered.
+        min_bytes: Tensors that span fewer bytes stay in memory, and do not count for the budget; or a size such as "1MiB".
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
-        ValueError: If no path is given, or a number of bytes is negative.
+        TypeError, ValueError: If no path is given, or a number of bytes is none, or negative.
     """
 
     def __init__(
         self,
         path: AnyPath | Iterable[AnyPath],
         *,
-        memory_budget: int = _MEMORY_BUDGET,
-        min_bytes: int = MIN_BYTES,
+        memory_budget: MemoryBudget = _MEMORY_BUDGET,
+        min_bytes: ByteCount = MIN_BYTES,
         config: AioConfig | None = None,
     ) -> None:
+        budget_bytes(memory_budget, "memory_budget")
+        self._memory_budget = memory_budget
+        self._min_bytes = byte_count(min_bytes, "min_bytes")
         paths = [path] if isinstance(path, str | bytes | os.PathLike) else list(path)
         if not paths or not all(map(os.fspath, paths)):
             raise ValueError(f"save_on_disk needs a directory on the drive, got {path!r}")
         self._paths = tuple(Path(os.path.abspath(os.fsdecode(each))) for each in paths)
-        self._memory_budget = byte_count(memory_budget, "memory_budget")
-        self._min_bytes = byte_count(min_bytes, "min_bytes")
         self._config = config
         self._open = threading.local()
 
@@ -201,7 +205,8 @@ class save_on_disk:
         with _sharing:
             key = self._key()
             if key not in _stores or _stores[key].closed:
-                _stores[key] = ActivationStore(self._paths, self._memory_budget, self._config)
+                budget = budget_bytes(self._memory_budget, "memory_budget")
+                _stores[key] = ActivationStore(self._paths, budget, self._config)
             return _stores[key]
 
 

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from deepnvme._callers import stack_level
 from deepnvme._descriptions import places, readable, representation
-from deepnvme.memory.byte_count import byte_count
+from deepnvme._sizes import ByteCount, byte_count
+from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.tensor_store import TensorStore
@@ -74,7 +75,8 @@ class OffloadedOptimizer(Optimizer):
         nvme_path: One directory, several to stripe over, or a mapping from directory to weight. Locked while the optimizer is
             open. With ``torch.distributed``, each rank makes and locks its own directory in them. Twice the bytes of the states
             are reserved there at once, so that a failed step leaves the states of the step before.
-        dram_budget: Bytes of states that stay in memory, and of their gradients with ``offload_gradients``. Their first step and
+        dram_budget: Bytes of states that stay in memory, and of their gradients with ``offload_gradients``; or "8GB", or "25%" of
+            the available memory, or "auto" for half of that, though no more than the pool has room for. Their first step and
             checkpoints go through the drive nevertheless. Further memory is needed for three sub-groups in flight (one read, one
             stepped, one written): their states and master weights; during a step, copies of those parameters that have no
             master weight; and with ``offload_gradients`` the gradients of four sub-groups. Copies of further sub-groups stay in
@@ -111,7 +113,7 @@ class OffloadedOptimizer(Optimizer):
         optimizer_class: type[Optimizer],
         *,
         nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float],
-        dram_budget: int = 0,
+        dram_budget: MemoryBudget = 0,
         master_weights: bool = False,
         sub_group_size: int = 1 << 22,
         offload_gradients: bool = False,
@@ -122,23 +124,25 @@ class OffloadedOptimizer(Optimizer):
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
+        budget = budget_bytes(dram_budget, "dram_budget")
         closure = inspect.signature(optimizer_class.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise ValueError(
                 f"{optimizer_class.__name__} evaluates the loss several times a step, over all parameters at once: it cannot be"
                 " offloaded; choose an optimizer that steps each parameter by itself"
             )
-        dram_budget = byte_count(dram_budget, "dram_budget")
         if sub_group_size < 1:
             raise ValueError(f"sub_group_size must be positive, got {sub_group_size}")
         if offload_gradients and step_in_backward:
             raise ValueError("step_in_backward frees gradients at once: offload_gradients has nothing to do then; choose one")
         self._planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, sub_group_size)
-        self._residency = ResidencyPolicy(self._planner, dram_budget, offload_gradients)
+        self._residency = ResidencyPolicy(self._planner, budget, offload_gradients)
         self._pool = buffer_pool() if pool is None else pool
         self._checksum, self._offload_gradients, self._step_in_backward = checksum, offload_gradients, step_in_backward
         super().__init__(params, self._planner.defaults())
         first = self._planner.sub_groups_of(self.param_groups, 0, 0)
+        if is_automatic(dram_budget):
+            self._residency.limit_budget(first, self._pool.budget)
         self._residency.check_memory(first, self._pool, 0)
         self._saved_steps = 0
         """How many steps the last state_dict() or load_state_dict() knew of."""
@@ -147,6 +151,8 @@ class OffloadedOptimizer(Optimizer):
             owner = DirectoryOwner("OffloadedOptimizer", give_way=weakref.WeakMethod(self._give_way))
             self._store = TensorStore(_own_directories(nvme_path), checksum=checksum, config=config, owner=owner)
             # Only now: an optimizer that was there before may have had memory until here.
+            if is_automatic(dram_budget):
+                self._residency.limit_budget(first, self._pool.budget - self._pool.in_use)
             self._residency.check_memory(first, self._pool, self._pool.in_use)
             self._runner = StepRunner(
                 self,
@@ -209,24 +215,25 @@ class OffloadedOptimizer(Optimizer):
         """Return timings and bytes moved of the last step. Raises RuntimeError before the first step."""
         return self._runner.io.last
 
-    def measure_limits(self, nbytes: int = 256 << 20) -> tuple[float, float]:
+    def measure_limits(self, nbytes: ByteCount = 256 << 20) -> tuple[float, float]:
         """Measure how fast the drive reads and writes in this optimizer's directories.
 
         Takes some tenths of a second. The result is kept, and :meth:`report` compares later steps with it.
 
         Args:
-            nbytes: Bytes to read and to write; rounded up to whole rounds.
+            nbytes: Bytes to read and to write, or a size such as "1GB"; rounded up to whole rounds.
 
         Returns:
             Bytes per second read, and bytes per second written.
 
         Raises:
-            ValueError: If ``nbytes`` is less than 1.
+            TypeError, ValueError: If ``nbytes`` is no number of bytes, or less than 1.
             OSError: From the drive.
         """
+        wanted = byte_count(nbytes, "nbytes", least=1)
         self._runner.guard.check_usable()
         largest = max(each.numel for each in self._sub_groups)
-        return self._runner.io.measure_limits(self._pool, 4 * largest, nbytes)
+        return self._runner.io.measure_limits(self._pool, 4 * largest, wanted)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all parameters like ``torch.nn.utils.clip_grad_norm_``, also those on the drive.

@@ -39,6 +39,10 @@ class ResidencyPolicy:
         """Bytes of blocks that may stay in memory."""
         return self._dram_budget
 
+    def limit_budget(self, sub_groups: Sequence[SubGroup], free: int) -> None:
+        """Lower the budget to what free memory has room for beside the sub-groups in flight. For before :meth:`choose`."""
+        self._dram_budget = max(0, min(self._dram_budget, free * 8 // 9 - self._in_flight(sub_groups, self._planner.estimate)))
+
     def choose(self, sub_groups: Sequence[SubGroup]) -> None:
         """Set ``in_memory`` of each sub-group that has a block by now and no decision yet, in order, within the budget.
 
@@ -86,12 +90,17 @@ class ResidencyPolicy:
 
     def _most_memory(self, sub_groups: Sequence[SubGroup], block_bytes: Callable[[SubGroup], int]) -> int:
         """Return the most bytes that the resident sub-groups and those in flight lease, where blocks have these sizes."""
-        ring = 0
+        staying = sum(map(self._memory, self._expected_to_stay(sub_groups)))
+        # A lease may take up to an eighth more than was asked for.
+        return (staying + self._in_flight(sub_groups, block_bytes)) * 9 // 8
+
+    def _in_flight(self, sub_groups: Sequence[SubGroup], block_bytes: Callable[[SubGroup], int]) -> int:
+        """Return the most bytes that the sub-groups in flight want, where blocks have these sizes."""
+        most = 0
         for each in sub_groups:  # resident ones too: their first step goes through the drive
             gradients = each.full_gradient_bytes + ((OPEN + 1) * _parameter_bytes(each) if self._offload_gradients else 0)
-            ring = max(ring, RING * (block_bytes(each) + _parameter_bytes(each)) + gradients)
-        staying = self._expected_to_stay(sub_groups)
-        return (sum(map(self._memory, staying)) + ring) * 9 // 8  # a lease may take up to an eighth more than was asked for
+            most = max(most, RING * (block_bytes(each) + _parameter_bytes(each)) + gradients)
+        return most
 
     def drive_bytes(self, sub_groups: Sequence[SubGroup]) -> int:
         """Return the most bytes that the sub-groups take on the drive.

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from deepnvme._sizes import ByteCount, byte_count
 from deepnvme._weight_differences import StoreMismatch
-from deepnvme.memory.byte_count import byte_count
 
 from .layers import Part, TiledEmbedding, TiledLayer, TiledLinear, check_replaceable, shape_of, splits_within
 
 
-def tile_large_layers(model: nn.Module, max_bytes: int) -> list[str]:
+def tile_large_layers(model: nn.Module, max_bytes: ByteCount) -> list[str]:
     """Replace the linear layers and embeddings of a model whose weights are large by tiled ones. Changes the model in place.
 
     Each :class:`torch.nn.Linear` becomes a :class:`TiledLinear` split by outputs, each :class:`torch.nn.Embedding` a
@@ -26,7 +26,8 @@ def tile_large_layers(model: nn.Module, max_bytes: int) -> list[str]:
 
     Args:
         model: The model. Subclasses of the two classes are left as they are, with a warning if they are large.
-        max_bytes: Most bytes of a tile's weight. A layer whose weight has no more is left as it is. The bias is not counted.
+        max_bytes: Most bytes of a tile's weight, or a size such as "256MiB". A layer whose weight has no more is left as it is.
+            The bias is not counted.
 
     Returns:
         The names of the layers that were replaced, in the order of ``model.named_modules()``.

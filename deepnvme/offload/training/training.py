@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from deepnvme._callers import stack_level
 from deepnvme._descriptions import places, readable, representation, usability
+from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.checkpoint.saving import save
-from deepnvme.memory.byte_count import byte_count
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.offload.activations.checkpointing import is_checkpointed, keep_for_backward, recompute_on_backward
 from deepnvme.offload.activations.saved_tensor import KeptTensor
@@ -115,8 +116,9 @@ class OffloadedTraining:
             converted to the dtypes of the model. If a part of the model is on the meta device, what is not, as adapters, may be
             missing in it. None for the values in memory, or for new ones. With a ``process_group``, a mapping may have DTensors,
             as the ``state_dict()`` of a model that ``fully_shard`` has wrapped: each process reads its own rows.
-        memory_budget: Bytes of parameters, gradients, states and saved activations that are in memory. More only if a single
-            block needs more. What a forward computes with beside these is not counted.
+        memory_budget: Bytes of parameters, gradients, states and saved activations that are in memory; or "8GB", "50%", "auto",
+            see :data:`deepnvme.memory.MemoryBudget`, of what is available before the model's own memory is released. More only
+            if a single block needs more. What a forward computes with beside these is not counted.
         parameters: "nvme"; or "memory" to have them stay in memory beside being on the drive, and only states come and go.
         quantize: "int8" or "int4" to have weights that are frozen, that is, do not require gradients, quantised on the drive, as
             :meth:`deepnvme.streaming.WeightStore.build` does. A block's are dequantised into their own dtypes when it is used:
@@ -124,8 +126,8 @@ class OffloadedTraining:
         activations: "memory" to have them stay there, beside the budget; or "nvme" to have :class:`save_on_disk` keep those that
             ``activation_budget`` has no room for; or "recompute" to have only the blocks' inputs kept so, and the rest computed
             again in the backward; or "auto" for what takes the least time: as "nvme", with some blocks computed again.
-        activation_budget: Bytes of the memory budget for activations, unless all stay in memory; None to have them chosen by
-            what the third step has measured, see :meth:`plan`, and a quarter until then.
+        activation_budget: Bytes of the memory budget for activations, or a size such as "2GB", unless all stay in memory; None to
+            have them chosen by what the third step has measured, see :meth:`plan`, and a quarter until then.
         master_weights: Whether parameters in bfloat16 and float16 have a float32 weight in the states.
         micro_batches: Backwards in a step, whose gradients are summed.
         accumulation: "vertical" to have :meth:`step` run each block for all micro-batches before the next one, so that it is read
@@ -162,11 +164,11 @@ class OffloadedTraining:
         nvme_path: AnyPath | Sequence[AnyPath],
         blocks: Iterable[nn.Module | str] | None = None,
         checkpoint: Checkpoint | None = None,
-        memory_budget: int = 1 << 30,
+        memory_budget: MemoryBudget = 1 << 30,
         parameters: str = "nvme",
         quantize: Scheme | None = None,
         activations: str = "memory",
-        activation_budget: int | None = None,
+        activation_budget: ByteCount | None = None,
         accumulation: str = "vertical",
         master_weights: bool = False,
         micro_batches: int = 1,
@@ -179,8 +181,10 @@ class OffloadedTraining:
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
+        memory_budget = budget_bytes(memory_budget, "memory_budget")
+        if activation_budget is not None:
+            activation_budget = byte_count(activation_budget, "activation_budget")
         _check_choices(parameters, activations, accumulation, micro_batches, max_norm, clip_by)
-        memory_budget = byte_count(memory_budget, "memory_budget")
         self.model = model
         self._optimizer_class, self._memory_budget = optimizer_class, memory_budget
         self._closed = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -16,6 +15,7 @@ from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
 from deepnvme._descriptions import readable, representation
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.store.volumes import Directory
 
 from .drive import KVDrive
@@ -78,7 +78,8 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
         config: The model's configuration.
         where: "cpu" for host memory, pinned if the model is on a CUDA device; "nvme" for a drive.
         path: With "nvme", the directory in which the cache makes a directory of its own; made if it is missing. Otherwise None.
-        memory_budget: With "nvme", bytes of host memory for whole layers that stay off the drive; 0 for none. As the cache grows,
+        memory_budget: With "nvme", bytes of host memory for whole layers that stay off the drive; 0 for none. Or "8GB", "25%",
+            "auto", see :data:`deepnvme.memory.MemoryBudget`: of what is available when the cache is made. As the cache grows,
             one layer after another moves to the drive, chosen so that layers on the drive are spread among those in memory. On a
             CPU, attention uses layers in memory in place, and a step copies nothing.
         prefetch: Number of layers that are read ahead, 0 or more.
@@ -97,11 +98,11 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
         where: Where = "nvme",
         *,
         path: Directory | None = None,
-        memory_budget: int = 0,
+        memory_budget: MemoryBudget = 0,
         prefetch: int = 1,
         aio_config: AioConfig | None = None,
     ) -> None:
-        _check(where, path, memory_budget, prefetch, aio_config)
+        budget = _check(where, path, memory_budget, prefetch, aio_config)
         types, arguments = cache_utils.get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         kinds = [cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[name] for name in types]
         strange = {name for name, kind in zip(types, kinds, strict=True) if kind not in _OFFLOADED and kind not in _KEPT}
@@ -109,7 +110,7 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
             raise ValueError(f"layers of {', '.join(sorted(strange))} cannot be offloaded: use a DynamicCache for this model")
         self._drive = KVDrive(path if where == "nvme" else None, len(kinds), prefetch, aio_config)
         self._path = path
-        self._budget = operator.index(memory_budget) if where == "nvme" else None
+        self._budget = budget if where == "nvme" else None
         layers: list[Any] = [
             kind(**given)
             if kind in _KEPT
@@ -207,7 +208,7 @@ def offloaded_cache(
     where: Where = "nvme",
     *,
     path: Directory | None = None,
-    memory_budget: int = 0,
+    memory_budget: MemoryBudget = 0,
     prefetch: int = 1,
     aio_config: AioConfig | None = None,
 ) -> OffloadedCache | cache_utils.EncoderDecoderCache:
@@ -227,11 +228,11 @@ def offloaded_cache(
         TypeError: If ``aio_config`` is something else than an AioConfig.
         OSError: If the files cannot be made, or the kernel refuses the backend that ``aio_config`` names.
     """
+    budget = _check(where, path, memory_budget, prefetch, aio_config)
     made = functools.partial(OffloadedCache, config, where, path=path, prefetch=prefetch, aio_config=aio_config)
     if not config.is_encoder_decoder:
-        return made(memory_budget=memory_budget)
-    half = memory_budget // 2
-    return cache_utils.EncoderDecoderCache(made(memory_budget=half), made(memory_budget=half))
+        return made(memory_budget=budget)
+    return cache_utils.EncoderDecoderCache(made(memory_budget=budget // 2), made(memory_budget=budget // 2))
 
 
 def close_cache(cache: cache_utils.Cache) -> None:
@@ -248,7 +249,7 @@ def offload_kv(
     where: Where = "nvme",
     *,
     path: Directory | None = None,
-    memory_budget: int = 0,
+    memory_budget: MemoryBudget = 0,
     prefetch: int = 1,
     aio_config: AioConfig | None = None,
 ) -> None:
@@ -331,18 +332,20 @@ _KEPT = tuple(
 )
 
 
-def _check(where: str, path: object, memory_budget: int, prefetch: int, aio_config: object) -> None:
-    """Raise ValueError for an argument out of range."""
+def _check(where: str, path: object, memory_budget: MemoryBudget, prefetch: int, aio_config: object) -> int:
+    """Return the memory budget in bytes. Raises ValueError or TypeError for an argument that is wrong."""
+    budget = budget_bytes(memory_budget, "memory_budget")
     if where not in ("cpu", "nvme"):
         raise ValueError(f'where must be "cpu" or "nvme", got {where!r}')
     if (path is None) == (where == "nvme"):
         raise ValueError(f'path is a directory on the drive for "nvme", and None for "cpu", got {path!r} for {where!r}')
-    if memory_budget < 0 or (memory_budget and where == "cpu"):
-        raise ValueError(f'memory_budget must be 0 or more, and is for "nvme" only, got {memory_budget} for {where!r}')
+    if budget and where == "cpu":
+        raise ValueError(f'memory_budget is for "nvme" only, got {memory_budget!r} for {where!r}')
     if prefetch < 0:
         raise ValueError(f"prefetch must be 0 or more layers, got {prefetch}")
     if aio_config is not None and where == "cpu":
         raise ValueError(f'aio_config is for "nvme" only, got it for {where!r}: nothing is read or written')
+    return budget
 
 
 def _distance(layer: int, streamed: list[int], layers: int) -> int:

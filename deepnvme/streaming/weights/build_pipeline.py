@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
-from deepnvme.memory.tensor_bytes import memory_of
+from deepnvme.memory.tensor_bytes import crc32, memory_of
 from deepnvme.quantization import Scheme, quantize
 from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.tensor_store import TensorStore
@@ -196,7 +195,7 @@ def write_extents(
             raw.release()
         memory = lease.buffer
         _clear_gaps(each.extent, memory)
-        built.append(replace(each.extent, crc32=zlib.crc32(memory_of(memory)) if checksum else None))
+        built.append(replace(each.extent, crc32=crc32(memory_of(memory)) if checksum else None))
         lease.release(after=written.start(store.put, key_of(each.extent.name), memory))
         del memory, lease
         written.take_ended(most=_WRITTEN)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deepnvme.checkpoint.formats import pt_image as pt_image_module
-from deepnvme.checkpoint.formats.file_image import FileImage
+from deepnvme.checkpoint.formats.file_image import FileImage, add_checksums
 from deepnvme.checkpoint.formats.pt_image import crc32_of, pt_image
 from deepnvme.checkpoint.formats.pt_pickle import Pickled, pickled
 from deepnvme.memory.tensor_bytes import memory_of
@@ -30,10 +30,12 @@ GIB = 1 << 30
 def content(image: FileImage) -> bytes:
     into = torch.empty(image.nbytes, dtype=torch.uint8)
     image.copy(0, image.nbytes, into)
+    if image.checksums is not None:
+        add_checksums(image.checksums, 0, into)
     return bytes(memory_of(into))
 
 
-def ours(obj: Any, protocol: int = 2, checksum: bool = True, module: Any = pickle) -> bytes:
+def ours(obj: Any, protocol: int = 2, checksum: bool | None = True, module: Any = pickle) -> bytes:
     return content(pt_image(obj, module, protocol, checksum))
 
 
@@ -55,6 +57,11 @@ class TestIdentity:
     def test_with_every_protocol(self, protocol: int) -> None:
         obj = OBJECTS["an optimizer"]()
         assert_identical(ours(obj, protocol), torchs(obj, protocol))
+
+    @pytest.mark.parametrize("kind", OBJECTS)
+    def test_of_what_is_saved_with_defaults(self, kind: str) -> None:
+        obj = OBJECTS[kind]()
+        assert_identical(ours(obj, checksum=None), torchs(obj))
 
     def test_without_checksums(self) -> None:
         obj = OBJECTS["large among small"]()
@@ -106,7 +113,7 @@ class TestSizes:
 
     def test_storages_are_not_looked_at_before_they_are_written(self) -> None:
         before = _resident()
-        pt_image([torch.empty(2 * GIB, dtype=torch.uint8)], pickle, 2, False)
+        pt_image([torch.empty(2 * GIB, dtype=torch.uint8)], pickle, 2, None)
         assert _resident() - before < 64 << 20
 
 

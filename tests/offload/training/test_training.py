@@ -216,8 +216,8 @@ def test_groups_that_are_not_of_the_trained_parameters_are_an_error(drive: Path,
     assert not list(drive.iterdir())
 
 
-@pytest.mark.parametrize("budget", [0, 10 << 20])
-def test_any_budget_will_do(drive: Path, budget: int) -> None:
+@pytest.mark.parametrize("budget", [0, 10 << 20, "10MB", "1%", "auto"])
+def test_any_budget_will_do(drive: Path, budget: int | str) -> None:
     train_both(Model(), drive, memory_budget=budget).close()
 
 
@@ -470,6 +470,8 @@ def test_a_backward_after_the_step_is_an_error(drive: Path) -> None:
         ({"accumulation": "diagonal"}, "accumulation must be"),
         ({"micro_batches": 0}, "micro_batches must be positive"),
         ({"memory_budget": -1}, "memory_budget must not be negative"),
+        ({"memory_budget": "much"}, "memory_budget must be a number of bytes.*'much'"),
+        ({"activation_budget": "50%"}, "activation_budget must be a number of bytes.*'50%': only memory budgets"),
         ({"blocks": [nn.Linear(1, 1)]}, "is no module of the model"),
     ],
 )

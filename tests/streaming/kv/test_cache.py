@@ -107,6 +107,8 @@ def same(cache: Any, reference: Any) -> bool:
         ({"where": "cpu", "path": "."}, "path"),
         ({"where": "cpu", "memory_budget": 1}, "memory_budget"),
         ({"path": ".", "memory_budget": -1}, "-1"),
+        ({"path": ".", "memory_budget": "10 parsecs"}, "memory_budget must be a number of bytes.*'10 parsecs'"),
+        ({"where": "cpu", "memory_budget": "auto"}, "memory_budget"),
         ({"path": ".", "prefetch": -1}, "prefetch"),
         ({"where": "cpu", "aio_config": AioConfig()}, "aio_config"),
     ],
@@ -583,6 +585,14 @@ def test_memory_beyond_the_budget_is_a_few_layers(drive: Path, monkeypatch: pyte
 def _peak() -> int:
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+
+@pytest.mark.parametrize("budget", ["1MB", "1%", "auto"])
+def test_a_budget_may_be_written_as_a_size_or_a_share(drive: Path, budget: str) -> None:
+    with OffloadedCache(decoder("Llama", num_hidden_layers=2), path=drive, memory_budget=budget) as cache:
+        for layer in range(2):
+            cache.update(*states(positions=5), layer_idx=layer)
+        assert not any(layer.streamed for layer in cache.layers)
 
 
 def test_layers_on_the_drive_are_spread_among_those_in_memory(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:

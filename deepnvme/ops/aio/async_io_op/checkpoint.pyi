@@ -24,7 +24,9 @@ def pickle_walk(
         once as b"module\\nname", or None if unpickling might find others.
     """
 
-def zip_layout(names: list[str], sizes: Buffer, crcs: Buffer, alignment: int) -> tuple[bytes, array[int], array[int]]:
+def zip_layout(
+    names: list[str], sizes: Buffer, crcs: Buffer, alignment: int
+) -> tuple[bytes, array[int], array[int], array[int]]:
     """Place the records of a zip archive one after the other, and return all bytes besides their data.
 
     Args:
@@ -34,6 +36,34 @@ def zip_layout(names: list[str], sizes: Buffer, crcs: Buffer, alignment: int) ->
         alignment: The data of each record begin at a multiple of this many bytes.
 
     Returns:
-        (text, headers, paddings): the bytes before the data of each record, in order, and then those after the last record;
-        bytes of the text before the data of each record; and meaningless bytes between these and the data of each record.
+        (text, headers, paddings, places): the bytes before the data of each record, in order, and then those after the last
+        record; bytes of the text before the data of each record; meaningless bytes between these and the data of each record;
+        and three offsets in the file for each record: of its data, and of its CRC-32 behind them and in the directory.
     """
+
+class Checksums:
+    """The CRC-32s of records, computed while the bytes of their file pass by, once and in order. Not thread-safe.
+
+    Args:
+        places: What :func:`zip_layout` returns for the records.
+        sizes: Bytes of each record, an array of uint64 ("Q").
+        wanted: A byte for each record: 0 for those whose CRC-32 stays as it was given to :func:`zip_layout`.
+
+    Raises:
+        ValueError: If they are not as many, or not in the order of the file.
+    """
+
+    def __init__(self, places: Buffer, sizes: Buffer, wanted: bytes) -> None: ...
+    def advance(self, begin: int, address: int, nbytes: int) -> None:
+        """Take the next bytes of the file into account, and write into them the CRC-32s that belong there.
+
+        Bytes that are data of records only are not written to. Blocks, without the GIL.
+
+        Args:
+            begin: Their offset in the file, where those of the last call ended.
+            address: Where they are in host memory, which has to stay allocated.
+            nbytes: How many.
+
+        Raises:
+            ValueError: If they begin elsewhere.
+        """
