@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
+from ._report_figures import ReportFigures
 from .ops import load_async_io
 
 if TYPE_CHECKING:
@@ -115,8 +116,8 @@ class File(Protocol):
 
 
 @dataclass(frozen=True)
-class Stats:
-    """What an engine has done since it was made."""
+class Stats(ReportFigures):
+    """What an engine has done since it was made. ``as_dict()`` has its numbers."""
 
     backend: str
     """Name of the backend in use."""

@@ -14,12 +14,15 @@ ROOT = Path(deepnvme.__file__).parent
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if "op_builder" not in path.parts]
 
 BASE = {
+    "_drive_wear",
     "_files",
     "_interrupts",
     "_lazy",
     "_model_structure",
     "_preallocation",
+    "_profiler_ranges",
     "_progress",
+    "_report_figures",
     "_shortened_lists",
     "_stopwatch",
     "_weight_differences",

@@ -1,5 +1,7 @@
 """Train with more than fits into memory: parameters, gradients, optimizer states and activations on a drive."""
 
+from deepnvme._drive_wear import WriteEstimate
+
 from .activations import ActivationReport, checkpoint_on_disk, save_on_disk
 from .optimizer import OffloadedOptimizer
 from .tiles import TiledEmbedding, TiledLinear, tile_large_layers, untiled_state_dict
@@ -7,5 +9,5 @@ from .training import OffloadedTraining, TrainingPlan, TrainingReport
 
 __all__ = [
     "ActivationReport", "OffloadedOptimizer", "OffloadedTraining", "TiledEmbedding", "TiledLinear", "TrainingPlan",
-    "TrainingReport", "checkpoint_on_disk", "save_on_disk", "tile_large_layers", "untiled_state_dict",
+    "TrainingReport", "WriteEstimate", "checkpoint_on_disk", "save_on_disk", "tile_large_layers", "untiled_state_dict",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme._report_figures import ReportFigures
 from deepnvme.config import AioConfig
 from deepnvme.engine import Engine, File
 from deepnvme.memory.alignment import ALIGNMENT, padded
@@ -61,8 +62,8 @@ class PartialRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TableStats:
-    """What a table has done since it was opened."""
+class TableStats(ReportFigures):
+    """What a table has done since it was opened. ``as_dict()`` has the numbers."""
 
     hits: int
     """Numbers of rows that were in memory when they were asked for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from deepnvme._drive_wear import WriteEstimate
 from deepnvme.memory.byte_count import byte_count
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.store.tensor_store import TensorStore
@@ -26,6 +28,8 @@ from .sub_group import SubGroup
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
+
+_logger = logging.getLogger(__name__)
 
 
 class OffloadedOptimizer(Optimizer):
@@ -144,6 +148,7 @@ class OffloadedOptimizer(Optimizer):
             self.state = self._runner.states  # type: ignore[assignment]
             self._loading = self.register_load_state_dict_pre_hook(opaque)
             self._runner.add(first)
+            _logger.info("a step of %s, with its states in %s, %s", optimizer_class.__name__, nvme_path, self.estimate_writes())
         except BaseException:
             self.close()
             raise
@@ -182,6 +187,17 @@ class OffloadedOptimizer(Optimizer):
     def report(self) -> StepReport:
         """Return timings and bytes moved of the last step. Raises RuntimeError before the first step."""
         return self._runner.io.last
+
+    def estimate_writes(self) -> WriteEstimate:
+        """Return how many bytes each step will write to the drive: before the first step an estimate, then their sizes.
+
+        >>> estimate = optimizer.estimate_writes()
+        >>> estimate.terabytes_per_day(seconds_per_step=3.5), estimate.years(seconds_per_step=3.5, rated_terabytes=1200)
+
+        A step is taken to have gradients for all parameters, and checkpoints are not counted. The same is logged with level INFO
+        when the optimizer is made. :attr:`StepReport.terabytes_per_day` is of what was written.
+        """
+        return self._residency.estimate_writes(self._sub_groups)
 
     def measure_limits(self, nbytes: int = 256 << 20) -> tuple[float, float]:
         """Measure how fast the drive reads and writes in this optimizer's directories.

@@ -15,6 +15,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
+from deepnvme._report_figures import ReportFigures
 from deepnvme.store.volumes import Directory
 
 from .drive import KVDrive
@@ -35,8 +36,8 @@ Where = Literal["cpu", "nvme"]
 
 
 @dataclass(frozen=True)
-class CacheReport:
-    """What an :class:`OffloadedCache` holds now, and its I/O since it was made."""
+class CacheReport(ReportFigures):
+    """What an :class:`OffloadedCache` holds now, and its I/O since it was made. ``as_dict()`` has the numbers."""
 
     bytes_in_memory: int
     """Host memory for positions that are not on the drive, including memory reserved for more."""
