@@ -50,8 +50,8 @@ def test_as_text_it_says_what_is_written_and_at_which_pace() -> None:
         {},
         {"master_weights": True},
         {"offload_gradients": True},
-        {"dram_budget": 3 << 20},
-        {"dram_budget": 3 << 20, "offload_gradients": True},
+        {"dram_budget": 7 << 19},
+        {"dram_budget": 7 << 19, "offload_gradients": True},
         {"dram_budget": 1 << 30},
         {"step_in_backward": True},
     ],
@@ -74,8 +74,9 @@ def test_an_optimizer_writes_what_it_has_estimated(drive: Path, options: dict[st
     for found in written[1:]:
         assert estimate.bytes_per_step - slack <= found <= estimate.most_bytes_per_step + slack
         assert known.bytes_per_step <= found <= known.most_bytes_per_step
-    # The first step writes what then stays in memory.
-    assert written[0] <= estimate.most_bytes_per_step + estimate.bytes_once * 1.5 + slack
+    # The first step writes what then stays in memory, and copies of all parameters, which no master weight could bring back.
+    copies = sum(param.nbytes for param in params)
+    assert written[0] <= estimate.most_bytes_per_step + estimate.bytes_once + copies + slack
     assert known.bytes_once == 0
     assert (estimate.bytes_once > 0) == ("dram_budget" in options)
 
