@@ -195,7 +195,8 @@ class OffloadedOptimizer(Optimizer):
         >>> estimate.terabytes_per_day(seconds_per_step=3.5), estimate.years(seconds_per_step=3.5, rated_terabytes=1200)
 
         A step is taken to have gradients for all parameters. Not counted are checkpoints, and copies of all parameters that the
-        first step writes if memory has no room for them. The same is logged with level INFO when the optimizer is made. :attr:`StepReport.terabytes_per_day` is of what was written.
+        first step writes if memory has no room for them. The same is logged with level INFO when the optimizer is made.
+        ``report().terabytes_per_day`` is of what was written.
         """
         return self._residency.estimate_writes(self._sub_groups)
 
