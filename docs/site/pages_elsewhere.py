@@ -1,5 +1,6 @@
-"""A hook of MkDocs: puts Markdown files from outside docs/, such as the README, and the executed tutorials on the site, and adapts
-links between files."""
+"""A hook of MkDocs: puts Markdown files from outside docs/, such as the README, and the executed tutorials on the site.
+
+Links between files become links between pages."""
 
 from __future__ import annotations
 
