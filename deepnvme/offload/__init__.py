@@ -1,11 +1,9 @@
 """Train with more than fits into memory: parameters, gradients, optimizer states and activations on a drive."""
 
-from deepnvme._drive_wear import WriteEstimate
-
 from .activations import ActivationReport, checkpoint_on_disk, save_on_disk
 from .optimizer import OffloadedOptimizer
 from .tiles import TiledEmbedding, TiledLinear, tile_large_layers, untiled_state_dict
-from .training import OffloadedTraining, TrainingPlan, TrainingReport
+from .training import OffloadedTraining, TrainingPlan, TrainingReport, WriteEstimate
 
 __all__ = [
     "ActivationReport", "OffloadedOptimizer", "OffloadedTraining", "TiledEmbedding", "TiledLinear", "TrainingPlan",

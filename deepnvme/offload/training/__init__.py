@@ -3,5 +3,6 @@
 from .plan import TrainingPlan
 from .report import TrainingReport
 from .training import OffloadedTraining
+from .write_estimate import WriteEstimate
 
-__all__ = ["OffloadedTraining", "TrainingPlan", "TrainingReport"]
+__all__ = ["OffloadedTraining", "TrainingPlan", "TrainingReport", "WriteEstimate"]
