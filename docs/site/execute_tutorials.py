@@ -38,11 +38,16 @@ def execute(path: Path, directory: Path) -> nbformat.NotebookNode:
     # The kernel is this interpreter, whatever kernels are installed; commands that cells run are those beside it.
     beside = f"{Path(sys.executable).parent}{os.pathsep}{TUTORIALS.parents[1] / 'bin'}{os.pathsep}{os.environ['PATH']}"
     paths = os.pathsep.join(filter(None, (str(TUTORIALS.parents[1]), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "DEEPNVME_TUTORIAL": str(directory), "PATH": beside, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    own = {"DEEPNVME_TUTORIAL": str(directory), "PATH": beside, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    own["PYTHONWARNINGS"] = "ignore:IProgress not found"  # progress bars of others: without widgets they are text
     client = nbclient.NotebookClient(
-        notebook, timeout=_CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(directory)}}
+        notebook,
+        timeout=_CELL_SECONDS,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(directory)}},
+        extra_arguments=["--log-level=ERROR"],
     )
-    client.execute(env=environment)
+    client.execute(env={**os.environ, **own})
     return notebook
 
 

@@ -1,8 +1,9 @@
 """Training of a model that is on a drive, with one block after the other in memory: its values, steps, ranks, plan and state."""
 
+from deepnvme._drive_wear import WriteEstimate
+
 from .plan import TrainingPlan
 from .report import TrainingReport
 from .training import OffloadedTraining
-from .write_estimate import WriteEstimate
 
 __all__ = ["OffloadedTraining", "TrainingPlan", "TrainingReport", "WriteEstimate"]
