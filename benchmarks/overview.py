@@ -95,7 +95,7 @@ def bars(given: Sequence[Mapping[str, Any]], rows: Iterable[Row] = ROWS) -> list
     return found
 
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _STEP, _BAR = 860, 450, 100, 66, 30, 16
+_WIDTH, _LEFT, _RIGHT, _TOP, _STEP, _BAR = 900, 490, 100, 66, 30, 16
 """Pixels: of the picture, left and right of the bars, above the first, from one to the next, and of one."""
 
 
@@ -130,15 +130,15 @@ def svg(shown: Sequence[Bar], machine: str) -> str:
         low, high = scale * bar.lowest, scale * bar.highest
         baseline = top + _BAR - 3
         lines += [
-            f'  <text class="what" x="{_LEFT - 10}" y="{baseline}">{escape(bar.row.what)}'
-            f'<tspan class="than"> / {escape(bar.row.instead_of)}</tspan></text>',
+            f'  <text class="what" x="{_LEFT - 10}" y="{baseline}">{escape(bar.row.what)} '
+            f'<tspan class="than">vs. {escape(bar.row.instead_of)}</tspan></text>',
             f'  <rect x="{_LEFT}" y="{top}" width="{high:.1f}" height="{_BAR}" rx="2" fill="#a9bffa"/>',
             f'  <rect x="{_LEFT}" y="{top}" width="{low:.1f}" height="{_BAR}" rx="2" fill="#2f6fed"/>',
             f'  <text class="figure" x="{_LEFT + high + 8:.1f}" y="{baseline}">{bar.text}</text>',
         ]
     lines += [
         f'  <line x1="{one:.1f}" y1="{_TOP - 8}" x2="{one:.1f}" y2="{bottom - 6}" stroke="#1c2430" stroke-dasharray="3 3"/>',
-        f'  <text class="note" x="{one + 4:.1f}" y="{_TOP - 12}">as fast</text>',
+        f'  <text class="note" x="{one + 4:.1f}" y="{_TOP - 12}">1\N{MULTIPLICATION SIGN}</text>',
         f'  <text class="note" x="16" y="{bottom + 22}">Light: the range of the runs. {escape(machine)}</text>',
         "</svg>",
     ]
