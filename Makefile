@@ -3,7 +3,7 @@
 # make test       set up, run all tests
 # make test-deepspeed   the tests against real DeepSpeed, which is put beside the environment and compiles its own op: some minutes
 # make lint       ruff and mypy
-# make docs       the documentation as pages in site/, of which site/index.html is the first; a warning is an error
+# make docs       the documentation as pages in site/, of which site/index.html is the first; executes the tutorials; a warning is an error
 # make sanitize   the engine under load, with the address, undefined-behaviour and thread sanitizers
 # make torture HOURS=1 SEED=1   attacks: faults of drives, kills, power cuts, interrupts, damage; a table of tries and failures
 # make gpu-check  on a machine with a GPU: both ops, the tests that need it, and a benchmark in DIR; one table in the end
@@ -58,8 +58,10 @@ lint: $(VENV)/installed-for-tests
 	$(python) -m ruff check .
 	$(python) -m mypy
 
-# The docstrings are read from the sources, so this environment has neither torch nor this package.
-docs: $(VENV)/docs/installed
+# The docstrings are read from the sources, so the site's environment has neither torch nor this package. The tutorials are executed
+# in that of the tests, which has.
+docs: $(VENV)/docs/installed $(VENV)/installed-for-tests
+	$(python) docs/site/execute_tutorials.py build/tutorials
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet
 	@echo "site/index.html"
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 from ._descriptions import readable, representation, usability
+from ._report_figures import ReportFigures
 from ._sizes import ByteCount, as_bytes
 from .ops import load_async_io
 
@@ -117,8 +118,8 @@ class File(Protocol):
 
 
 @dataclass(frozen=True)
-class Stats:
-    """What an engine has done since it was made."""
+class Stats(ReportFigures):
+    """What an engine has done since it was made. ``as_dict()`` has its numbers."""
 
     backend: str
     """Name of the backend in use."""

@@ -7,6 +7,7 @@ swappers do not: they are given the ``aio`` block of its JSON.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import warnings
 from collections.abc import Iterable
@@ -19,6 +20,8 @@ from ._sizes import ByteCount, as_bytes
 from .config import AioConfig
 from .drives import Drive, drive_of
 from .engine import Engine
+
+_logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
 PROFILE_VARIABLE = "DEEPNVME_PROFILE"
@@ -262,6 +265,7 @@ def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | N
         most = settings.block_size * settings.queue_depth
         arguments["in_flight_bytes"] = most if in_flight_bytes is None else min(most, in_flight_bytes)
         arguments["queue_depth"] = max(settings.queue_depth, _MIN_QUEUE_DEPTH)
+    _logger.debug("engine settings, %s: %s", "given by the caller" if from_user else "of the drive", arguments)
     try:
         return Engine(**arguments)
     except (OSError, RuntimeError, ValueError) as error:

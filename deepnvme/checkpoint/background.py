@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import pickle
-import sys
 import threading
 import traceback
 from collections import deque
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from deepnvme._descriptions import places, readable, representation, usability
 from deepnvme._interrupts import defer_interrupts
+from deepnvme._profiler_ranges import profiler_range
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
@@ -30,13 +31,15 @@ from .snapshot import Cancelled, Latch, Snapshot
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
 
+_logger = logging.getLogger(__name__)
+
 
 class SaveFuture:
     """A save in progress, returned by :func:`async_save`. Its methods are like those of :class:`deepnvme.Future`.
 
     An error that was not retrieved with ``result`` or ``exception`` is raised by this process's next save of a .pt or
     safetensors file, which then does not run. If there is no such save, the error
-    is written to stderr at exit. Thread-safe. In a forked child every method raises RuntimeError.
+    is logged at exit, which writes it to stderr. Thread-safe. In a forked child every method raises RuntimeError.
     """
 
     def __init__(self, destination: Destination, snapshot: Snapshot, engine: Engine) -> None:
@@ -211,11 +214,11 @@ _saves = _Saves()
 
 
 def _report_unseen() -> None:
-    """Write unseen errors to stderr at exit, when the exit status can no longer be changed."""
+    """Log unseen errors at exit, when the exit status can no longer be changed: to stderr, unless logging is set up otherwise."""
     while (save := _saves.unseen()) is not None:
         _saves.seen(save)
         message = "".join(traceback.format_exception_only(save._error)).strip()
-        print(f"deepnvme: '{save.path}' was not saved, and nobody looked at its future: {message}", file=sys.stderr)
+        _logger.error("deepnvme: '%s' was not saved, and nobody looked at its future: %s", save.path, message)
 
 
 def _forget() -> None:
@@ -286,7 +289,8 @@ def start(
         if lazy:
             snapshot.leave()
         else:
-            snapshot.stage()
+            with profiler_range("stage"):
+                snapshot.stage()
     except BaseException:
         snapshot.cancel()
         _saves.wait_for(lambda other: other is save)

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
+from deepnvme._profiler_ranges import profiler_range
 from deepnvme._progress import Progress, Wanted, following
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -107,7 +108,7 @@ def load(
     safe = resolve_weights_only(weights_only, pickle_module)
 
     def whole() -> Any:
-        with following(progress, f"loading {path}") as told:
+        with profiler_range("load"), following(progress, f"loading {path}") as told:
             memory = buffer_pool() if pool is None else pool
             return _load(path, chosen, mapped, checksum, safe, options, memory, told, config)
 

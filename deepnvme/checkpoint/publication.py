@@ -6,10 +6,12 @@ import contextlib
 import errno
 import fcntl
 import io
+import logging
 import os
 import secrets
 import signal
 import stat
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +20,15 @@ from typing import TYPE_CHECKING
 
 from deepnvme._files import sync_directory
 from deepnvme._preallocation import preallocate
+from deepnvme._profiler_ranges import profiler_range
 from deepnvme.engine import Engine, File
 
 from .file_io import shared_engine
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
+
+_logger = logging.getLogger(__name__)
 
 SUFFIX = ".deepnvme-tmp"
 """Ends the names of temporary files. Those being written are locked; those left by a dead process are not."""
@@ -70,10 +75,12 @@ class Destination:
         Raises:
             OSError: As for :class:`Publication`.
         """
-        with Publication(self, nbytes, engine) as new:
+        begun = time.perf_counter()
+        with profiler_range("save"), Publication(self, nbytes, engine) as new:
             write(new.file)
             new.publish()
         self.end()
+        _logger.info("saved '%s': %d bytes in %.3f s", self.path, nbytes, time.perf_counter() - begun)
 
 
 class Publication:

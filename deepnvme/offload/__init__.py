@@ -5,11 +5,11 @@ from deepnvme._lazy import public_names
 from .activations import ActivationReport, checkpoint_on_disk, save_on_disk
 from .optimizer import OffloadedOptimizer
 from .tiles import TiledEmbedding, TiledLinear, tile_large_layers, untiled_state_dict
-from .training import OffloadedTraining, TrainingPlan, TrainingReport
+from .training import OffloadedTraining, TrainingPlan, TrainingReport, WriteEstimate
 
 __all__ = [
     "ActivationReport", "OffloadedOptimizer", "OffloadedTraining", "TiledEmbedding", "TiledLinear", "TrainingPlan",
-    "TrainingReport", "checkpoint_on_disk", "save_on_disk", "tile_large_layers", "untiled_state_dict",
+    "TrainingReport", "WriteEstimate", "checkpoint_on_disk", "save_on_disk", "tile_large_layers", "untiled_state_dict",
 ]  # fmt: skip
 
 __dir__ = public_names(__name__)

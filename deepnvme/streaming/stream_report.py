@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from deepnvme._report_figures import ReportFigures
+
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class StreamReport:
+class StreamReport(ReportFigures):
     """What a :class:`Streaming` has done since it was made or last reset; made by :meth:`Streaming.report`.
 
-    Seconds and bytes. ``str()`` gives the report as text, in which a GB is 10^9 bytes.
+    Seconds and bytes. ``str()`` gives the report as text, in which a GB is 10^9 bytes, and ``as_dict()`` its numbers.
     """
 
     passes: int

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme._profiler_ranges import profiler_range
 from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
@@ -325,7 +326,8 @@ class RowReader:
         """Wait for a part, copy its rows, and free its memory. Does nothing if that was done."""
         if part.delivered:
             return
-        error = part.future.exception()
+        with profiler_range("wait_rows"):
+            error = part.future.exception()
         failed: list[int] = []
         if error is not None:
             failed, error = self._read_singly(part, getattr(error, "indices", None) or list(range(len(part.units))), error)
@@ -368,7 +370,8 @@ class RowReader:
         """Wait for all rows of a batch. Blocks; may be called without the lock, which is not held while it waits."""
         for part in list(batch.parts):
             if not part.delivered:
-                part.future.exception()
+                with profiler_range("wait_rows"):
+                    part.future.exception()
             with self._lock:
                 self._deliver(part)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepnvme._report_figures import ReportFigures
+
 
 @dataclass(frozen=True)
-class TableStats:
-    """What a table has done since it was opened."""
+class TableStats(ReportFigures):
+    """What a table has done since it was opened. ``as_dict()`` has the numbers."""
 
     hits: int
     """Numbers of rows that were in memory when they were asked for."""

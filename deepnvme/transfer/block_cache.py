@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
+from deepnvme._profiler_ranges import profiler_range
 from deepnvme.memory.lease import Transfer
 from deepnvme.memory.pool import OutOfBuffers
 
@@ -447,7 +448,8 @@ class BlockCache(Monitor):
     def _read(self, block: Block, memory: Memory) -> None:
         block.start_reading(memory)
         try:
-            self._transfers[block] = _UnderWay(self._backing.read(block, memory.buffer))
+            with profiler_range("start_read"):
+                self._transfers[block] = _UnderWay(self._backing.read(block, memory.buffer))
         except Exception as error:
             self._release_memory(block, block.fail_reading(error.with_traceback(None)))  # whose frames would keep memory alive
         else:
@@ -455,7 +457,8 @@ class BlockCache(Monitor):
 
     def _write(self, block: Block) -> None:
         try:
-            transfer = self._backing.write(block, block.memory.buffer)
+            with profiler_range("start_write"):
+                transfer = self._backing.write(block, block.memory.buffer)
         except OSError as error:
             self._failures.append(error.with_traceback(None))
         else:

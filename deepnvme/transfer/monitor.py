@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme._profiler_ranges import profiler_range
 
 Wait = Callable[[float | None], object]
 """Returns when something has ended. May raise TimeoutError after so many seconds; None waits for as long as it takes."""
@@ -90,14 +91,15 @@ class Monitor(ABC):
                 if wait is None:
                     return
                 starved = self._helper_name is None and self._starved()
-                to_write = timed and self._is_write(wait)
+                to_write = self._is_write(wait)
             begun = time.perf_counter()
-            with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
+            name = "wait_write" if to_write else "wait_read"
+            with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError), profiler_range(name):
                 wait(_POLL_SECONDS if starved else None)
             del wait  # a transfer that keeps its error would be kept by that error's traceback
             seconds = time.perf_counter() - begun
             self.seconds_waited += seconds if timed else 0.0
-            self.seconds_waited_to_write += seconds if to_write else 0.0
+            self.seconds_waited_to_write += seconds if timed and to_write else 0.0
 
     def _start_helper(self) -> None:
         """Start the helper thread if there is something for it to wait for. Call with the lock held."""

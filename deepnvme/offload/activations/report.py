@@ -5,12 +5,17 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from deepnvme._drive_wear import terabytes_per_day
+from deepnvme._report_figures import ReportFigures
 from deepnvme._stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
-class ActivationReport:
-    """Bytes and times of one step of :class:`save_on_disk`: a forward, and the backward that followed it."""
+class ActivationReport(ReportFigures):
+    """Bytes and times of one step of :class:`save_on_disk`: a forward, and the backward that followed it.
+
+    ``as_dict()`` has the numbers, for loggers.
+    """
 
     saved_bytes: int
     """Bytes of the storages that autograd saved, each counted once; not of parameters, and of tensors below ``min_bytes``."""
@@ -36,6 +41,11 @@ class ActivationReport:
     def waiting(self) -> float:
         """Seconds that the computation waited for the drive."""
         return self.waiting_forward + self.waiting_backward
+
+    @property
+    def terabytes_per_day(self) -> float:
+        """TB (10^12 bytes) that would be written in a day of nothing but such forwards and backwards, one after the other."""
+        return terabytes_per_day(self.bytes_written, self.seconds)
 
     def line(self) -> str:
         """Return the report as one line of text. 1 GB is 10^9 bytes."""

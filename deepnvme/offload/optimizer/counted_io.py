@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,16 +11,23 @@ from typing import Any
 
 import torch
 
+from deepnvme._drive_wear import terabytes_per_day
+from deepnvme._report_figures import ReportFigures
 from deepnvme._stopwatch import Stopwatch
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.transfer.block import Block
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
-class StepReport:
-    """Timings and traffic of one step of an :class:`OffloadedOptimizer`. Seconds and bytes; 1 GB is 10^9 bytes."""
+class StepReport(ReportFigures):
+    """Timings and traffic of one step of an :class:`OffloadedOptimizer`. Seconds and bytes; 1 GB is 10^9 bytes.
+
+    ``as_dict()`` has the numbers, for loggers.
+    """
 
     step: int
     """Number of the step, from 1."""
@@ -57,6 +65,13 @@ class StepReport:
     """Bytes of states kept in memory by ``dram_budget``."""
     sub_groups: int
     """Number of sub-groups stepped in this step."""
+    period: float
+    """Time from the end of the step before to the end of this one, whatever was done in it; of the first step, ``seconds``."""
+
+    @property
+    def terabytes_per_day(self) -> float:
+        """TB (10^12 bytes) that would be written in a day of steps like this one, each of which takes :attr:`period`."""
+        return terabytes_per_day(self.bytes_written, self.period)
 
     def line(self) -> str:
         """Return the report as one line of text."""
@@ -65,7 +80,7 @@ class StepReport:
             f"step {self.step}: {self.seconds:.3f} s, computing {self.computing:.3f}, waiting {self.waiting:.3f};"
             f" read {_text(self.bytes_read)} at {self.read_gb_per_second:.2f} GB/s,"
             f" wrote {_text(self.bytes_written)} at {self.write_gb_per_second:.2f} GB/s{share};"
-            f" {_text(self.bytes_written_in_all)} written in all"
+            f" {_text(self.bytes_written_in_all)} written in all, {self.terabytes_per_day:.2f} TB a day"
         )
 
 
@@ -162,6 +177,7 @@ class CountedIO:
         self._written_in_all = 0
         self._limits: tuple[float, float] | None = None
         self._last: StepReport | None = None
+        self._ended: float | None = None  # when the last step was
 
     def get(self, name: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
         """Start reading the tensor ``name`` into ``out``, and count it. See :meth:`TensorStore.get`."""
@@ -267,7 +283,10 @@ class CountedIO:
             resident_bytes: Bytes of states kept in memory.
         """
         times = self.finish()
-        seconds = time.perf_counter() - times.begun if times.begun is not None else 0.0
+        now = time.perf_counter()
+        seconds = now - times.begun if times.begun is not None else 0.0
+        period = seconds if self._ended is None else now - self._ended
+        self._ended = now
         limit = None
         if self._limits is not None:
             limit = (times.reads.nbytes / self._limits[0] + times.writes.nbytes / self._limits[1]) / seconds
@@ -286,7 +305,10 @@ class CountedIO:
             bytes_written_in_all=self._written_in_all,
             resident_bytes=resident_bytes,
             sub_groups=sub_groups,
+            period=period,
         )
+        if _logger.isEnabledFor(logging.DEBUG):
+            _logger.debug("%s", self._last.line())
         if self._verbose:
             print(self._last.line(), flush=True)
 

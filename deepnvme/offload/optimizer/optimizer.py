@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import warnings
 import weakref
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from deepnvme._callers import stack_level
 from deepnvme._descriptions import places, readable, representation
+from deepnvme._drive_wear import WriteEstimate
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -32,6 +34,8 @@ from .sub_group import SubGroup
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
+
+_logger = logging.getLogger(__name__)
 
 
 class OffloadedOptimizer(Optimizer):
@@ -166,6 +170,7 @@ class OffloadedOptimizer(Optimizer):
             self.state = self._runner.states  # type: ignore[assignment]
             self._loading = self.register_load_state_dict_pre_hook(opaque)
             self._runner.add(first)
+            _logger.info("a step of %s, with its states in %s, %s", optimizer_class.__name__, nvme_path, self.estimate_writes())
         except BaseException:
             self.close()
             raise
@@ -214,6 +219,18 @@ class OffloadedOptimizer(Optimizer):
     def report(self) -> StepReport:
         """Return timings and bytes moved of the last step. Raises RuntimeError before the first step."""
         return self._runner.io.last
+
+    def estimate_writes(self) -> WriteEstimate:
+        """Return how many bytes each step will write to the drive: before the first step an estimate, then their sizes.
+
+        >>> estimate = optimizer.estimate_writes()
+        >>> estimate.terabytes_per_day(seconds_per_step=3.5), estimate.years(seconds_per_step=3.5, rated_terabytes=1200)
+
+        A step is taken to have gradients for all parameters. Not counted are checkpoints, and copies of all parameters that the
+        first step writes if memory has no room for them. The same is logged with level INFO when the optimizer is made.
+        ``report().terabytes_per_day`` is of what was written.
+        """
+        return self._residency.estimate_writes(self._sub_groups)
 
     def measure_limits(self, nbytes: ByteCount = 256 << 20) -> tuple[float, float]:
         """Measure how fast the drive reads and writes in this optimizer's directories.

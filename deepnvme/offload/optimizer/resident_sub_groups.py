@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from deepnvme._drive_wear import WriteEstimate
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.host import give_back_heap
@@ -113,6 +114,20 @@ class ResidencyPolicy:
             (1 if each in staying else 2) * self._block(each) + (1 + self._offload_gradients) * _parameter_bytes(each)
             for each in sub_groups
         )
+
+    def estimate_writes(self, sub_groups: Sequence[SubGroup]) -> WriteEstimate:
+        """Return how many bytes steps will write. What stays in memory is written once, by its first step.
+
+        Copies of parameters, to undo a step with, are written only where memory has no room for them.
+        """
+        staying = self._expected_to_stay(sub_groups)
+        leaving = [each for each in sub_groups if each not in staying]
+        each_step = sum(map(self._block, leaving))
+        if self._offload_gradients:
+            each_step += sum(map(_parameter_bytes, leaving))
+        copies = sum(each.bytes_without_master for each in leaving)
+        first_step = sum(self._memory(each) for each in staying if each.resident is None)
+        return WriteEstimate(bytes_per_step=each_step, most_bytes_per_step=each_step + copies, bytes_once=first_step)
 
     def _expected_to_stay(self, sub_groups: Iterable[SubGroup]) -> set[SubGroup]:
         """Return the sub-groups that will stay in memory, as far as their states' sizes can be estimated."""

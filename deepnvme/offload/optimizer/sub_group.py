@@ -136,6 +136,12 @@ class SubGroup:
         return sum(piece.numel for piece in self.pieces)
 
     @property
+    def bytes_without_master(self) -> int:
+        """Bytes of the parameters, or slices of them, that have no master weight."""
+        pieces = zip(self.pieces, self.masters, strict=True)
+        return sum(piece.numel * piece.param.element_size() for piece, mastered in pieces if not mastered)
+
+    @property
     def full_gradient_bytes(self) -> int:
         """Most bytes of float32 gradients that are needed at a time: those of the largest portion."""
         return max(sum(_padded_gradient(self.pieces[each]) for each in part if self.masters[each]) for part in self._portions)

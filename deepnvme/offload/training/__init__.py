@@ -1,11 +1,12 @@
 """Training of a model that is on a drive, with one block after the other in memory: its values, steps, ranks, plan and state."""
 
+from deepnvme._drive_wear import WriteEstimate
 from deepnvme._lazy import public_names
 
 from .plan import TrainingPlan
 from .report import TrainingReport
 from .training import OffloadedTraining
 
-__all__ = ["OffloadedTraining", "TrainingPlan", "TrainingReport"]
+__all__ = ["OffloadedTraining", "TrainingPlan", "TrainingReport", "WriteEstimate"]
 
 __dir__ = public_names(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -19,6 +20,8 @@ from .blocks.parameter_uses import ScheduledBlocks
 from .blocks.trained_block import TrainedBlock
 from .plan import BlockUse, ForwardCost, StepFigures, TrainingPlan, best_plan, scaled, usable_share
 from .report import TrainingReport
+
+_logger = logging.getLogger(__name__)
 
 _MEASURED_STEP = 3
 """The first one makes the states, and the second is the first that reads them."""
@@ -166,6 +169,7 @@ class TrainingPlanner:
                 bool(self._names),
                 self._recomputed,
             )
+            _logger.info("after step %d, the plan of the training:\n%s", self._plan.measured_in, self._plan)
         return self._plan
 
     def remove_hooks(self) -> None:

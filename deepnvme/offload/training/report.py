@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
+from deepnvme._drive_wear import terabytes_per_day
+from deepnvme._report_figures import ReportFigures
 from deepnvme.offload.activations.report import ActivationReport
 from deepnvme.offload.optimizer.counted_io import CountedIO
 from deepnvme.transfer.block_cache import BlockCache
 
 from .ranks import TrainingRanks
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
-class TrainingReport:
-    """Timings and traffic of one step of :class:`OffloadedTraining`. Seconds and bytes; 1 GB is 10^9 bytes."""
+class TrainingReport(ReportFigures):
+    """Timings and traffic of one step of :class:`OffloadedTraining`. Seconds and bytes; 1 GB is 10^9 bytes.
+
+    ``as_dict()`` has the numbers, for loggers; those of activations begin with ``activations_``.
+    """
 
     step: int
     """Number of the step, from 1."""
@@ -38,13 +46,21 @@ class TrainingReport:
     """Of the activations; None if all of them stay in memory."""
     exchanging: float = 0.0
     """Time in exchanges with the other processes of the group, waiting for them among it."""
+    period: float = 0.0
+    """Time from the end of the step before to the end of this one, whatever was done in it; of the first step, ``seconds``."""
+
+    @property
+    def terabytes_per_day(self) -> float:
+        """TB (10^12 bytes) that would be written in a day of steps like this one, each of which takes :attr:`period`."""
+        activations = 0 if self.activations is None else self.activations.bytes_written
+        return terabytes_per_day(self.bytes_written + activations, self.period)
 
     def line(self) -> str:
         """Return the report as one line of text."""
         text = (
             f"step {self.step}: {self.seconds:.3f} s, waiting {self.waiting:.3f}, {self.waiting_to_write:.3f} of it to write;"
             f" read {self.bytes_read / 1e9:.3f} GB in {self.reading:.3f} s,"
-            f" wrote {self.bytes_written / 1e9:.3f} GB in {self.writing:.3f} s"
+            f" wrote {self.bytes_written / 1e9:.3f} GB in {self.writing:.3f} s; {self.terabytes_per_day:.2f} TB a day"
         )
         if self.exchanging:
             text += f"; exchanging {self.exchanging:.3f} s"
@@ -64,6 +80,7 @@ class StepMeter:
         self._io, self._cache, self._ranks = io, cache, ranks
         self._begun = self._waited = self._waited_to_write = self._exchanged = 0.0
         self._last: TrainingReport | None = None
+        self._ended: float | None = None  # when the last step was
 
     @property
     def last(self) -> TrainingReport:
@@ -81,9 +98,13 @@ class StepMeter:
     def end(self, step: int, activations: ActivationReport | None) -> None:
         """Make the report of the step that ends."""
         times = self._io.finish()
+        now = time.perf_counter()
+        seconds = now - self._begun
+        period = seconds if self._ended is None else now - self._ended
+        self._ended = now
         self._last = TrainingReport(
             step=step,
-            seconds=time.perf_counter() - self._begun,
+            seconds=seconds,
             waiting=self._cache.seconds_waited - self._waited,
             waiting_to_write=self._cache.seconds_waited_to_write - self._waited_to_write,
             reading=times.reads.seconds,
@@ -92,4 +113,7 @@ class StepMeter:
             bytes_written=times.writes.nbytes,
             activations=activations,
             exchanging=self._ranks.seconds - self._exchanged,
+            period=period,
         )
+        if _logger.isEnabledFor(logging.DEBUG):
+            _logger.debug("%s", self._last.line())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import warnings
 import weakref
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from deepnvme._callers import stack_level
 from deepnvme._descriptions import places, readable, representation, usability
+from deepnvme._drive_wear import WriteEstimate
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.checkpoint.saving import save
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
@@ -56,6 +58,7 @@ from .planner import TrainingPlanner
 from .ranks import TrainingRanks
 from .report import StepMeter, TrainingReport
 from .state import TrainingState
+from .write_estimate import estimate_writes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,6 +66,7 @@ if TYPE_CHECKING:
     from deepnvme.config import AioConfig
     from deepnvme.profiles import AnyPath
 
+_logger = logging.getLogger(__name__)
 
 _PREFIX = "deepnvme-training"
 _ACTIVATIONS = ("auto", "memory", "nvme", "recompute")
@@ -270,6 +274,9 @@ class OffloadedTraining:
                 self.optimizer,
                 StepOptions(micro_batches, max_norm, clip_by == "previous", deferred),
             )
+            # Each backward but the last one adds to gradients, and those that are clipped by their own norm wait for it.
+            stores = micro_batches - 1 + (max_norm is not None and clip_by == "current")
+            self._estimate_writes = functools.partial(estimate_writes, blocks_of_model, planner, stores)
             residents = ResidentBlocks(self._io, self._versions, buffer_pool() if pool is None else pool)  # there are none
             check = self._check_between_steps
             states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, residents, check)
@@ -299,6 +306,7 @@ class OffloadedTraining:
                 self._dequantized.reserve(dequantized_bytes)
                 self._to_drive(initial, partition, stay)
                 self._ranks.all_agree(True)  # the first one that is done does not go on before all are
+                _logger.info("a step of the training in %s %s", nvme_path, self.estimate_writes())
             except BaseException:
                 self.close()
                 raise
@@ -384,6 +392,15 @@ class OffloadedTraining:
     def report(self) -> TrainingReport:
         """Return what the last completed step did, and what it waited for. Raises RuntimeError before the first step."""
         return self._meter.last
+
+    def estimate_writes(self) -> WriteEstimate:
+        """Return how many bytes of parameters, states and gradients each step will write to this process's drive.
+
+        Activations are not counted: how many are saved is only known when a forward has run, and is in :meth:`report`. A step is
+        taken to have gradients for all trained parameters, and checkpoints are not counted. The same is logged with level INFO
+        when the training is made.
+        """
+        return self._estimate_writes()
 
     def plan(self) -> TrainingPlan:
         """Return how the memory is divided, which blocks are computed again, what a step should take, and by which measurements.

@@ -15,6 +15,7 @@ from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
 from deepnvme._descriptions import readable, representation
+from deepnvme._report_figures import ReportFigures
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.store.volumes import Directory
 
@@ -36,8 +37,8 @@ Where = Literal["cpu", "nvme"]
 
 
 @dataclass(frozen=True)
-class CacheReport:
-    """What an :class:`OffloadedCache` holds now, and its I/O since it was made."""
+class CacheReport(ReportFigures):
+    """What an :class:`OffloadedCache` holds now, and its I/O since it was made. ``as_dict()`` has the numbers."""
 
     bytes_in_memory: int
     """Host memory for positions that are not on the drive, including memory reserved for more."""

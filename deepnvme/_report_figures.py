@@ -1,0 +1,33 @@
+"""The numbers of a report, by name, for whatever logs them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+class ReportFigures:
+    """A base class of reports that are dataclasses: gives their numbers as a dictionary."""
+
+    def as_dict(self, prefix: str = "") -> dict[str, int | float]:
+        """Return all numbers of the report, fields and properties, by name.
+
+        A report within this one has its numbers here too, each with the name of the field in front: ``activations_bytes_read``.
+        What is no number, or not known (None), is left out, and so are mappings.
+
+        Args:
+            prefix: Put in front of all names.
+        """
+        fields = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]  # a subclass is a dataclass
+        classes = reversed(type(self).__mro__)
+        properties = [name for each in classes for name, value in vars(each).items() if isinstance(value, property)]
+        figures: dict[str, int | float] = {}
+        for name in (*fields, *properties):
+            if name.startswith("_"):
+                continue
+            value: Any = getattr(self, name)
+            if isinstance(value, ReportFigures):
+                figures.update(value.as_dict(f"{prefix}{name}_"))
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                figures[prefix + name] = value
+        return figures

@@ -1,0 +1,128 @@
+"""Log the numbers of reports: with TensorBoard, Weights & Biases, transformers' ``Trainer`` and Lightning.
+
+    writer = torch.utils.tensorboard.SummaryWriter()
+    for step, batch in enumerate(loader):
+        train(batch)
+        log_metrics(writer, step, optimizer.report())
+
+Every report and every object of statistics of this package has ``as_dict()``, which gives its numbers by name. None of these
+projects is needed to import this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+PREFIX = "deepnvme/"
+
+
+class Report(Protocol):
+    """Any report or statistics of this package."""
+
+    def as_dict(self, prefix: str = "") -> dict[str, int | float]:
+        """Return its numbers by name."""
+
+
+def log_metrics(writer: Any, step: int, report: Report, *, prefix: str = PREFIX) -> None:
+    """Log all numbers of a report.
+
+    Args:
+        writer: Has one of these methods, as the objects named have them:
+            ``add_scalar(name, value, step)``: TensorBoard's ``SummaryWriter``;
+            ``log_metrics(numbers, step)``: a logger of Lightning;
+            ``log(numbers)``: a run of Weights & Biases, or the module ``wandb``. The step is one of the numbers there,
+            ``deepnvme/step``, since wandb's own steps count its calls, and it drops what comes for an earlier one.
+        step: Number of the step.
+        report: For instance that of ``optimizer.report()``, ``training.report()``, or ``engine.stats()``.
+        prefix: Put in front of all names.
+
+    Raises:
+        TypeError: If the writer has none of these methods.
+    """
+    numbers = report.as_dict(prefix)
+    if hasattr(writer, "add_scalar"):
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+    elif hasattr(writer, "log_metrics"):
+        writer.log_metrics(numbers, step)
+    elif hasattr(writer, "log"):
+        writer.log({**numbers, f"{prefix}step": step})
+    else:
+        raise TypeError(f"a writer has a method add_scalar, log_metrics or log; {type(writer).__name__} has none of them")
+
+
+def log_with_trainer(trainer: Any, report: Callable[[], Report], *, prefix: str = PREFIX) -> None:
+    """Have the logs of a ``Trainer`` of transformers include the numbers of a report: wherever ``report_to`` sends them.
+
+    >>> training = deepnvme.integrations.transformers.offload_training(trainer, "/mnt/nvme/training")
+    >>> log_with_trainer(trainer, training.report)
+
+    They are in the logs of training steps, not in those of evaluations and of the end. ``trainer.state.log_history``, which the
+    trainer writes before it asks anybody, does not have them.
+
+    Args:
+        trainer: A ``transformers.Trainer``, or one of TRL.
+        report: Returns the report, such as ``optimizer.report``. Called for each log.
+        prefix: Put in front of all names.
+
+    Raises:
+        ImportError: If transformers is not installed.
+    """
+    base: Any = importlib.import_module("transformers").TrainerCallback
+
+    class ReportCallback(base):  # type: ignore[misc]
+        """Adds the numbers to what others log."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            if logs is not None and "loss" in logs:
+                logs.update(report().as_dict(prefix))
+
+    # The first one: those that send logs away are among the others.
+    trainer.callback_handler.callbacks.insert(0, ReportCallback())
+
+
+def lightning_callback(report: Callable[[], Report], *, every: int = 50, prefix: str = PREFIX) -> Any:
+    """Return a callback for Lightning's ``Trainer`` that logs the numbers of a report with all of the trainer's loggers.
+
+    >>> trainer = lightning.pytorch.Trainer(callbacks=[lightning_callback(lambda: module.optimizer.report())])
+
+    Args:
+        report: Returns the report. First called after the first step.
+        every: Steps of the optimizer from one log to the next; as for the trainer's ``log_every_n_steps``, 50.
+        prefix: Put in front of all names.
+
+    Raises:
+        ImportError: If neither ``lightning`` nor ``pytorch_lightning`` is installed.
+        ValueError: If ``every`` is less than 1.
+    """
+    if every < 1:
+        raise ValueError(f"every must be at least 1, got {every}")
+    base: Any = _lightning().Callback
+
+    class ReportCallback(base):  # type: ignore[misc]
+        """Logs the numbers after every so many steps."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._logged = 0
+
+        def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+            step = trainer.global_step  # batches whose gradients are accumulated make one step
+            if step > self._logged and step % every == 0:
+                self._logged = step
+                for logger in trainer.loggers:
+                    log_metrics(logger, step, report(), prefix=prefix)
+
+    return ReportCallback()
+
+
+def _lightning() -> Any:
+    missing: ImportError | None = None
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            missing = missing or error
+    raise ImportError(f"{missing}: a callback for Lightning needs it; pip install lightning") from missing

@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Executes the tutorials, and writes them with their outputs where the hook of the site finds them.
+
+    python docs/site/execute_tutorials.py build/tutorials
+
+The interpreter has to have this package, torch, transformers, nbclient and ipykernel: that of the tests. A cell that raises is an
+error, and so is one that takes longer than two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbclient
+import nbformat
+
+TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
+_CELL_SECONDS = 120
+
+
+def execute(path: Path, directory: Path) -> nbformat.NotebookNode:
+    """Return the notebook with its outputs.
+
+    Args:
+        path: The notebook.
+        directory: Where it works, empty and on a drive: what is ``/mnt/nvme`` for its readers.
+
+    Raises:
+        CellExecutionError: If a cell raises.
+        CellTimeoutError: If a cell takes too long.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    # The kernel is this interpreter, whatever kernels are installed; commands that cells run are those beside it.
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{TUTORIALS.parents[1] / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    paths = os.pathsep.join(filter(None, (str(TUTORIALS.parents[1]), os.environ.get("PYTHONPATH"))))
+    own = {"DEEPNVME_TUTORIAL": str(directory), "PATH": beside, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    own["PYTHONWARNINGS"] = "ignore:IProgress not found"  # progress bars of others: without widgets they are text
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=_CELL_SECONDS,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(directory)}},
+        extra_arguments=["--log-level=ERROR"],
+    )
+    client.execute(env={**os.environ, **own})
+    return notebook
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("destination", type=Path)
+    destination: Path = parser.parse_args().destination
+    destination.mkdir(parents=True, exist_ok=True)
+    for path in sorted(TUTORIALS.glob("*.ipynb")):
+        begun = time.perf_counter()
+        with tempfile.TemporaryDirectory(dir=destination) as directory:
+            notebook = execute(path, Path(directory).resolve())
+        nbformat.write(notebook, destination / path.name)
+        print(f"{path.name}: {time.perf_counter() - begun:.1f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

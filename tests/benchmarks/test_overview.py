@@ -1,0 +1,89 @@
+"""The picture of the README: of the runs that are recorded, and of what benchmarks write."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import overview
+import pytest
+import raw_io
+from harness.figures import Verdict
+
+from deepnvme.tune.measure.figures import Spread
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = ROOT / "docs/images/overview.json"
+
+
+def document(benchmark: str, what: str, median: float | None) -> dict[str, Any]:
+    figure = None if median is None else Spread.of([median])
+    return {"benchmark": benchmark, "targets": [Verdict(what, figure, "at least", 1).as_json()]}
+
+
+def test_the_picture_in_the_documentation_is_of_the_recorded_runs() -> None:
+    found = overview.documents([RECORDED])
+    drawn = overview.svg(overview.bars(found), found[0]["in_words"])
+    assert (ROOT / "docs/images/overview.svg").read_text() == drawn
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+
+
+def test_the_recorded_runs_are_those_of_the_results() -> None:
+    results = (ROOT / "docs/benchmarks.md").read_text()
+    for recorded in json.loads(RECORDED.read_text()):
+        for target in recorded["targets"]:
+            median = target["figure"]["median"]
+            assert re.search(rf"(?<![\d.])({median:.2f}|{median:.1f})(?!\d)", results), target
+    glance = results[results.index("## At a glance") : results.index("## Tensors to and from")]
+    ranges = [bar.text.removesuffix("\N{MULTIPLICATION SIGN}") for bar in overview.bars(overview.documents([RECORDED]))]
+    assert len(ranges) == len(overview.ROWS)
+    for text in ranges:
+        assert f"| {text} |" in glance
+
+
+def test_several_runs_are_a_range() -> None:
+    what = "save, times as fast: deepnvme / torch"
+    found = [document("checkpoint", what, 4.13), document("checkpoint", what, 4.37), document("checkpoint", what, None)]
+    (bar,) = overview.bars(found)
+    assert (bar.lowest, bar.highest, bar.text) == (4.13, 4.37, "4.1 - 4.4\N{MULTIPLICATION SIGN}")
+
+
+def test_what_is_not_the_comparison_is_left_out() -> None:
+    others = [
+        document("streaming", "save, times as fast: deepnvme / torch", 4.0),
+        document("checkpoint", "save, times as fast: deepnvme DCP / DCP", 4.0),
+        document("checkpoint", "load, times as fast: deepnvme / torch", None),
+    ]
+    assert overview.bars(others) == []
+
+
+def test_names_are_those_that_the_benchmarks_use() -> None:
+    settings = raw_io.Settings(Path(), None, rounds=3, size=1 << 30, small_files=4000, backend="auto", quick=False)
+    names = [target.what for target in raw_io.targets(settings)]
+    for row in overview.ROWS:
+        if row.benchmark == "raw_io":
+            assert [name for name in names if re.fullmatch(row.target, name)]
+    for benchmark, text in (  # these make their names while they measure
+        ("checkpoint", "{verb}, times as fast: {ours} / {theirs}"),
+        ("streaming", "times as fast: deepnvme / accelerate's disk_offload"),
+        ("optimizer_swap", "memory of {BUFFERS} buffers / DeepSpeed's, pipelined"),
+        ("deepspeed_training", ": a step, times as fast"),
+        ("training", ": times as fast as ZeRO-3 with its own op"),
+    ):
+        assert text in (ROOT / "benchmarks" / f"{benchmark}.py").read_text()
+
+
+def test_it_prints_a_table_and_ends_with_1_if_there_is_nothing_to_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = tmp_path / "run.json"
+    given.write_text(json.dumps(document("checkpoint", "save, times as fast: deepnvme / safetensors", 1.5)))
+    assert overview.main([str(given), "--svg", str(tmp_path / "a.svg"), "--machine", "four cores & a drive"]) == 0
+    assert "| the same | safetensors | 1.5 |" in capsys.readouterr().out
+    assert "four cores &amp; a drive" in (tmp_path / "a.svg").read_text()
+    given.write_text("[]")
+    assert overview.main([str(given)]) == 1
+    assert "none of the comparisons" in capsys.readouterr().err
