@@ -13,6 +13,8 @@ FINALISTS = 6
 """Most settings of the last round, which decides among them."""
 CHUNK = 12
 """Most settings that are measured between two transfers with the reference setting."""
+LEAST_PASSES = 2
+"""Passes of each round, however long they take: one alone would not tell the noise."""
 # A quarter of the settings is kept each round: with 225, 57, 15 and 6, which leaves more bytes for each round than a third would.
 _KEPT = 4
 # Passes over the settings of a round that transfers are made short enough for, and the most that are made. Many short transfers
@@ -37,7 +39,7 @@ def rounds(settings: int) -> list[int]:
 
 def least_written(settings: int, io_size: int) -> int:
     """Return the bytes that a search among ``settings`` settings writes at least."""
-    return min(io_size, _SHORTEST_BYTES[0]) * (1 + sum(_slots(count) * _least_passes(count) for count in rounds(settings)))
+    return min(io_size, _SHORTEST_BYTES[0]) * (1 + sum(LEAST_PASSES * _slots(count) for count in rounds(settings)))
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,10 @@ class Pace:
     @classmethod
     def of(cls, measured: Round, seconds: float) -> Pace:
         """Return the pace of a round that took ``seconds``, with what is not part of a transfer."""
-        samples = [each for found in measured.samples.values() for each in found]
-        samples += measured.reference
+        samples = [*measured.reference, *(each for found in measured.samples.values() for each in found)]
+        rate = 1 / statistics.median(sample.seconds_per_byte for sample in samples)
         moving = sum(sample.seconds for sample in samples)
-        return cls(1 / statistics.median(sample.seconds_per_byte for sample in samples), max(seconds - moving, 0.0) / len(samples))
+        return cls(rate, max(seconds - moving, 0.0) / len(samples))
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,8 @@ class RoundPlan:
 
     nbytes: int
     """Bytes of each transfer, the same for all of the round."""
-    least: int
-    """Passes to make however long they take."""
-    most: int
-    """Passes to make if there is time."""
+    passes: int
+    """Passes to make if there is time; :data:`LEAST_PASSES` are made however long they take."""
     seconds: float
     """Time for the round."""
     shortened: bool
@@ -99,18 +99,18 @@ def plan_round(counts: Sequence[int], io_size: int, pace: Pace, seconds_left: fl
     share = _weight(final) / (_weight(True) + len(counts) - 1)
     seconds = max(seconds_left, 0.0) * share
     aim, most = (_FINAL_PASSES, _MOST_FINAL_PASSES) if final else (_PASSES, _PASSES)
-    slots, least = _slots(counts[0]), _least_passes(counts[0])
+    slots = _slots(counts[0])
     low, high = (min(io_size, each) for each in _SHORTEST_BYTES)
     shortest = min(max(_SHORTEST_SECONDS * pace.rate, low), high)
     nbytes = min(max((seconds / (slots * aim) - pace.overhead) * pace.rate, shortest), io_size)
     if writes_left is None:
-        return RoundPlan(_whole_mib(nbytes), least, most, seconds, shortened=False)
-    later = low * sum(_slots(each) * _least_passes(each) for each in counts[1:])
-    writes = min(max(writes_left * share, slots * least * low), writes_left - later)
-    allowed = _whole_mib(min(nbytes, max(writes / (slots * aim), high), writes / (slots * least)))
+        return RoundPlan(_whole_mib(nbytes), most, seconds, shortened=False)
+    later = LEAST_PASSES * low * sum(map(_slots, counts[1:]))
+    writes = min(max(writes_left * share, LEAST_PASSES * low * slots), writes_left - later)
+    allowed = _whole_mib(min(nbytes, max(writes / (slots * aim), high), writes / (slots * LEAST_PASSES)))
     passes = min(most, int(writes // (slots * allowed)))
     in_time = seconds / (slots * (allowed / pace.rate + pace.overhead))
-    return RoundPlan(allowed, least, passes, seconds, shortened=passes < min(most, in_time))
+    return RoundPlan(allowed, passes, seconds, shortened=passes < min(most, in_time))
 
 
 def _whole_mib(nbytes: float) -> int:
@@ -126,8 +126,3 @@ def _weight(final: bool) -> float:
 def _slots(count: int) -> int:
     """Return the transfers of a pass in each direction: ``count`` settings, and the reference before each chunk of them."""
     return count + math.ceil(count / CHUNK)
-
-
-def _least_passes(count: int) -> int:
-    """Return the passes that a round of ``count`` settings makes at least; the final needs two to estimate the noise."""
-    return 2 if count <= FINALISTS else 1

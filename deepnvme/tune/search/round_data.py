@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -103,7 +104,7 @@ class Round:
         middle = statistics.median(logarithms)
         if len(logarithms) <= 2 * _SMOOTHED + 1:
             return [0.0] * len(logarithms)
-        apart = statistics.median(abs(after - before) for before, after in zip(logarithms, logarithms[1:], strict=False))
+        apart = statistics.median(abs(after - before) for before, after in itertools.pairwise(logarithms))
         around = statistics.median(abs(each - middle) for each in logarithms)
         noise_share = min((apart / math.sqrt(2) / around) ** 2, 1.0) if around > 0 else 1.0
         windows = [logarithms[max(nth - _SMOOTHED, 0) : nth + _SMOOTHED + 1] for nth in range(len(logarithms))]

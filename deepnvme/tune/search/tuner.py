@@ -23,8 +23,8 @@ from .space import default_space
 from .successive_halving import Outcome, SearchProgress, partial_progress, search
 
 WRITES = 28 << 30
-"""Bytes that a search writes at most if nothing else is said: half as many as it would in the usual time on a fast drive, with which
-it finds settings as good (tests/tune/test_successive_halving.py, on simulated drives)."""
+"""Bytes that a search writes at most if nothing else is said. Twice as many, what a fast drive takes in the usual time, hardly
+make the answer better (on simulated drives: tests/tune/test_successive_halving.py)."""
 _STRIPING_PASSES, _LEAST_STRIPING_BYTES = 5, 4 << 20
 
 
