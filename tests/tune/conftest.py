@@ -20,8 +20,8 @@ class Ran:
     err: str
 
     def refusal(self, status: int) -> str:
-        """The one line on stderr, behind the steps, of a command that failed with ``status``."""
-        lines = [line for line in self.err.splitlines() if not re.match(r" +\d+ % ", line)]
+        """The one line on stderr, behind what will be written and the steps, of a command that failed with ``status``."""
+        lines = [line for line in self.err.splitlines() if not re.match(r" +\d+ % |ds_nvme_tune: writes ", line)]
         assert (self.status, len(lines)) == (status, 1), self
         assert re.match(r"(ds_io|ds_nvme_tune): ", lines[0])
         assert "Traceback" not in self.out

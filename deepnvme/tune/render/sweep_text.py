@@ -156,7 +156,7 @@ def _eliminated(search: Search, verbose: bool) -> str:
     line = f"  eliminated before: {listed}"
     if not verbose:
         return f"{line} (--verbose lists them)"
-    rows = [["", *_setting(result), str(result.rounds), *_longer(result)] for result in gone]
+    rows = [["", *_setting(result), str(result.rounds), *_roughly_longer(result)] for result in gone]
     return "\n".join([line, _table(["", *_SETTING, "left in\nround", *_LONGER], rows)])
 
 
@@ -172,12 +172,18 @@ def _setting(result: Result) -> list[str]:
 
 
 def _longer(result: Result) -> list[str]:
-    """Return the columns :data:`_LONGER` of a result."""
+    """Return the columns :data:`_LONGER` of a finalist."""
     found = result.difference
     if found is None:
         return ["", ""]
     ends = "unknown" if found.interval is None else " to ".join(f"{100 * each:+.1f}" for each in found.interval)
     return [f"{100 * found.slower:+.1f} %", ends]
+
+
+def _roughly_longer(result: Result) -> list[str]:
+    """Return the columns :data:`_LONGER` of an eliminated setting: without an estimate if it may be nothing but noise."""
+    estimate, ends = _longer(result)
+    return [estimate if result.difference is not None and result.difference.distinguishable else "not clear", ends]
 
 
 def _striping(striping: Striping) -> str:
