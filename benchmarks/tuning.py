@@ -6,10 +6,10 @@ Takes some 15 minutes, and writes some 500 GB. ds_io's loops take turns with raw
 runs as its users run it; every setting it chooses from is then measured at full size, and the best of those meets the tuner's
 choice, in turn.
 
-The regret (``--only regret --runs 10``) is what a run's choice costs: the tuner runs N times, and each time its choice and the ten
-settings that it ranks highest are measured afresh, in turn. How much longer the choice takes than the best of the ten is judged by
-other rounds than those that tell which is the best: the fastest of ten equal settings, told and judged by the same rounds, would
-look faster than it is.
+The regret (``--only regret --runs 10``) is what a run's choice costs. The tuner runs N times, and each time its choice and the
+ten settings that it ranks highest are measured afresh, in turn. How much longer the choice takes than the best of the ten is
+judged by other rounds than those that tell which is the best: the fastest of ten equal settings, told and judged by the same
+rounds, would look faster than it is.
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ def test_the_reason_is_true_also_where_the_chosen_one_has_most_memory_in_flight(
     outcome = searched({threads: (0.5, 0.02), auto: (0.501, 0.021)})
     assert (outcome.best, outcome.reason) == (
         auto,
-        "not distinguishable from 1 others of 2 settings, none of which is faster by more than 0.2 % (95 % confidence); chosen "
+        "not distinguishable from 1 other of 2 settings, none of which is faster by more than 0.2 % (95 % confidence); chosen "
         "among 2 by CPU time, then backend, then memory in flight",
     )
 

@@ -13,8 +13,9 @@ FINALISTS = 6
 """Most settings of the last round, which decides among them."""
 CHUNK = 12
 """Most settings that are measured between two transfers with the reference setting."""
-LEAST_PASSES = 2
-"""Passes of each round, however long they take: one alone would not tell the noise."""
+# Passes that are made however long they take: one alone would not tell the noise, and with fewer than eight Wilcoxon's test has
+# no interval for the five differences of a final.
+_LEAST_PASSES, _LEAST_FINAL_PASSES = 2, 8
 # A quarter of the settings is kept each round: with 225, 57, 15 and 6, which leaves more bytes for each round than a third would.
 _KEPT = 4
 # Passes over the settings of a round that transfers are made short enough for, and the most that are made. Many short transfers
@@ -39,7 +40,7 @@ def rounds(settings: int) -> list[int]:
 
 def least_written(settings: int, io_size: int) -> int:
     """Return the bytes that a search among ``settings`` settings writes at least."""
-    return min(io_size, _SHORTEST_BYTES[0]) * (1 + sum(LEAST_PASSES * _slots(count) for count in rounds(settings)))
+    return min(io_size, _SHORTEST_BYTES[0]) * (1 + _least_slots(rounds(settings)))
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,10 @@ class RoundPlan:
 
     nbytes: int
     """Bytes of each transfer, the same for all of the round."""
-    passes: int
-    """Passes to make if there is time; :data:`LEAST_PASSES` are made however long they take."""
+    least: int
+    """Passes to make however long they take."""
+    most: int
+    """Passes to make if there is time."""
     seconds: float
     """Time for the round."""
     shortened: bool
@@ -99,18 +102,18 @@ def plan_round(counts: Sequence[int], io_size: int, pace: Pace, seconds_left: fl
     share = _weight(final) / (_weight(True) + len(counts) - 1)
     seconds = max(seconds_left, 0.0) * share
     aim, most = (_FINAL_PASSES, _MOST_FINAL_PASSES) if final else (_PASSES, _PASSES)
-    slots = _slots(counts[0])
+    slots, least = _slots(counts[0]), _least_passes(final)
     low, high = (min(io_size, each) for each in _SHORTEST_BYTES)
     shortest = min(max(_SHORTEST_SECONDS * pace.rate, low), high)
     nbytes = min(max((seconds / (slots * aim) - pace.overhead) * pace.rate, shortest), io_size)
     if writes_left is None:
-        return RoundPlan(_whole_mib(nbytes), most, seconds, shortened=False)
-    later = LEAST_PASSES * low * sum(map(_slots, counts[1:]))
-    writes = min(max(writes_left * share, LEAST_PASSES * low * slots), writes_left - later)
-    allowed = _whole_mib(min(nbytes, max(writes / (slots * aim), high), writes / (slots * LEAST_PASSES)))
+        return RoundPlan(_whole_mib(nbytes), least, most, seconds, shortened=False)
+    later = low * _least_slots(counts[1:])
+    writes = min(max(writes_left * share, low * least * slots), writes_left - later)
+    allowed = _whole_mib(min(nbytes, max(writes / (slots * aim), high), writes / (slots * least)))
     passes = min(most, int(writes // (slots * allowed)))
     in_time = seconds / (slots * (allowed / pace.rate + pace.overhead))
-    return RoundPlan(allowed, passes, seconds, shortened=passes < min(most, in_time))
+    return RoundPlan(allowed, least, passes, seconds, shortened=passes < min(most, in_time))
 
 
 def _whole_mib(nbytes: float) -> int:
@@ -121,6 +124,16 @@ def _whole_mib(nbytes: float) -> int:
 def _weight(final: bool) -> float:
     """Return the share of a round in time and bytes, relative to the rounds before the final."""
     return _FINAL_WEIGHT if final else 1.0
+
+
+def _least_passes(final: bool) -> int:
+    """Return the passes that a round makes at least."""
+    return _LEAST_FINAL_PASSES if final else _LEAST_PASSES
+
+
+def _least_slots(counts: Sequence[int]) -> int:
+    """Return the transfers in each direction that rounds make at least, the last of which is the final; 0 for none."""
+    return sum(_least_passes(left == 1) * _slots(count) for left, count in zip(range(len(counts), 0, -1), counts, strict=True))
 
 
 def _slots(count: int) -> int:

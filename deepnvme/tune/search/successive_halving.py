@@ -16,7 +16,7 @@ from deepnvme.config import AioConfig
 from deepnvme.tune.measure.job import Observation, Operation
 
 from .estimates import CONFIDENCE, Difference, difference, typical
-from .plan import CHUNK, LEAST_PASSES, Pace, RoundPlan, pilot_bytes, plan_round, rounds
+from .plan import CHUNK, Pace, RoundPlan, pilot_bytes, plan_round, rounds
 from .round_data import Round, Sample, nearest_to_usual
 
 # Least and largest relative difference that counts as a tie in the end, whatever the noise. The second is how much speed may be
@@ -104,7 +104,7 @@ def search(
         io_size: Bytes of the largest transfer.
         seconds: How long to search, approximately; less if ``max_writes`` is reached before. Transfers are made as small as
             necessary for it, but not smaller than 4 to 16 MiB.
-        max_writes: The most bytes to ask ``measure`` to write; at least :func:`~.LEAST_PASSES_written`. None for no limit.
+        max_writes: The most bytes to ask ``measure`` to write; at least :func:`.plan.least_written`. None for no limit.
         progress: Called with the share that is done and the current step.
         clock: Returns the time in seconds.
     """
@@ -157,10 +157,10 @@ class _Bench:
         self.rounds.append(measured)
         done = 0
         # Another pass is begun if at least half of it fits into the time: then it ends as close to the limit as without it.
-        while done < LEAST_PASSES or (done < plan.passes and (self.clock() - begin) * (1 + 0.5 / done) < plan.seconds):
+        while done < plan.least or (done < plan.most and (self.clock() - begin) * (1 + 0.5 / done) < plan.seconds):
             for index, setting in enumerate(self.order.sample(racing, len(racing))):
                 by_time = (self.clock() - begin) / plan.seconds if plan.seconds else 1.0
-                progress(min(max(by_time, (done + index / len(racing)) / plan.passes), 1.0), "")
+                progress(min(max(by_time, (done + index / len(racing)) / plan.most), 1.0), "")
                 if index % CHUNK == 0:
                     measured.reference.append(self._sample(self.reference, plan.nbytes, len(measured.reference)))
                 sample = self._sample(setting, plan.nbytes, len(measured.reference) - 1)
@@ -269,7 +269,7 @@ def _reason(finalists: Mapping[AioConfig, Difference], tied: int, settings: int)
     field = f"{count} settings" if count == settings else f"{count} finalists out of {settings} settings"
     nearest = min(finalists.values(), key=lambda each: each.slower)
     if nearest.interval is None:
-        return f"measured as the fastest of {field} in a single pass, which does not tell how sure that is"
+        return f"the best of {field} by a single pass, which does not tell how sure that is"
     alike = [each for each in finalists.values() if not each.distinguishable or abs(each.slower) <= _LEAST_TIE]
     if not alike:
         return f"the fastest of {field}; the next one takes {nearest.text} longer"
@@ -278,8 +278,9 @@ def _reason(finalists: Mapping[AioConfig, Difference], tied: int, settings: int)
             f"measured as the fastest of {field}, but not distinguishable from {len(alike)} of the others; the next one takes "
             f"{nearest.text} longer"
         )
-    bound = max(-each.interval[0] for each in alike if each.interval is not None)
+    bound = max(max(-each.interval[0], 0.0) for each in alike if each.interval is not None)
+    others = f"{len(alike)} other{'s' if len(alike) > 1 else ''}"
     return (
-        f"not distinguishable from {len(alike)} others of {field}, none of which is faster by more than {100 * bound:.1f} % "
+        f"not distinguishable from {others} of {field}, none of which is faster by more than {100 * bound:.1f} % "
         f"({100 * CONFIDENCE:.0f} % confidence); chosen among {tied} by CPU time, then backend, then memory in flight"
     )
