@@ -363,7 +363,7 @@ def test_a_cell_holds_the_setting_that_did_best_over_workers_and_backends() -> N
     with html_report.style():
         chart = charts.heat_map(Search((DRIVE,), best, "", 3, 1.0, True, results))
     assert chart is not None
-    assert [text.get_text() for text in chart.axes.texts] == ["+35", "0", "+200", "≈"]
+    assert [text.get_text() for text in chart.axes.texts] == ["+35", "0", "+200", "≤30"]
 
 
 def with_flukes() -> Search:
@@ -374,6 +374,7 @@ def with_flukes() -> Search:
         each if each.rounds > 1 else replace(each, read=fluke, write=fluke, difference=longer(-0.9, 0.95))
         for each in tried.results
     ]
+    results.append(replace(results[-1], backend="threads"))
     return replace(tried, results=tuple(results))
 
 
@@ -394,6 +395,8 @@ def test_what_was_eliminated_never_looks_better_than_what_is_recommended() -> No
     finalists = {each.read.gb_per_second for each in tried.finalists if each.read} | {
         each.write.gb_per_second for each in tried.finalists if each.write
     }
+    (backends,) = (axes for axes in others if axes.get_xlabel() == "backend")
+    assert sorted(text.get_text() for text in backends.texts) == ["-1.0", "recommended", "≤5, left in round 1"]
     trade_offs = [axes for axes in others if "GB/s" in axes.get_ylabel()]
     assert len(trade_offs) == 4
     for axes in trade_offs:

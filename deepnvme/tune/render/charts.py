@@ -113,7 +113,7 @@ def heat_map(search: Search) -> Chart | None:
     return Chart(
         title=f"{what}, compared with the recommended setting",
         note="Per cent more, for the workers and backend that did best. Framed: the recommended setting. Blue: in the final. "
-        "Grey: eliminated, compared in the round where it left; \N{ALMOST EQUAL TO}: no difference that can be told from noise."
+        "Grey: eliminated, compared in the round where it left; \N{LESS-THAN OR EQUAL TO}18: not told from noise, at most 18 % more."
         + (" Hatched: not measured." if unmeasured else ""),
         alt=f"Heat map over block size and queue depth. {what}, in per cent more than with the recommended setting: "
         f"{'; '.join(said)}. {unmeasured} cells were not measured.",
@@ -122,16 +122,19 @@ def heat_map(search: Search) -> Chart | None:
 
 
 def _longer(search: Search, result: Result) -> str:
-    """Return by how many per cent more time a result takes than the recommended one: "+35"; "\N{ALMOST EQUAL TO}" if unclear.
+    """Return by how many per cent more time a result takes than the recommended one: "+35".
 
-    Finalists have a figure in any case, because their table has the intervals beside it.
+    Finalists have a figure in any case, because their table has the intervals beside it. An eliminated setting has one if it is
+    more than noise; otherwise the most that it may be: "\N{LESS-THAN OR EQUAL TO}18".
     """
     found = result.difference
     if found is None:
         return "0"
     if result in search.finalists:
-        return f"{100 * found.slower:+.1f}"
-    return f"{100 * found.slower:+.0f}" if found.distinguishable else "\N{ALMOST EQUAL TO}"
+        return f"{found.percent:+.1f}"
+    if found.distinguishable:
+        return f"{found.percent:+.0f}"
+    return "?" if found.interval is None else f"\N{LESS-THAN OR EQUAL TO}{100 * found.interval[1]:.0f}"
 
 
 def latency_chart(search: Search, operation: Operation) -> Chart | None:
@@ -261,24 +264,24 @@ def _groups(search: Search, title: str, x_label: str, group_of: Callable[[Result
     said: list[str] = []
     for place, name in enumerate(names):
         result = leaders[name]
-        found = result.difference
-        final = result in search.finalists
-        slower, ends = (100 * found.slower, found.interval) if found is not None else (0.0, None)
+        found, final = result.difference, result in search.finalists
+        slower, ends = (found.percent, found.interval) if found is not None else (0.0, None)
         colour = COLOURS["read"] if final else MUTED
         if ends is not None:
             axes.vlines(place, 100 * ends[0], 100 * ends[1], color=colour, linewidth=2)
-        axes.plot([place], [slower], "o", markersize=7, color=colour)
-        text = ("recommended" if found is None else f"{slower:+.1f}") + ("" if final else f", left in round {result.rounds}")
-        _annotate(axes, text, (place, slower), (8, 4), fontsize=8)
+        if final or (found is not None and found.distinguishable):  # otherwise there is only noise to show
+            axes.plot([place], [slower], "o", markersize=7, color=colour)
+        text = "recommended" if found is None else _longer(search, result) + ("" if final else f", left in round {result.rounds}")
+        _annotate(axes, text, (place, 100 * ends[1] if ends else slower), (0, 6), ha="center", fontsize=8)
         said.append(f"{x_label} {name}: {text} ({_short(result)})")
     axes.set_xticks(range(len(names)), [str(name) for name in names])
     axes.set_xlim(-0.6, len(names) - 0.4)
     axes.tick_params(axis="x", length=0)
-    axes.margins(y=0.15)
+    axes.margins(y=0.25)
     return Chart(
         title=title,
-        note="The best setting of each, measured in turn with the recommended one. Grey: eliminated before the final, in a round "
-        "whose transfers were fewer and shorter.",
+        note=f"The best setting of each, measured in turn with the recommended one; bars: {100 * CONFIDENCE:.0f} % interval. "
+        "Grey: eliminated before the final, and without a point if the difference is not told from noise.",
         alt=f"Chart of the time in per cent more than with the recommended setting. {'; '.join(said)}.",
         axes=axes,
     )

@@ -177,7 +177,7 @@ def _longer(result: Result) -> list[str]:
     if found is None:
         return ["", ""]
     ends = "unknown" if found.interval is None else " to ".join(f"{100 * each:+.1f}" for each in found.interval)
-    return [f"{100 * found.slower:+.1f} %", ends]
+    return [f"{found.percent:+.1f} %", ends]
 
 
 def _roughly_longer(result: Result) -> list[str]:

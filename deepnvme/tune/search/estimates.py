@@ -31,9 +31,14 @@ class Difference:
         return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
     @property
+    def percent(self) -> float:
+        """The estimate in per cent, rounded to one decimal, and never -0.0."""
+        return round(100 * self.slower, 1) + 0.0
+
+    @property
     def text(self) -> str:
         """The estimate and its interval in per cent: "1.2 % (95 % interval 0.3 to 2.1 %)"."""
-        estimate = f"{100 * self.slower:.1f} %"
+        estimate = f"{self.percent:.1f} %"
         if self.interval is None:
             return estimate
         low, high = self.interval
