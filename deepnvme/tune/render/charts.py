@@ -112,8 +112,8 @@ def heat_map(search: Search) -> Chart | None:
     what = f"Time to {' and '.join(search.best.operations)} a byte"
     return Chart(
         title=f"{what}, compared with the recommended setting",
-        note="Per cent more, for the workers and backend that did best. Framed: the recommended setting. Blue: in the final. "
-        "Grey: eliminated, compared in the round where it left; \N{LESS-THAN OR EQUAL TO}18: not told from noise, at most 18 % more."
+        note="Per cent more, for the workers and backend that did best. Framed: recommended. Blue: in the final. Grey: "
+        "eliminated, compared in the round where it left; \N{LESS-THAN OR EQUAL TO}18: not told from noise, at most 18 % more."
         + (" Hatched: not measured." if unmeasured else ""),
         alt=f"Heat map over block size and queue depth. {what}, in per cent more than with the recommended setting: "
         f"{'; '.join(said)}. {unmeasured} cells were not measured.",
