@@ -15,7 +15,7 @@ from rich.table import Table
 
 from deepnvme.tune.measure.job import OPERATIONS, Operation
 from deepnvme.tune.search.estimates import CONFIDENCE
-from deepnvme.tune.search.results import Result, Search, Striping, Tuning
+from deepnvme.tune.search.results import Reference, Result, Search, Striping, Tuning
 from deepnvme.tune.sizes import GIB, size_text
 from deepnvme.version import __version__
 
@@ -69,7 +69,14 @@ def _search_document(search: Search) -> dict[str, Any]:
         "folders": [dataclasses.asdict(facts) for facts in search.folders],
         "best": _result_document(search.best),
         "results": [_result_document(result) for result in search.results],
+        "measured": [dataclasses.asdict(facts) for facts in search.measured],
+        "reference": None if search.reference is None else _reference_document(search.reference),
     }
+
+
+def _reference_document(reference: Reference) -> dict[str, Any]:
+    """Return the reference as one JSON object, with the fields of its setting beside its own."""
+    return {**reference.setting.model_dump(), "samples": reference.samples, "spread": reference.spread}
 
 
 def _result_document(result: Result) -> dict[str, Any]:
