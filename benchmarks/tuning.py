@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -40,6 +41,7 @@ from deepnvme.tune.measure.figures import Spread
 from deepnvme.tune.measure.folder import drop_pages, settle
 from deepnvme.tune.measure.job import Job, Place
 from deepnvme.tune.measure.worker_processes import worker_processes
+from deepnvme.tune.search.estimates import Difference, difference, typical
 from deepnvme.tune.search.space import default_space
 from deepnvme.tune.sizes import size_text
 
@@ -204,8 +206,8 @@ def compare_tuner(settings: Settings, progress: Progress) -> tuple[list[Verdict]
 # -- the regret of repeated runs ---------------------------------------------------------------------------------------
 
 
-def regret(chosen: AioConfig, seconds: Mapping[AioConfig, Sequence[float]]) -> float:
-    """Return by what share of its time the chosen setting is slower than the best; below zero if by chance it was faster.
+def regret(chosen: AioConfig, seconds: Mapping[AioConfig, Sequence[float]]) -> Difference:
+    """Return by how much longer the chosen setting takes than the best, with an interval; below zero if by chance it took less.
 
     Rounds with even numbers tell which is the best and those with odd numbers by how much, and the other way round.
 
@@ -213,12 +215,12 @@ def regret(chosen: AioConfig, seconds: Mapping[AioConfig, Sequence[float]]) -> f
         chosen: A key of ``seconds``.
         seconds: For each setting its time in each round.
     """
-    found = []
+    logarithms: list[float] = []
     for telling, judging in ((0, 1), (1, 0)):
-        best = min(seconds, key=lambda setting: statistics.median(seconds[setting][telling::2]))
+        best = min(seconds, key=lambda setting: typical([math.log(each) for each in seconds[setting][telling::2]]))
         pairs = zip(seconds[chosen][judging::2], seconds[best][judging::2], strict=True)
-        found.append(statistics.median(ours / theirs for ours, theirs in pairs) - 1)
-    return statistics.fmean(found)
+        logarithms += [math.log(ours / theirs) for ours, theirs in pairs]
+    return difference(logarithms, None, 1)
 
 
 def measure_regret(settings: Settings, progress: Progress) -> tuple[list[Verdict], list[dict[str, Any]]]:
@@ -238,15 +240,17 @@ def measure_regret(settings: Settings, progress: Progress) -> tuple[list[Verdict
                 progress(f"regret: run {number} of {settings.runs}, round {turn + 1} of {settings.regret_rounds}")
                 for setting in order.sample(list(seconds), len(seconds)):
                     seconds[setting].append(timer.seconds_per_gb(setting))
+        cost = regret(chosen, seconds)
+        progress(f"regret: run {number}: {cost.text}")
         runs.append({
             "chosen": chosen.to_deepspeed(),
             "reason": found["reason"],
-            "regret": regret(chosen, seconds),
+            "regret": cost.slower,
+            "interval": cost.interval,
             "seconds": document["seconds"],
             "bytes_written": document["bytes_written"],
             "seconds_per_gb": [{**setting.model_dump(), "rounds": times} for setting, times in seconds.items()],
         })  # fmt: skip
-        progress(f"regret: run {number}: {100 * runs[-1]['regret']:.1f} %")
     regrets = [100 * run["regret"] for run in runs]
     written = [run["bytes_written"] / 1e9 for run in runs]
     verdicts = [
@@ -305,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"chosen: {tuner['chosen']['aio']}, number {tuner['rank_of_chosen']} of the sweep's {tuner['settings']}")
         print(f"best:   {tuner['best']['aio']}")
     for run in document.get("regret", []):
-        print(f"regret {100 * run['regret']:5.1f} %: {run['chosen']['aio']}, {run['reason']}")
+        print(f"regret {Difference(run['regret'], run['interval']).text}: {run['chosen']['aio']}, {run['reason']}")
     write_json(given.json, {**document, "targets": [verdict.as_json() for verdict in verdicts]})
     return 0
 
