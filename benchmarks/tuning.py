@@ -2,21 +2,28 @@
 
     python benchmarks/tuning.py --dir /mnt/nvme --json tuning.json
 
-Takes some 10 minutes. ds_io's loops take turns with raw_io's contender for the same transfer. The tuner runs as its users run it;
-every setting it chooses from is then measured at full size, and the best of those meets the tuner's choice, in turn.
+Takes some 15 minutes, and writes some 500 GB. ds_io's loops take turns with raw_io's contender for the same transfer. The tuner
+runs as its users run it; every setting it chooses from is then measured at full size, and the best of those meets the tuner's
+choice, in turn.
+
+The regret (``--only regret --runs 10``) is what a run's choice costs. The tuner runs N times, and each time its choice and the
+ten settings that it ranks highest are measured afresh, in turn. How much longer the choice takes than the best of the ten is
+judged by other rounds than those that tell which is the best: the fastest of ten equal settings, told and judged by the same
+rounds, would look faster than it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +41,15 @@ from deepnvme.tune.measure.figures import Spread
 from deepnvme.tune.measure.folder import drop_pages, settle
 from deepnvme.tune.measure.job import Job, Place
 from deepnvme.tune.measure.worker_processes import worker_processes
+from deepnvme.tune.search.estimates import Difference, difference, typical
 from deepnvme.tune.search.space import default_space
 from deepnvme.tune.sizes import size_text
 
 MIB = 1 << 20
 # Of the sweep's best settings, those that meet the tuner's choice: the first of a noisy table need not be the best.
 CHALLENGERS = 3
+# Of the tuner's own ranking, those that its choice is compared with for the regret.
+TOP = 10
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,9 @@ class Settings:
     rounds: int
     passes: int
     seconds: int
+    runs: int
+    regret_size: int
+    regret_rounds: int
 
 
 # -- ds_io against raw_io ----------------------------------------------------------------------------------------------
@@ -116,6 +129,12 @@ def run_tool(module: str, arguments: Sequence[str]) -> dict[str, Any]:
     return document
 
 
+def tuner_arguments(settings: Settings) -> list[str]:
+    """The tuner's command line."""
+    measured = ["--io_size", str(settings.io_size), "--seconds", str(settings.seconds)]
+    return ["--nvme_dir", str(settings.directory), *measured, "--no_save_profile"]
+
+
 # -- the tuner against an exhaustive sweep -----------------------------------------------------------------------------
 
 
@@ -146,10 +165,7 @@ def compare_tuner(settings: Settings, progress: Progress) -> tuple[list[Verdict]
     """What the tuner chooses, against the best of an exhaustive sweep over the same settings."""
     progress("the tuner")
     start = time.monotonic()
-    document = run_tool(
-        "deepnvme.tune.sweep",
-        ["--nvme_dir", str(settings.directory), "--io_size", str(settings.io_size), "--seconds", str(settings.seconds)],
-    )
+    document = run_tool("deepnvme.tune.sweep", tuner_arguments(settings))
     took = time.monotonic() - start
     chosen = AioConfig.from_deepspeed(document)
     working = [name for name, obstacle in AsyncIOBuilder().load().backends().items() if obstacle is None]
@@ -187,32 +203,113 @@ def compare_tuner(settings: Settings, progress: Progress) -> tuple[list[Verdict]
     return verdicts, described
 
 
+# -- the regret of repeated runs ---------------------------------------------------------------------------------------
+
+
+def regret(chosen: AioConfig, seconds: Mapping[AioConfig, Sequence[float]]) -> Difference:
+    """Return by how much longer the chosen setting takes than the best, with an interval; below zero if by chance it took less.
+
+    Rounds with even numbers tell which is the best and those with odd numbers by how much, and the other way round.
+
+    Args:
+        chosen: A key of ``seconds``.
+        seconds: For each setting its time in each round.
+    """
+    logarithms: list[float] = []
+    for telling, judging in ((0, 1), (1, 0)):
+        best = min(seconds, key=lambda setting: typical([math.log(each) for each in seconds[setting][telling::2]]))
+        pairs = zip(seconds[chosen][judging::2], seconds[best][judging::2], strict=True)
+        logarithms += [math.log(ours / theirs) for ours, theirs in pairs]
+    return difference(logarithms, None, 1)
+
+
+def measure_regret(settings: Settings, progress: Progress) -> tuple[list[Verdict], list[dict[str, Any]]]:
+    """What the choice of each of several runs costs, against the best of its top ten."""
+    runs: list[dict[str, Any]] = []
+    order = random.Random(0)
+    for number in range(1, settings.runs + 1):
+        progress(f"regret: run {number} of {settings.runs}")
+        document = run_tool("deepnvme.tune.sweep", tuner_arguments(settings))
+        (found,) = document["searches"]
+        chosen, ranked = setting_of(found["best"]), [setting_of(result) for result in found["results"]]
+        seconds: dict[AioConfig, list[float]] = {setting: [] for setting in dict.fromkeys([chosen, *ranked[:TOP]])}
+        with tempfile.TemporaryDirectory(prefix="tuning-", dir=settings.directory) as directory:
+            timer = SettingTimer(Path(directory), settings.regret_size)
+            timer.seconds_per_gb(chosen)  # the first transfer of a process is slower
+            for turn in range(settings.regret_rounds):
+                progress(f"regret: run {number} of {settings.runs}, round {turn + 1} of {settings.regret_rounds}")
+                for setting in order.sample(list(seconds), len(seconds)):
+                    seconds[setting].append(timer.seconds_per_gb(setting))
+        cost = regret(chosen, seconds)
+        progress(f"regret: run {number}: {cost.text}")
+        runs.append({
+            "chosen": chosen.to_deepspeed(),
+            "reason": found["reason"],
+            "regret": cost.slower,
+            "interval": cost.interval,
+            "seconds": document["seconds"],
+            "bytes_written": document["bytes_written"],
+            "seconds_per_gb": [{**setting.model_dump(), "rounds": times} for setting, times in seconds.items()],
+        })  # fmt: skip
+    regrets = [100 * run["regret"] for run in runs]
+    written = [run["bytes_written"] / 1e9 for run in runs]
+    verdicts = [
+        Verdict(f"regret of {len(runs)} runs: the choice against the best of its top ten", Spread.of(regrets), "at most", 3, "%"),
+        Verdict(f"regret of the worst of {len(runs)} runs", Spread.of([max(regrets)]), "at most", 3, "%"),
+        Verdict("written by a run of the tuner", Spread.of(written), "at most", 33, "GB"),
+    ]
+    return verdicts, runs
+
+
+def setting_of(result: Mapping[str, Any]) -> AioConfig:
+    """Return the setting of a result in the tuner's JSON, with the backend that was used in place of "auto"."""
+    return AioConfig(**{name: result[name] for name in AioConfig.model_fields})
+
+
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--only", choices=("ds_io", "tuner"), help="one half of it")
+    parser.add_argument("--only", choices=("ds_io", "tuner", "regret"), help="one part of it")
+    parser.add_argument("--runs", type=int, default=3, help="of the tuner, for the regret (default: 3)")
     parser.add_argument("--quick", action="store_true", help="a trial of the benchmark itself: tiny")
     given = parser.parse(arguments)
     if given.quick:
-        settings = Settings(given.dir, 8 * MIB, 16 * MIB, rounds=3, passes=1, seconds=2)
+        settings = Settings(
+            given.dir, 8 * MIB, 16 * MIB, rounds=3, passes=1, seconds=2, runs=1, regret_size=8 * MIB, regret_rounds=2
+        )
     else:
-        settings = Settings(given.dir, 1 << 30, 400 * MIB, rounds=21, passes=3, seconds=50)
+        settings = Settings(
+            given.dir,
+            1 << 30,
+            400 * MIB,
+            rounds=21,
+            passes=3,
+            seconds=50,
+            runs=given.runs,
+            regret_size=128 * MIB,
+            regret_rounds=20,
+        )
 
     verdicts: list[Verdict] = []
     document: dict[str, Any] = {"benchmark": "tuning", "settings": {**vars(settings), "directory": None}}
     with measuring("tuning"):
-        if given.only != "tuner":
+        if given.only in (None, "ds_io"):
             verdicts += compare_ds_io(settings, print_step)
-        if given.only != "ds_io":
+        if given.only in (None, "tuner"):
             found, document["tuner"] = compare_tuner(settings, print_step)
+            verdicts += found
+        if given.only in (None, "regret"):
+            found, document["regret"] = measure_regret(settings, print_step)
             verdicts += found
     print(verdict_table(verdicts))
     if "tuner" in document:
         tuner = document["tuner"]
         print(f"chosen: {tuner['chosen']['aio']}, number {tuner['rank_of_chosen']} of the sweep's {tuner['settings']}")
         print(f"best:   {tuner['best']['aio']}")
+    for run in document.get("regret", []):
+        print(f"regret {Difference(run['regret'], run['interval']).text}: {run['chosen']['aio']}, {run['reason']}")
     write_json(given.json, {**document, "targets": [verdict.as_json() for verdict in verdicts]})
     return 0
 

@@ -19,9 +19,15 @@ class Ran:
     out: str
     err: str
 
+    def behind_the_announcement(self) -> list[str]:
+        """The lines on stderr of ds_nvme_tune behind the first one, which says how much it will write."""
+        first, *lines = self.err.splitlines()
+        assert first.startswith("ds_nvme_tune: writes ")
+        return lines
+
     def refusal(self, status: int) -> str:
-        """The one line on stderr, behind the steps, of a command that failed with ``status``."""
-        lines = [line for line in self.err.splitlines() if not re.match(r" +\d+ % ", line)]
+        """The one line on stderr, behind what will be written and the steps, of a command that failed with ``status``."""
+        lines = [line for line in self.err.splitlines() if not re.match(r" +\d+ % |ds_nvme_tune: writes ", line)]
         assert (self.status, len(lines)) == (status, 1), self
         assert re.match(r"(ds_io|ds_nvme_tune): ", lines[0])
         assert "Traceback" not in self.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,18 @@ def test_of_two_backends_the_faster_one_is_logged(tmp_path: Path) -> None:
     deepspeed_logs.write(tuning(result(1.0, 4.0), result(2.0, 3.0, backend="threads")), tmp_path)
     assert [*read_back(tmp_path, "read").values()] == [pytest.approx(2e9 / GIB)]
     assert [*read_back(tmp_path, "write").values()] == [pytest.approx(4e9 / GIB)]
+
+
+def test_an_eliminated_setting_has_no_higher_rate_than_the_recommended_one(tmp_path: Path) -> None:
+    """Its rate may be a fluke of its few transfers; what reads the logs chooses the highest."""
+    best = replace(result(2.0, 2.0), rounds=2)
+    faster_in_reads = replace(result(3.0, 1.0, queue_depth=16), rounds=2)
+    fluke = result(99.0, 1.5, queue_depth=32)
+    deepspeed_logs.write(tuning(best, faster_in_reads, fluke), tmp_path)
+    rates = {key[3]: rate * GIB / 1e9 for key, rate in read_back(tmp_path, "read").items()}
+    assert rates == {8: pytest.approx(2.0), 16: pytest.approx(3.0), 32: pytest.approx(2.0)}
+    rates = {key[3]: rate * GIB / 1e9 for key, rate in read_back(tmp_path, "write").items()}
+    assert rates[32] == pytest.approx(1.5)
 
 
 def test_several_folders_are_counted_in_the_name(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_one_line_says_where_the_profile_is_and_what_it_governs(
 ) -> None:
     ran = ds_nvme_tune("--nvme_dir", drive, "--save_profile")
     (profile,) = stored(configuration)
-    (line,) = ran.err.splitlines()
+    (line,) = ran.behind_the_announcement()
     assert f"'{profile.path}'" in line
     assert line.endswith(f"for files on {profile.mount}: block_size 4194304, queue_depth 1, 1 worker")
     assert profile.settings == AioConfig(block_size=4 << 20, queue_depth=1)
@@ -138,7 +138,7 @@ def test_without_a_terminal_nothing_is_asked_and_a_line_says_how_to_store(
 ) -> None:
     ran = ds_nvme_tune("--nvme_dir", drive, *json_to_stdout)
     assert ran.status == 0
-    (line,) = ran.err.splitlines()
+    (line,) = ran.behind_the_announcement()
     assert "--save_profile" in line
     json.loads(ran.out[ran.out.index("{") :])  # the block, or all of it, is still what stdout ends with
     assert stored(configuration) == []
@@ -147,14 +147,14 @@ def test_without_a_terminal_nothing_is_asked_and_a_line_says_how_to_store(
 @pytest.mark.usefixtures("tuned")
 def test_with_no_save_profile_nothing_is_said(ds_nvme_tune: Command, drive: Path, configuration: Path) -> None:
     ran = ds_nvme_tune("--nvme_dir", drive, "--no_save_profile")
-    assert (ran.status, ran.err, stored(configuration)) == (0, "", [])
+    assert (ran.status, ran.behind_the_announcement(), stored(configuration)) == (0, [], [])
 
 
 @pytest.mark.usefixtures("tuned")
 def test_settings_of_the_gds_op_are_no_profile(ds_nvme_tune: Command, drive: Path, configuration: Path) -> None:
     assert "--save_profile" in ds_nvme_tune("--nvme_dir", drive, "--gpu", "--gds", "--save_profile").refusal(2)
     ran = ds_nvme_tune("--nvme_dir", drive, "--gpu", "--gds")
-    assert (ran.status, ran.err, stored(configuration)) == (0, "", [])
+    assert (ran.status, ran.behind_the_announcement(), stored(configuration)) == (0, [], [])
 
 
 @pytest.mark.usefixtures("tuned")
@@ -181,7 +181,7 @@ def test_an_interrupted_run_stores_nothing_and_says_so(
 def test_a_folder_in_memory_gets_a_note_instead(ds_nvme_tune: Command, tmpfs: Disk, configuration: Path) -> None:
     ran = ds_nvme_tune("--nvme_dir", tmpfs.path, "--save_profile")
     assert ran.status == 0
-    (line,) = ran.err.splitlines()
+    (line,) = ran.behind_the_announcement()
     assert "in memory" in line
     assert stored(configuration) == []
 

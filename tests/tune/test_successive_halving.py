@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import pytest
@@ -16,7 +18,8 @@ from hypothesis import strategies as st
 from deepnvme.config import AioConfig
 from deepnvme.engine import Backend
 from deepnvme.tune.measure.job import Operation
-from deepnvme.tune.search.successive_halving import Candidate, Observation, Outcome, noise, relative_times, rounds, search
+from deepnvme.tune.search.plan import least_written, rounds
+from deepnvme.tune.search.successive_halving import Observation, Outcome, search
 
 from ..support.examples import examples
 
@@ -41,6 +44,7 @@ class Drive:
     """Settings differ by how well they fill it, and each by a share of its own that can only be found by measuring.
 
     ``noise``: the standard deviation of the logarithm of a transfer's time. Speed doubles or halves over ``drift_seconds``.
+    ``stalls``: the share of the transfers that take one and a half to five times as long.
     """
 
     def __init__(
@@ -51,9 +55,13 @@ class Drive:
         own_share: float = 0.02,
         rates: tuple[float, float] = (3.3e9, 2.0e9),
         drift_seconds: float = 50.0,
+        stalls: float = 0.0,
     ) -> None:
         self.now = 0.0
         self.calls = 0
+        self.written = 0
+        self.sizes: list[int] = []
+        self._stalls = stalls
         self._random = random.Random(seed)
         self._noise = noise
         self._rates = dict(zip(BOTH, rates, strict=True))
@@ -71,26 +79,56 @@ class Drive:
         processor = math.ceil(blocks / setting.intra_op_parallelism) * _CPU_SECONDS_PER_BLOCK[setting.backend]
         return (max(nbytes / rate, waves, processor) + delay) * self._own[setting, operation]
 
+    def slowness(self) -> float:
+        """By what factor everything takes longer now."""
+        factor, over = self._drift
+        return float(factor ** min(self.now / over, 1.0))
+
     def measure(self, setting: AioConfig, operation: Operation, nbytes: int) -> Observation:
         self.calls += 1
-        factor, over = self._drift
-        slowness = factor ** min(self.now / over, 1.0)
-        seconds = self.true_seconds(setting, operation, nbytes) * slowness * math.exp(self._random.gauss(0, self._noise))
+        self.sizes.append(nbytes)
+        self.written += nbytes if operation == "write" else 0
+        seconds = self.true_seconds(setting, operation, nbytes) * self.slowness() * math.exp(self._random.gauss(0, self._noise))
+        if self._stalls and self._random.random() < self._stalls:
+            seconds *= self._random.uniform(1.5, 5)
         self.now += seconds + 0.003  # pages to drop, a handle to make
         cpu = math.ceil(nbytes / setting.block_size) * _CPU_SECONDS_PER_BLOCK[setting.backend]
         return Observation(nbytes, seconds, cpu, 1e-3, 2e-3)
 
     def shortfall(self, outcome: Outcome, operations: Sequence[Operation] = BOTH) -> float:
         """By how much more than the best of all the chosen setting takes in truth, as a share."""
-        times = {
-            candidate.setting: sum(self.true_seconds(candidate.setting, each) for each in operations)
-            for candidate in outcome.ranked
-        }
-        return times[outcome.best.setting] / min(times.values()) - 1
+        times = {setting: self.true_time(setting, operations) for setting in outcome.ranked}
+        return times[outcome.best] / min(times.values()) - 1
+
+    def true_time(self, setting: AioConfig, operations: Sequence[Operation] = BOTH) -> float:
+        return sum(self.true_seconds(setting, each) for each in operations)
 
 
-def tune(drive: Drive, choice: Sequence[AioConfig], seconds: float = 50.0, operations: Sequence[Operation] = BOTH) -> Outcome:
-    return search(choice, operations, drive.measure, IO_SIZE, seconds, clock=drive.clock)
+class Restless(Drive):
+    """A machine that others use, too: its speed wanders by 15 % within seconds, and one transfer in fifty stalls."""
+
+    def __init__(
+        self, choice: Sequence[AioConfig], seed: int, noise: float = 0.06, seconds: float = 2.0, size: float = 0.15
+    ) -> None:
+        super().__init__(choice, seed, noise, stalls=0.02)
+        self._seconds, self._size = seconds, size
+        self._level, self._then = 0.0, 0.0
+
+    def slowness(self) -> float:
+        kept = math.exp((self._then - self.now) / self._seconds)
+        self._then = self.now
+        self._level = kept * self._level + math.sqrt(1 - kept * kept) * self._random.gauss(0, self._size)
+        return math.exp(self._level)
+
+
+def tune(
+    drive: Drive,
+    choice: Sequence[AioConfig],
+    seconds: float = 50.0,
+    operations: Sequence[Operation] = BOTH,
+    max_writes: int | None = None,
+) -> Outcome:
+    return search(choice, operations, drive.measure, IO_SIZE, seconds, max_writes, clock=drive.clock)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -121,20 +159,21 @@ def test_an_interrupt_at_any_call_keeps_what_was_measured() -> None:
     choice = usual_space()[:12]
     drive = Drive(choice)
     search(choice, BOTH, drive.measure, IO_SIZE, 1.0, clock=drive.clock)
-    pilot = len(BOTH)
+    before = 2 * len(BOTH)  # the pilot, and the reference
     for call in range(drive.calls):
         interrupted = Drive(choice)
         failing = Failing(interrupted, call, KeyboardInterrupt())
-        if call < pilot + len(BOTH):  # before a setting has been measured both ways
+        if call < before + len(BOTH):  # before a setting has been measured both ways
             with pytest.raises(KeyboardInterrupt):
                 search(choice, BOTH, failing.measure, IO_SIZE, 1.0, clock=interrupted.clock)
             continue
         outcome = search(choice, BOTH, failing.measure, IO_SIZE, 1.0, clock=interrupted.clock)
         assert not outcome.complete
         assert outcome.best in outcome.ranked
-        assert len(outcome.ranked) == min((call - pilot) // len(BOTH), len(choice))
+        assert len(outcome.ranked) == min((call - before) // len(BOTH), len(choice))
         # The round that the best is judged by has a whole pass of it.
-        assert outcome.best.passes(outcome.rounds - 1)
+        assert outcome.rounds[-1].passes > 0
+        assert outcome.best in outcome.rounds[-1].samples
 
 
 def test_an_interrupt_of_the_progress_bar_keeps_what_was_measured_too() -> None:
@@ -145,27 +184,50 @@ def test_an_interrupt_of_the_progress_bar_keeps_what_was_measured_too() -> None:
         if drive.calls > 20:
             raise KeyboardInterrupt
 
-    assert not search(choice, BOTH, drive.measure, IO_SIZE, 1.0, progress, drive.clock).complete
+    assert not search(choice, BOTH, drive.measure, IO_SIZE, 1.0, None, progress, drive.clock).complete
 
 
 # -- what it finds -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+HALF = 28 << 30
+"""What the tuner writes at most, unless it is told otherwise."""
+
+
 @pytest.mark.parametrize(
     ("variation", "runs", "misses_allowed"),
-    # Of forty other seeds 0, 7 and 12 missed: chance makes the best of 225 stand out by 4 %, and where a transfer varies by 15 %
-    # the passes that 50 s have room for leave 2 % of doubt.
-    [(0.03, 10, 0), (0.08, 20, 5), (0.15, 20, 8)],
+    # Chance makes the best of 225 stand out by 4 %; where a transfer varies by 15 %, a search of half a minute leaves doubt.
+    [(0.03, 10, 0), (0.08, 20, 2), (0.15, 20, 7)],
 )
 def test_what_is_chosen_takes_at_most_3_percent_longer_than_the_best(variation: float, runs: int, misses_allowed: int) -> None:
     choice = usual_space()
     found = []
     for seed in range(1000, 1000 + runs):
         drive = Drive(choice, seed, variation)
-        found.append(drive.shortfall(tune(drive, choice)))
+        found.append(drive.shortfall(tune(drive, choice, max_writes=HALF)))
     assert sum(each > 0.03 for each in found) <= misses_allowed, sorted(found)
     assert max(found) <= 0.07
+
+
+@pytest.mark.parametrize("seconds", [1.0, 5.0, 20.0])
+def test_on_a_machine_that_others_use_what_is_chosen_is_nearly_the_best(seconds: float) -> None:
+    choice = usual_space()
+    found = []
+    for seed in range(20):
+        drive = Restless(choice, seed, seconds=seconds)
+        found.append(drive.shortfall(tune(drive, choice, max_writes=HALF)))
+    assert statistics.fmean(found) <= 0.02, sorted(found)
+    assert sum(each > 0.03 for each in found) <= 4, sorted(found)
+
+
+def test_the_bytes_that_are_written_unless_told_otherwise_are_as_good_as_twice_as_many() -> None:
+    choice = usual_space()
+    found: dict[int, list[float]] = {HALF: [], 2 * HALF: []}
+    for limit, seed in itertools.product(found, range(30)):
+        drive = Restless(choice, seed)
+        found[limit].append(drive.shortfall(tune(drive, choice, max_writes=limit)))
+    few, many = (statistics.fmean(each) for each in found.values())
+    assert few <= many + 0.005
 
 
 def test_where_the_settings_own_shares_are_nothing_it_never_misses() -> None:
@@ -180,7 +242,7 @@ def test_one_direction_alone_is_searched_by_itself(operation: Operation) -> None
     choice = usual_space()[:40]
     drive = Drive(choice, 3, 0.03)
     outcome = tune(drive, choice, operations=(operation,))
-    assert all(set(numbered) == {operation} for each in outcome.ranked for numbered in each.rounds)
+    assert all(each.operations == [operation] for each in outcome.rounds)
     assert drive.shortfall(outcome, (operation,)) <= 0.03
 
 
@@ -190,7 +252,7 @@ def test_few_settings_are_all_ranked_and_the_best_is_one_of_them(count: int) -> 
     drive = Drive(choice, 1, 0.03)
     outcome = tune(drive, choice, 5.0)
     assert outcome.complete
-    assert {each.setting for each in outcome.ranked} == set(choice)
+    assert set(outcome.ranked) == set(choice)
     assert len(outcome.ranked) == count
     assert drive.shortfall(outcome) <= 0.03
 
@@ -208,7 +270,7 @@ def test_a_stalled_transfer_does_not_cost_a_setting_its_place() -> None:
             return Observation(nbytes, 10 * observed.seconds, observed.cpu_seconds, 1e-3, 2e-3)
         return observed
 
-    assert search(choice, BOTH, measure, IO_SIZE, 20.0, clock=drive.clock).best.setting == victim
+    assert search(choice, BOTH, measure, IO_SIZE, 20.0, clock=drive.clock).best == victim
     assert stalled
 
 
@@ -226,7 +288,7 @@ def searched(costs: dict[AioConfig, tuple[float, float]]) -> Outcome:
 
 
 def chosen(costs: dict[AioConfig, tuple[float, float]]) -> AioConfig:
-    return searched(costs).best.setting
+    return searched(costs).best
 
 
 SMALL = AioConfig(block_size=MIB, queue_depth=8)
@@ -267,7 +329,7 @@ def test_of_two_hundred_alike_one_of_the_cheapest_is_chosen_and_no_backend_named
     choice = usual_space()
     for seed in range(5):
         drive = Plateau(choice, seed, variation)
-        setting = tune(drive, choice).best.setting
+        setting = tune(drive, choice, max_writes=HALF).best
         assert setting.backend == "auto"
         assert setting.block_size >= MIB  # 0.02 CPU s/GB; the most expensive take 0.46
         assert setting.in_flight_bytes <= 128 * MIB
@@ -280,14 +342,46 @@ def test_what_is_faster_than_noise_wins_whatever_it_costs() -> None:
 def test_the_reason_is_true_also_where_the_chosen_one_has_most_memory_in_flight() -> None:
     auto, threads = LARGE_AUTO_SMALL_THREADS
     outcome = searched({threads: (0.5, 0.02), auto: (0.501, 0.021)})
-    assert (outcome.best.setting, outcome.reason) == (
+    assert (outcome.best, outcome.reason) == (
         auto,
-        "within 0.5 % of the fastest, which counts as a tie; of 2 such, chosen by CPU time, then backend, then memory in flight",
+        "not distinguishable from 1 other of 2 settings, none of which is faster by more than 0.2 % (95 % confidence); chosen "
+        "among 2 by CPU time, then backend, then memory in flight",
     )
 
 
 def test_the_reason_of_the_fastest_is_its_speed() -> None:
-    assert searched({LARGE: (0.5, 0.5), SMALL: (0.52, 0.01)}).reason == "the fastest of 2, by more than 0.5 %"
+    reason = "the fastest of 2 settings; the next one takes 4.0 % (95 % interval 4.0 to 4.0 %) longer"
+    assert searched({LARGE: (0.5, 0.5), SMALL: (0.52, 0.01)}).reason == reason
+
+
+def test_the_fastest_is_only_called_so_if_no_other_may_be_as_fast() -> None:
+    choice = usual_space()[40:64]
+    claims = {True: 0, False: 0}
+    for seed in range(80):
+        drive = Restless(choice, seed, noise=0.015, size=0.05)
+        outcome = tune(drive, choice, max_writes=HALF)
+        if outcome.reason.startswith("the fastest of"):
+            finalists = outcome.rounds[-1].samples
+            claims[drive.true_time(outcome.best) == min(map(drive.true_time, finalists))] += 1
+    assert claims[True] >= 10, claims
+    assert claims[False] <= 0.05 * claims[True], claims
+
+
+def test_the_intervals_of_the_final_contain_the_truth() -> None:
+    choice = usual_space()
+    held = []
+    for seed in range(40):
+        drive = Restless(choice, seed)
+        outcome = tune(drive, choice, max_writes=HALF)
+        nbytes = outcome.rounds[-1].nbytes
+
+        def time(setting: AioConfig, drive: Drive = drive, nbytes: int = nbytes) -> float:
+            return sum(drive.true_seconds(setting, each, nbytes) for each in BOTH)
+
+        finalists = [each for each in outcome.rounds[-1].samples if each != outcome.best]
+        ends = {each: outcome.differences[each].interval for each in finalists}
+        held.append(all(low <= time(each) / time(outcome.best) - 1 <= high for each, (low, high) in ends.items()))
+    assert sum(held) >= 0.85 * len(held)  # 95 % of them for any setting; it is the one that looked best, which costs a little
 
 
 def test_the_only_setting_is_not_said_to_have_beaten_any() -> None:
@@ -304,8 +398,8 @@ def test_the_only_setting_is_not_said_to_have_beaten_any() -> None:
         ((3.3e9, 2.0e9), 50.0, 45, 53),
         ((0.5e9, 0.4e9), 50.0, 45, 55),
         ((0.5e9, 0.4e9), 10.0, 9, 20),
-        # One pass over all is more than the share of the first round.
-        ((0.1e9, 0.1e9), 50.0, 45, 60),
+        # Two passes over all are more than the share of the first round.
+        ((0.1e9, 0.1e9), 50.0, 45, 110),
     ],
     ids=["a fast drive", "an ordinary drive", "a SATA drive", "in a hurry", "a hard disk"],
 )
@@ -320,10 +414,120 @@ def test_the_share_done_only_grows_and_ends_at_one() -> None:
     choice = usual_space()[:60]
     drive = Drive(choice)
     shares: list[float] = []
-    search(choice, BOTH, drive.measure, IO_SIZE, 5.0, lambda share, step: shares.append(share), drive.clock)
+    search(choice, BOTH, drive.measure, IO_SIZE, 5.0, None, lambda share, step: shares.append(share), drive.clock)
     assert shares == sorted(shares)
     assert shares[0] < 0.1
     assert shares[-1] == 1.0
+
+
+# -- bytes written -----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(
+    count=st.integers(1, 225),
+    seed=st.integers(0, 1 << 32),
+    io_size=st.sampled_from([1, 4097, MIB, 17 * MIB, IO_SIZE]),
+    seconds=st.sampled_from([0.0, 1.0, 50.0]),
+    rates=st.sampled_from([(14e9, 10e9), (3.3e9, 2.0e9), (0.2e9, 0.1e9)]),
+    more=st.floats(1.0, 30.0),
+)
+def test_no_more_is_written_than_allowed(
+    count: int, seed: int, io_size: int, seconds: float, rates: tuple[float, float], more: float
+) -> None:
+    choice = usual_space()[:count]
+    drive = Drive(choice, seed, rates=rates)
+    allowed = int(least_written(count, io_size) * more)
+    outcome = search(choice, BOTH, drive.measure, io_size, seconds, allowed, clock=drive.clock)
+    assert outcome.complete
+    assert drive.written <= allowed
+    assert all(each.passes >= 2 for each in outcome.rounds)
+
+
+def test_most_of_what_is_allowed_is_used_and_it_is_said_that_more_time_was_left() -> None:
+    choice = usual_space()
+    drive = Drive(choice)
+    outcome = tune(drive, choice, max_writes=HALF)
+    assert outcome.shortened
+    assert 0.9 * HALF <= drive.written <= HALF
+    assert drive.now < 40
+    slow = Drive(choice, rates=(0.5e9, 0.4e9))
+    assert not tune(slow, choice, max_writes=HALF).shortened
+
+
+def test_reads_are_not_limited_by_the_bytes_written() -> None:
+    choice = usual_space()[:40]
+    drive = Drive(choice)
+    outcome = tune(drive, choice, operations=("read",), max_writes=1)
+    assert (drive.written, outcome.shortened) == (0, False)
+    assert drive.now > 40
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+def test_all_that_is_compared_was_measured_in_turn_equally_long_and_equally_often() -> None:
+    choice = usual_space()
+    drive = Restless(choice, 1)
+    outcome = tune(drive, choice, max_writes=HALF)
+    assert [len(each.samples) for each in outcome.rounds] == [225, 57, 15, 6]
+    for measured in outcome.rounds:
+        sizes = {each.nbytes for found in measured.samples.values() for sample in found for each in sample.observed.values()}
+        assert sizes == {measured.nbytes}
+        assert {each.nbytes for sample in measured.reference for each in sample.observed.values()} == sizes
+        assert {len(found) for found in measured.samples.values()} == {measured.passes}
+
+
+def test_in_each_pass_the_order_is_another_and_the_reference_comes_before_every_dozen() -> None:
+    choice = usual_space()[:30]
+    drive = Drive(choice)
+    order: list[AioConfig] = []
+
+    def measure(setting: AioConfig, operation: Operation, nbytes: int) -> Observation:
+        order.append(setting)
+        return drive.measure(setting, operation, nbytes)
+
+    outcome = search(choice, ("read",), measure, IO_SIZE, 0.0, clock=drive.clock)
+    first_round = order[1 : 1 + 2 * 33]  # behind the pilot: two passes of 30, with the reference three times
+    passes = first_round[:33], first_round[33:]
+    for each in passes:
+        assert each[0] == each[13] == each[26] == outcome.reference
+        assert sorted(map(str, each[1:13] + each[14:26] + each[27:])) == sorted(map(str, choice))
+    assert passes[0] != passes[1]
+
+
+def test_a_machine_that_becomes_slow_in_the_middle_of_a_pass_puts_no_setting_at_a_disadvantage() -> None:
+    """Half of the settings of each pass are measured while all takes twice as long."""
+    choice = usual_space()
+    for seed in range(5):
+        drive = Drive(choice, seed, noise=0.04, drift_seconds=1e9)
+        slowness = itertools.cycle([1.0] * 250 + [2.0] * 230)
+        measure = functools.partial(slowed, drive, slowness)
+        outcome = search(choice, BOTH, measure, IO_SIZE, 50.0, HALF, clock=drive.clock)
+        first = outcome.rounds[0]
+        found = first.logarithms()
+        truth = {each: math.log(sum(drive.true_seconds(each, way, first.nbytes) for way in BOTH)) for each in choice}
+        middle = statistics.median(statistics.fmean(found[each]) - truth[each] for each in choice)
+        errors = [abs(statistics.fmean(found[each]) - truth[each] - middle) for each in choice]
+        assert statistics.median(errors) <= 0.06  # 0.2 without the correction
+        assert drive.shortfall(outcome) <= 0.03
+
+
+def slowed(drive: Drive, slowness: Iterator[float], setting: AioConfig, operation: Operation, nbytes: int) -> Observation:
+    observed = drive.measure(setting, operation, nbytes)
+    return dataclasses.replace(observed, seconds=observed.seconds * next(slowness))
+
+
+def test_what_was_eliminated_is_never_said_to_be_faster_than_what_is_recommended() -> None:
+    """Whatever flukes the first rounds had: 219 settings in each of 30 runs."""
+    choice = usual_space()
+    for seed in range(30):
+        outcome = tune(Restless(choice, seed), choice, max_writes=HALF)
+        gone = [each for each in outcome.ranked if each not in outcome.rounds[-1].samples]
+        assert len(gone) == 219
+        for each in gone:
+            found = outcome.differences[each]
+            assert not (found.distinguishable and found.slower < 0), found
 
 
 # -- properties --------------------------------------------------------------------------------------------------------
@@ -334,8 +538,7 @@ def test_every_round_has_fewer_settings_than_the_one_before(count: int) -> None:
     counts = rounds(count)
     assert counts[0] == count
     assert all(later < earlier for earlier, later in itertools.pairwise(counts))
-    assert counts[-1] <= 6
-    assert count <= 10 or 10 in counts  # the table of the ten best
+    assert counts[-1] == min(count, 6)
 
 
 @settings(deadline=None, max_examples=examples(40))
@@ -353,32 +556,9 @@ def test_whatever_the_drive_each_setting_is_ranked_once_and_no_transfer_is_too_l
     choice = usual_space()[:count]
     drive = Drive(choice, seed, variation)
     outcome = search(choice, operations, drive.measure, io_size, seconds, clock=drive.clock)
-    assert sorted(map(str, choice)) == sorted(str(each.setting) for each in outcome.ranked)
-    assert outcome.best in outcome.ranked
-    assert [len(each.rounds) for each in outcome.ranked] == sorted((len(each.rounds) for each in outcome.ranked), reverse=True)
-    observed = [each for found in outcome.ranked for numbered in found.rounds for way in numbered.values() for each in way]
-    assert all(0 < each.nbytes <= io_size for each in observed)
-
-
-def test_standings_do_not_know_the_drives_speed_at_the_time() -> None:
-    def candidate(*seconds: float) -> Candidate:
-        return Candidate(SMALL, [{"read": [Observation(MIB, each, 0.0, 1e-3, 2e-3) for each in seconds]}])
-
-    # The second pass met the drive half as fast, the third not all of the settings.
-    field = [candidate(1.0, 2.0, 1.0), candidate(1.1, 2.2), candidate(0.9, 1.8, 0.9)]
-    fast, slow = relative_times(field, 0)[field[2]], relative_times(field, 0)[field[1]]
-    assert fast == pytest.approx([0.9, 0.9, 0.9 / 0.95])
-    assert slow == pytest.approx([1.1, 1.1])
-
-
-def test_noise_shrinks_with_the_square_root_of_the_passes() -> None:
-    choice = usual_space()[:10]
-    outcome = tune(Drive(choice, noise=0.0), choice, 1.0)
-
-    def passes(size: float, times: int) -> dict[Candidate, list[float]]:
-        return {each: [1.0 + size, 1.0, 1.0 - size] * times for each in outcome.ranked}
-
-    few, many = passes(0.01, 1), passes(0.01, 2)
-    assert noise(few) == pytest.approx(math.sqrt(2) * noise(many))
-    assert noise({each: [1.0, 1.0] for each in outcome.ranked}) == 0.0
-    assert noise({each: [1.0] for each in outcome.ranked}) > 0.0  # of one pass nothing is known
+    assert sorted(map(str, choice)) == sorted(map(str, outcome.ranked))
+    assert outcome.best in outcome.rounds[-1].samples
+    assert set(outcome.differences) == set(choice) - {outcome.best}
+    left = [outcome.last_round(each) for each in outcome.ranked]
+    assert left == sorted(left, reverse=True)
+    assert all(0 < each <= io_size for each in drive.sizes)

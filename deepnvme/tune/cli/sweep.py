@@ -14,7 +14,8 @@ from deepnvme.tune.search.found_profiles import FoundProfile, profiles_from
 from deepnvme.tune.search.results import Tuning
 from deepnvme.tune.search.space import read_sweep
 from deepnvme.tune.search.successive_halving import SearchProgress
-from deepnvme.tune.search.tuner import Order, tune
+from deepnvme.tune.search.tuner import WRITES, Order, tune
+from deepnvme.tune.sizes import size_text
 
 from .arguments import Parser, add_json_option, directory, output_directory, output_file, positive, size
 from .console import ask, can_ask, one_line_errors, progress_shown, show_result, write_out
@@ -47,9 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.save_profile is not False:
             profiles.profiles_enabled()  # raises ValueError for an unknown value before anything is measured
         settings = tuple(read_sweep(options.sweep_config, options.gds)) if options.sweep_config is not None else None
-        given = {name: getattr(options, name) for name in ("io_size", "read", "write", "gpu", "gds")}
+        given = {name: getattr(options, name) for name in ("io_size", "read", "write", "gpu", "gds", "max_writes")}
         folders = tuple(dict.fromkeys(options.nvme_dir))
         order = Order(folders=folders, settings=settings, seconds=options.seconds * options.loops, **given)
+        _say(_writes_announced(order))
         if options.json != "-":
             emit(f"Running DeepNVMe performance tuning on {[str(folder) for folder in order.folders]}")
         with progress_shown(_each_step_once(), with_bar=True) as progress:
@@ -70,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> Parser:
     """Return the parser. Some of its results have the names of the fields of Order that they become."""
-    parser = Parser(_PROGRAM, "Find the best settings for a drive; about a minute for one folder.")
+    written = f"It writes to the drive: at most {size_text(WRITES)} for each search (--max-writes)."
+    parser = Parser(_PROGRAM, f"Find the best settings for a drive, in less than a minute for one folder. {written}")
     add = parser.add_argument
     add("--nvme_dir", type=directory, nargs="+", required=True, metavar="DIR", help="directories to measure, alone and together")
     add("--sweep_config", type=Path, metavar="FILE", help="settings to choose from, as JSON (default: the usual ones)")
@@ -82,7 +85,9 @@ def _parser() -> Parser:
     add("--gds", action="store_true", help="with --gpu: GPUDirect Storage")
     add("--flush_page_cache", action="store_true", help="kept for DeepSpeed's scripts: what is cached is always dropped")
     add("--loops", type=positive, default=1, metavar="N", help="take N times as long, for less noise (default: 1)")
-    add("--seconds", type=positive, default=50, help="of each search, approximately (default: 50)")
+    add("--seconds", type=positive, default=50, help="of each search, approximately and at most (default: 50)")
+    writes_help = "the most to write in all; with less, the answer is less sure (default: a file and 28G for each search)"
+    add("--max-writes", "--max_writes", type=size, metavar="SIZE", help=writes_help)
     add("--log_dir", type=output_directory, metavar="DIR", help="write a log for each setting there, as DeepSpeed does")
     add("--output", type=output_file, metavar="FILE", help="write a report with pictures there (HTML; needs the extra [plot])")
     profile = parser.add_mutually_exclusive_group().add_argument
@@ -90,8 +95,17 @@ def _parser() -> Parser:
     profile("--save_profile", action="store_true", default=None, help=use)
     profile("--no_save_profile", dest="save_profile", action="store_false", help="do not store a profile, and do not ask")
     add_json_option(parser, "write all as JSON: to FILE, or instead of the text to stdout")
-    add("--verbose", action="store_true", help="all settings instead of the ten best")
+    add("--verbose", action="store_true", help="list the settings that were eliminated, too")
     return parser
+
+
+def _writes_announced(order: Order) -> str:
+    """Return what is said before anything is written."""
+    where = " and ".join(str(folder) for folder in order.folders)
+    amount = f"{order.write_limit / 1e9:.3g} GB"
+    if not order.write:
+        return f"writes {amount} to {where}, to be read"
+    return f"writes up to {amount} to {where}: --max-writes SIZE allows less, --no_write measures only reads"
 
 
 def _save_or_offer_profiles(tuning: Tuning, save: bool | None) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deepnvme.tune.measure.job import OPERATIONS, Operation
+from deepnvme.tune.search.estimates import CONFIDENCE
 from deepnvme.tune.search.results import Figures, Result, Search, Striping
 from deepnvme.tune.sizes import size_text
 
@@ -50,11 +51,16 @@ def three_digits(value: float) -> str:
 
 
 def search_charts(search: Search) -> list[Chart]:
-    """Return all charts of a search that compare anything; none for a single setting."""
-    by_direction = itertools.product((heat_map, latency_chart, cpu_chart), search.best.operations)
-    charts = [draw(search, operation) for draw, operation in by_direction]
-    charts.append(_bars(search, "Scaling over workers", "workers", lambda result: result.setting.intra_op_parallelism))
-    charts.append(_bars(search, "Backends compared", "backend", lambda result: result.backend))
+    """Return all charts of a search that compare anything; none for a single setting.
+
+    Speeds, latencies and CPU times are shown of the finalists only, which were measured in turn with transfers of one length. Of
+    the others, which were measured for less time, it is only shown how much longer they took than the recommended setting in the
+    same round.
+    """
+    by_direction = itertools.product((latency_chart, cpu_chart), search.best.operations)
+    charts = [heat_map(search), *(draw(search, operation) for draw, operation in by_direction)]
+    charts.append(_groups(search, "Workers compared", "workers", lambda result: result.setting.intra_op_parallelism))
+    charts.append(_groups(search, "Backends compared", "backend", lambda result: result.backend))
     return [chart for chart in charts if chart is not None]
 
 
@@ -63,34 +69,39 @@ def striping_charts(striping: Striping) -> list[Chart]:
     return [_striping_chart(striping, operation) for operation in OPERATIONS if operation in striping.together]
 
 
-def heat_map(search: Search, operation: Operation) -> Chart | None:
-    """Draw GB/s over block size and queue depth. Returns None if both are the same for all settings."""
+def heat_map(search: Search) -> Chart | None:
+    """Draw how much longer settings take than the recommended one, over block size and queue depth.
+
+    Returns None if both are the same for all settings.
+    """
     from matplotlib.patches import Rectangle
 
     blocks = sorted({result.setting.block_size for result in search.results})
     depths = sorted({result.setting.queue_depth for result in search.results})
     if len(blocks) * len(depths) < 2:
         return None
-    cells = search.fastest(operation, lambda result: (result.setting.block_size, result.setting.queue_depth))
-    (fastest_block, fastest_depth), fastest = max(cells.items(), key=lambda item: item[1])
-    chosen = (search.best.setting.block_size, search.best.setting.queue_depth)
+    cells = search.leaders(lambda result: (result.setting.block_size, result.setting.queue_depth))
 
     x_label, y_label = "queue depth (blocks for each worker)", "block size (bytes)"
     axes = _axes(height=0.5 + 0.33 * len(blocks), x_label=x_label, y_label=y_label, top=0.03)
+    said: list[str] = []
     for (row, block), (column, depth) in itertools.product(enumerate(blocks), enumerate(depths)):
-        speed, gap = cells.get((block, depth)), 0.03
+        result, gap = cells.get((block, depth)), 0.03
         area = Rectangle((column - 0.5 + gap, row - 0.5 + gap), 1 - 2 * gap, 1 - 2 * gap, linewidth=0)
-        if speed is None:
+        if result is None:
             area.set(facecolor="none", hatch="////")
         else:
-            # Shades of one colour, transparent at 0 GB/s rather than at the slowest: otherwise noise would look like a peak.
-            shade = (speed / fastest) ** 1.5 if fastest else 1.0
-            area.set(facecolor=COLOURS[operation], alpha=shade)
-            colour, weight = ("white" if shade > 0.85 else INK), ("bold" if (block, depth) == chosen else "normal")
-            axes.text(column, row, three_digits(speed), ha="center", va="center", color=colour, weight=weight)
+            text, slower = _longer(search, result), result.difference.slower if result.difference else 0.0
+            final, best = result in search.finalists, result == search.best
+            # Transparent for what takes for ever rather than for the slowest: otherwise noise would look like a peak.
+            shade = min(1 / (1 + slower), 1.0) ** 1.5
+            area.set(facecolor=COLOURS["read"] if final else MUTED, alpha=shade if final else 0.35 * shade)
+            colour, weight = ("white" if final and shade > 0.85 else INK), ("bold" if best else "normal")
+            axes.text(column, row, text, ha="center", va="center", color=colour, weight=weight)
+            said.append(f"{size_text(block)} at depth {depth}: {text}{'' if final else ', eliminated'}")
+            if best:
+                axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=INK, linewidth=2, zorder=3))
         axes.add_patch(area)
-        if (block, depth) == chosen:
-            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=INK, linewidth=2, zorder=3))
     axes.set_xlim(-0.55, len(depths) - 0.45)
     axes.set_ylim(-0.55, len(blocks) - 0.45)
     axes.set_xticks(range(len(depths)), [str(depth) for depth in depths])
@@ -98,30 +109,47 @@ def heat_map(search: Search, operation: Operation) -> Chart | None:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     unmeasured = len(blocks) * len(depths) - len(cells)
+    what = f"Time to {' and '.join(search.best.operations)} a byte"
     return Chart(
-        title=f"{operation.capitalize()} speed, GB/s",
-        note="Each cell: the best over workers and backends. Framed: the recommended setting."
+        title=f"{what}, compared with the recommended setting",
+        note="Per cent more, for the workers and backend that did best. Framed: recommended. Blue: in the final. Grey: "
+        "eliminated, compared in the round where it left; \N{LESS-THAN OR EQUAL TO}18: not told from noise, at most 18 % more."
         + (" Hatched: not measured." if unmeasured else ""),
-        alt=f"Heat map of {operation} GB/s over block size and queue depth, from {three_digits(min(cells.values()))} to "
-        f"{three_digits(fastest)} GB/s, the fastest cell being {size_text(fastest_block)} blocks at queue depth {fastest_depth}; "
-        f"{unmeasured} cells were not measured.",
+        alt=f"Heat map over block size and queue depth. {what}, in per cent more than with the recommended setting: "
+        f"{'; '.join(said)}. {unmeasured} cells were not measured.",
         axes=axes,
     )
 
 
+def _longer(search: Search, result: Result) -> str:
+    """Return by how many per cent more time a result takes than the recommended one: "+35".
+
+    Finalists have a figure in any case, because their table has the intervals beside it. An eliminated setting has one if it is
+    more than noise; otherwise the most that it may be: "\N{LESS-THAN OR EQUAL TO}18".
+    """
+    found = result.difference
+    if found is None:
+        return "0"
+    if result in search.finalists:
+        return f"{found.percent:+.1f}"
+    if found.distinguishable:
+        return f"{found.percent:+.0f}"
+    return "?" if found.interval is None else f"\N{LESS-THAN OR EQUAL TO}{100 * found.interval[1]:.0f}"
+
+
 def latency_chart(search: Search, operation: Operation) -> Chart | None:
-    """Draw GB/s over the 99th percentile of a block's latency. Returns None if fewer than two settings have one."""
+    """Draw GB/s over the 99th percentile of a block's latency, of the finalists. Returns None if fewer than two have one."""
     points = [
-        _Point(result, figures.gb_per_second, figures.latency_p99 * 1e3, figures.latency_p50 * 1e3)
+        _Point(result, figures, figures.latency_p99 * 1e3, figures.latency_p50 * 1e3)
         for result, figures in _measured(search, operation)
     ]
     return _trade_off(search, operation, points, "latency", "latency of a block, 99th percentile (ms)")
 
 
 def cpu_chart(search: Search, operation: Operation) -> Chart | None:
-    """Draw GB/s over CPU time. Returns None if fewer than two settings took any that was measurable."""
+    """Draw GB/s over CPU time, of the finalists. Returns None if fewer than two took any that was measurable."""
     measured = _measured(search, operation)
-    points = [_Point(result, figures.gb_per_second, figures.cpu_seconds_per_gb) for result, figures in measured]
+    points = [_Point(result, figures, figures.cpu_seconds_per_gb) for result, figures in measured]
     return _trade_off(search, operation, points, "CPU time", "CPU time (s/GB)")
 
 
@@ -130,14 +158,19 @@ class _Point:
     """A setting in a chart of speed over a cost."""
 
     result: Result
-    speed: float
+    figures: Figures
     cost: float
     median_cost: float | None = None
     """For a bar from there to the point; None for no bar."""
 
+    @property
+    def speed(self) -> float:
+        """10^9 bytes per second."""
+        return self.figures.gb_per_second
+
 
 def _trade_off(search: Search, operation: Operation, points: Sequence[_Point], cost: str, x_label: str) -> Chart | None:
-    """Draw GB/s over a cost, with the settings that no other beats in both joined by a line."""
+    """Draw GB/s, with its interval, over a cost, with the settings that no other beats in both joined by a line."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     # The axis is logarithmic: a cost of 0, below the clock's resolution, cannot be drawn.
@@ -146,10 +179,14 @@ def _trade_off(search: Search, operation: Operation, points: Sequence[_Point], c
         return None
     axes = _axes(height=3.3, x_label=x_label, y_label=f"{operation} speed (GB/s)")
     axes.grid(True)
-    backends = sorted({result.backend for result in search.results})
+    backends = sorted({point.result.backend for point in points})
     for backend, (colour, marker) in zip(backends, itertools.cycle(_BACKEND_STYLES), strict=False):
         mine = _coordinates(point for point in points if point.result.backend == backend)
         axes.plot(*mine, marker, markersize=4, color=colour, alpha=0.55, markeredgewidth=0, label=backend)
+    intervals = [(point.cost, point.figures.interval) for point in points if point.figures.interval is not None]
+    ends = [end for _, interval in intervals for end in interval]
+    if intervals:
+        axes.vlines([cost for cost, _ in intervals], ends[::2], ends[1::2], color=MUTED, linewidth=0.8, alpha=0.6)
     frontier = _frontier(points)
     costs, speeds = _coordinates(frontier)
     axes.plot(costs, speeds, color=MUTED, linewidth=1.1, zorder=2.5)
@@ -165,15 +202,17 @@ def _trade_off(search: Search, operation: Operation, points: Sequence[_Point], c
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    slowest, top = (limit(point.speed for point in points) for limit in (min, max))
+    slowest, top = (limit([point.speed for point in points] + ends) for limit in (min, max))
     axes.set_ylim(slowest - 0.05 * top, top * 1.08 or 1)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, handletextpad=0.1, columnspacing=1.2, borderaxespad=0.2)
     _label_some(axes, frontier)
     cheapest, fastest = frontier[0], frontier[-1]
     return Chart(
         title=f"{operation.capitalize()} speed against {cost}",
-        note="Up and to the left is better. The line joins the settings that none beats in both"
-        f"{'; bars reach back to the median' if bars else ''}. Labels: block size/depth/workers.",
+        note="The finalists, which were measured in turn. Up and to the left is better. The line joins the settings that none is "
+        f"measured to beat in both{'; bars to the left reach back to the median' if bars else ''}"
+        f"{f'; upright ones: {100 * CONFIDENCE:.0f} % interval of the speed' if intervals else ''}. Labels: block "
+        "size/depth/workers.",
         alt=f"Scatter of {operation} GB/s over {x_label} for {len(points)} settings. Cheapest on the frontier: "
         f"{_short(cheapest.result)} with {three_digits(cheapest.speed)} GB/s at {three_digits(cheapest.cost)}; fastest: "
         f"{_short(fastest.result)} with {three_digits(fastest.speed)} GB/s at {three_digits(fastest.cost)}.",
@@ -213,29 +252,39 @@ def _annotate(axes: Axes, text: str, point: tuple[float, float], offset: tuple[f
     axes.annotate(text, point, xytext=offset, textcoords="offset points", **style)
 
 
-def _bars(search: Search, title: str, x_label: str, group_of: Callable[[Result], Any]) -> Chart | None:
-    """Draw GB/s of the best setting in each group. Returns None if there is only one group."""
-    groups = sorted({group_of(result) for result in search.results})
-    if len(groups) < 2:
+def _groups(search: Search, title: str, x_label: str, group_of: Callable[[Result], Any]) -> Chart | None:
+    """Draw how much longer the best setting of each group takes than the recommended one. Returns None if there is one group."""
+    leaders = search.leaders(group_of)
+    if len(leaders) < 2:
         return None
-    both = search.best.operations
-    axes = _axes(height=2.8, x_label=x_label, y_label="speed (GB/s)")
+    names = sorted(leaders)
+    axes = _axes(height=2.6, x_label=x_label, y_label="time, % more than recommended")
     axes.grid(True, axis="y")
-    width = 0.7 / len(both)
+    axes.axhline(0, color=INK, linewidth=0.8)
     said: list[str] = []
-    for nth, operation in enumerate(both):
-        speeds = dict.fromkeys(groups, 0.0) | search.fastest(operation, group_of)
-        places = [place + (nth - (len(both) - 1) / 2) * width for place in range(len(groups))]
-        bars = axes.bar(places, list(speeds.values()), width * 0.94, color=COLOURS[operation], label=operation)
-        axes.bar_label(bars, labels=[three_digits(speed) for speed in speeds.values()], padding=2)
-        said += [f"{operation} with {group}: {three_digits(speed)} GB/s" for group, speed in speeds.items()]
-    axes.set_xticks(range(len(groups)), [str(group) for group in groups])
-    axes.set_xlim(-0.6, len(groups) - 0.4)
+    for place, name in enumerate(names):
+        result = leaders[name]
+        found, final = result.difference, result in search.finalists
+        slower, ends = (found.percent, found.interval) if found is not None else (0.0, None)
+        colour = COLOURS["read"] if final else MUTED
+        if ends is not None:
+            axes.vlines(place, 100 * ends[0], 100 * ends[1], color=colour, linewidth=2)
+        if final or (found is not None and found.distinguishable):  # otherwise there is only noise to show
+            axes.plot([place], [slower], "o", markersize=7, color=colour)
+        text = "recommended" if found is None else _longer(search, result) + ("" if final else f", left in round {result.rounds}")
+        _annotate(axes, text, (place, 100 * ends[1] if ends else slower), (0, 6), ha="center", fontsize=8)
+        said.append(f"{x_label} {name}: {text} ({_short(result)})")
+    axes.set_xticks(range(len(names)), [str(name) for name in names])
+    axes.set_xlim(-0.6, len(names) - 0.4)
     axes.tick_params(axis="x", length=0)
-    axes.margins(y=0.12)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, handlelength=0.8, handleheight=0.8, borderaxespad=0.2)
-    alt = f"Bar chart, {x_label}: {'; '.join(said)}."
-    return Chart(title=title, note="GB/s of the best setting of each.", alt=alt, axes=axes)
+    axes.margins(y=0.25)
+    return Chart(
+        title=title,
+        note=f"The best setting of each, measured in turn with the recommended one; bars: {100 * CONFIDENCE:.0f} % interval. "
+        "Grey: eliminated before the final, and without a point if the difference is not told from noise.",
+        alt=f"Chart of the time in per cent more than with the recommended setting. {'; '.join(said)}.",
+        axes=axes,
+    )
 
 
 def _striping_chart(striping: Striping, operation: Operation) -> Chart:
@@ -274,8 +323,8 @@ def _middle_out(text: str, length: int) -> str:
 
 
 def _measured(search: Search, operation: Operation) -> list[tuple[Result, Figures]]:
-    """Return the results that have values of a direction, with these values."""
-    return [(result, figures) for result in search.results if (figures := result.figures(operation))]
+    """Return the finalists that have values of a direction, with these values."""
+    return [(result, figures) for result in search.finalists if (figures := result.figures(operation))]
 
 
 def _short(result: Result) -> str:

@@ -5,7 +5,7 @@ Compatible with DeepSpeed 0.19: ``nvme/perf_run_sweep.py`` (file names), ``nvme/
 
 from __future__ import annotations
 
-import functools
+import math
 from pathlib import Path
 
 from deepnvme.tune.measure.job import OPERATIONS, Operation
@@ -16,7 +16,8 @@ from deepnvme.tune.sizes import GIB, size_text
 def write(tuning: Tuning, directory: Path) -> None:
     """Write a log for each setting and direction of the recommended search.
 
-    DeepSpeed's names do not contain the backend: of several, the fastest is written.
+    DeepSpeed's names do not contain the backend: of several, the fastest is written. What reads the logs chooses the highest
+    rate; so an eliminated setting, whose rate comes from few short transfers, is given no higher one than the recommended one.
 
     Args:
         tuning: The results.
@@ -26,9 +27,17 @@ def write(tuning: Tuning, directory: Path) -> None:
         OSError: If a file cannot be written.
     """
     for operation in OPERATIONS:
-        logs = tuning.chosen.fastest(operation, functools.partial(_name, operation, len(tuning.chosen.folders)))
-        if not logs:
+        search = tuning.chosen
+        best = search.best.figures(operation)
+        if best is None:
             continue
+        logs: dict[str, float] = {}
+        for result in search.results:
+            figures = result.figures(operation)
+            if figures is not None:
+                highest = math.inf if result in search.finalists else best.gb_per_second
+                name = _name(operation, len(search.folders), result)
+                logs[name] = max(logs.get(name, 0.0), min(figures.gb_per_second, highest))
         folder = directory / f"_aio_bench_{operation}_logs"
         folder.mkdir(parents=True, exist_ok=True)
         for name, rate in logs.items():

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deepnvme.tune.measure.job import OPERATIONS, Operation
-from deepnvme.tune.search.results import Result, Search, Striping, Tuning
+from deepnvme.tune.search.estimates import CONFIDENCE
+from deepnvme.tune.search.results import Reference, Result, Search, Striping, Tuning
 from deepnvme.tune.sizes import GIB, size_text
 from deepnvme.version import __version__
 
@@ -22,13 +23,13 @@ from deepnvme.version import __version__
 def render(tuning: Tuning, verbose: bool = False) -> str:
     """Return the text that ds_nvme_tune prints.
 
-    A table of the best settings for each search, a comparison of several folders alone and together, and at the end the lines
+    A table of each search's finalists, a comparison of several folders alone and together, and at the end the lines
     that DeepSpeed's tuner prints. In DeepSpeed's line of the best performance a GB is 1024^3 bytes, as in its ds_io; everywhere
     else it is 10^9 bytes.
 
     Args:
         tuning: The results.
-        verbose: Whether to list all settings instead of the ten best.
+        verbose: Whether to list the settings that were eliminated, too.
     """
     parts = [_search(search, verbose) for search in tuning.searches]
     if tuning.striping is not None:
@@ -36,9 +37,11 @@ def render(tuning: Tuning, verbose: bool = False) -> str:
     if not tuning.complete and tuning.chosen.complete:
         parts.append("INTERRUPTED: what was to follow was not measured")
     notes = [f"left out: {setting}: {reason}" for setting, reason in tuning.refused.items()]
-    notes.append(
-        f"{tuning.seconds:.0f} s, {tuning.bytes_written / 1e9:.0f} GB written; GB is 10^9 bytes above, 1024^3 in the line below"
-    )
+    limit = "" if tuning.write_limit is None else f" of at most {tuning.write_limit / 1e9:.1f}"
+    if any(search.shortened for search in tuning.searches):
+        notes.append("the limit of bytes written ended the search before its time; --max-writes allows more, for a surer answer")
+    written = f"{tuning.seconds:.0f} s, {tuning.bytes_written / 1e9:.1f}{limit} GB written"
+    notes.append(f"{written}; GB is 10^9 bytes above, 1024^3 in the line below")
     parts.append("\n".join(notes))
     parts.append(f"{_best(tuning.chosen.best)}\n{json.dumps(tuning.chosen.best.setting.to_deepspeed(), indent=3)}")
     return "\n\n".join(parts)
@@ -66,7 +69,14 @@ def _search_document(search: Search) -> dict[str, Any]:
         "folders": [dataclasses.asdict(facts) for facts in search.folders],
         "best": _result_document(search.best),
         "results": [_result_document(result) for result in search.results],
+        "measured": [dataclasses.asdict(facts) for facts in search.measured],
+        "reference": None if search.reference is None else _reference_document(search.reference),
     }
+
+
+def _reference_document(reference: Reference) -> dict[str, Any]:
+    """Return the reference as one JSON object, with the fields of its setting beside its own."""
+    return {**reference.setting.model_dump(), "samples": reference.samples, "spread": reference.spread}
 
 
 def _result_document(result: Result) -> dict[str, Any]:
@@ -105,32 +115,82 @@ def _search(search: Search, verbose: bool) -> str:
     lines = [where]
     if not search.complete:
         lines.append("INTERRUPTED: what follows was measured before that")
-    lines.append(_results(search.results if verbose else search.table, search.best))
+    lines.append(_finalists(search.table, search.best))
     lines.append(f"* {search.reason}")
+    if search.measured:
+        final = search.measured[-1]
+        lines.append(f"  measured in turn in {_count(final.passes, 'pass', 'passes')} of {size_text(final.nbytes)}")
+    if search.reference is not None:
+        spread = f"{100 * search.reference.spread:.0f} %"
+        lines.append(f"  the machine: half of {search.reference.samples} transfers with one setting differed by {spread} at most")
+    if search.eliminated:
+        lines.append(_eliminated(search, verbose))
     return "\n".join(lines)
 
 
-def _results(results: Sequence[Result], best: Result) -> str:
-    """Return a table of results, the recommended one marked by a star."""
+def _count(number: int, one: str, more: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {one if number == 1 else more}"
+
+
+def _finalists(results: Sequence[Result], best: Result) -> str:
+    """Return a table of results that were measured in turn, the recommended one marked by a star."""
     units = ("\nGB/s", "\nCPU s/GB", " p99\nms a block")
     measured = [f"{operation}{unit}" for unit, operation in itertools.product(units, best.operations)]
     rows = []
     for result in results:
-        setting = result.setting
         figures = [each for operation in best.operations if (each := result.figures(operation)) is not None]
         rows.append([
             "*" if result == best else "",
-            size_text(setting.block_size),
-            str(setting.queue_depth),
-            str(setting.intra_op_parallelism),
-            result.backend + (", single" if setting.single_submit else ""),
+            *_setting(result),
             *(f"{each.gb_per_second:.2f}" for each in figures),
             *(f"{each.cpu_seconds_per_gb:.3f}" for each in figures),
             *(f"{each.latency_p99 * 1e3:.3g}" for each in figures),
-            size_text(setting.in_flight_bytes),
-            str(result.rounds),
+            size_text(result.setting.in_flight_bytes),
+            *_longer(result),
         ])  # fmt: skip
-    return _table(["", "block", "depth", "workers", "backend", *measured, "in flight", "rounds"], rows)
+    return _table(["", *_SETTING, *measured, "in flight", *_LONGER], rows)
+
+
+def _eliminated(search: Search, verbose: bool) -> str:
+    """Return how many settings were eliminated, and with ``verbose`` a table of them, without figures of their own.
+
+    Their rounds had transfers of other lengths; so each is only compared with the recommended setting, in the same round.
+    """
+    gone = search.eliminated
+    counts = [(number, sum(each.rounds == number for each in gone)) for number in range(1, search.rounds)]
+    listed = ", ".join(f"{count} in round {number}" for number, count in counts if count)
+    line = f"  eliminated before: {listed}"
+    if not verbose:
+        return f"{line} (--verbose lists them)"
+    rows = [["", *_setting(result), str(result.rounds), *_roughly_longer(result)] for result in gone]
+    return "\n".join([line, _table(["", *_SETTING, "left in\nround", *_LONGER], rows)])
+
+
+_SETTING = ("block", "depth", "workers", "backend")
+_LONGER = ("takes longer\nthan *", f"{100 * CONFIDENCE:.0f} %\ninterval")
+
+
+def _setting(result: Result) -> list[str]:
+    """Return the columns :data:`_SETTING` of a result."""
+    setting = result.setting
+    backend = result.backend + (", single" if setting.single_submit else "")
+    return [size_text(setting.block_size), str(setting.queue_depth), str(setting.intra_op_parallelism), backend]
+
+
+def _longer(result: Result) -> list[str]:
+    """Return the columns :data:`_LONGER` of a finalist."""
+    found = result.difference
+    if found is None:
+        return ["", ""]
+    ends = "unknown" if found.interval is None else " to ".join(f"{100 * each:+.1f}" for each in found.interval)
+    return [f"{found.percent:+.1f} %", ends]
+
+
+def _roughly_longer(result: Result) -> list[str]:
+    """Return the columns :data:`_LONGER` of an eliminated setting: without an estimate if it may be nothing but noise."""
+    estimate, ends = _longer(result)
+    return [estimate if result.difference is not None and result.difference.distinguishable else "not clear", ends]
 
 
 def _striping(striping: Striping) -> str:

@@ -10,10 +10,12 @@ from deepnvme.config import AioConfig
 from deepnvme.tune.measure.folder import FolderFacts
 from deepnvme.tune.measure.job import OPERATIONS, Operation
 
+from .estimates import Difference
+
 _Group = TypeVar("_Group")
 
 TABLE = 10
-"""Number of results that are shown. One round of the search measures that many, so that they can be compared."""
+"""Most results that are shown of an interrupted search; otherwise the finalists are."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,10 @@ class Figures:
     latency_p50: float
     """Median of the seconds from a block's submission to its completion."""
     latency_p99: float
-    """99th percentile of the same."""
+    """99th percentile of the same. It grows with the length of the transfers, which differs between rounds."""
+    interval: tuple[float, float] | None = None
+    """Ends of the interval around ``gb_per_second``, for a comparison with the others of the same round; all intervals of a round
+    hold together with a probability of 95 %. None if a single pass says nothing about the noise."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,10 @@ class Result:
     write: Figures | None
     """Values of writes; None if they were not asked for."""
     rounds: int
-    """Rounds of the search in which the setting was measured: the more, the longer."""
+    """Rounds of the search in which the setting was measured. The figures are those of the last of them."""
+    difference: Difference | None = None
+    """How much longer it takes to move a byte in each direction than the recommended setting, which was measured in turn with it
+    in the same round. None for the recommended setting itself."""
 
     def figures(self, operation: Operation) -> Figures | None:
         """Return the values of one direction; None if it was not asked for."""
@@ -53,6 +61,30 @@ class Result:
     def operations(self) -> list[Operation]:
         """The directions that were measured, which have values."""
         return [operation for operation in OPERATIONS if self.figures(operation) is not None]
+
+
+@dataclass(frozen=True)
+class RoundFacts:
+    """What one round of a search measured."""
+
+    settings: int
+    """Number of settings."""
+    passes: int
+    """How many times each of them was measured in each direction."""
+    nbytes: int
+    """Bytes of each transfer."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The setting that was measured again and again during all of a search, to see the drift of the machine."""
+
+    setting: AioConfig
+    """The setting."""
+    samples: int
+    """Number of its transfers in each direction."""
+    spread: float
+    """Half of these transfers took at most this share more or less than is usual in their round."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +99,7 @@ class Search:
     best: Result
     """The recommended one of the results."""
     reason: str
-    """Why it is recommended, in one line."""
+    """Why it is recommended and how sure that is, in one line."""
     rounds: int
     """Number of rounds."""
     seconds: float
@@ -75,30 +107,45 @@ class Search:
     complete: bool
     """False if the search was interrupted."""
     results: tuple[Result, ...]
-    """Results of all settings, best first.
+    """Results of all settings: the finalists, fastest first, then those that were eliminated, latest first.
 
-    Values of different rounds are comparable: a rate is what the setting gave relative to the best setting in the same round,
-    times the best setting's rate in the last round.
+    Only results with the same number of rounds can be compared with each other: they were measured in turn, with transfers of the
+    same length, and equally often. Each can be compared with the recommended one, by its ``difference``. The rates of an
+    eliminated setting are what it gave relative to the recommended one in the same round, times the recommended one's rate in the
+    final; they are as uncertain as its difference.
     """
+    measured: tuple[RoundFacts, ...] = ()
+    """What each round measured."""
+    reference: Reference | None = None
+    """The setting that shows the drift of the machine."""
+    shortened: bool = False
+    """Whether the limit of bytes written ended a round before its time."""
 
-    def fastest(self, operation: Operation, group_of: Callable[[Result], _Group]) -> dict[_Group, float]:
-        """Return the highest rate of one direction in each group of results, in 10^9 bytes per second.
+    @property
+    def finalists(self) -> tuple[Result, ...]:
+        """The results of the final, among which the recommended one was chosen."""
+        return tuple(result for result in self.results if result.rounds == self.best.rounds)
+
+    @property
+    def eliminated(self) -> tuple[Result, ...]:
+        """The results of the settings that left before the final."""
+        return tuple(result for result in self.results if result.rounds != self.best.rounds)
+
+    def leaders(self, group_of: Callable[[Result], _Group]) -> dict[_Group, Result]:
+        """Return the best result of each group: the recommended one, or that which stayed longest and was the fastest then.
 
         Args:
-            operation: The direction; results without values of it are left out.
             group_of: Returns the group that a result belongs to.
         """
-        rates: dict[_Group, float] = {}
-        for result in self.results:
-            figures, group = result.figures(operation), group_of(result)
-            if figures is not None:
-                rates[group] = max(rates.get(group, 0.0), figures.gb_per_second)
-        return rates
+        leaders: dict[_Group, Result] = {}
+        for result in (self.best, *self.results):
+            leaders.setdefault(group_of(result), result)
+        return leaders
 
     @property
     def table(self) -> tuple[Result, ...]:
-        """The results to show: the ten best, and the recommended one if it is not among them."""
-        shown = self.results[:TABLE]
+        """The results to show: the finalists, but no more than the ten fastest of them and the recommended one."""
+        shown = self.finalists[:TABLE]
         return shown if self.best in shown else (*shown, self.best)
 
 
@@ -139,6 +186,8 @@ class Tuning:
     """Comparison of the folders alone and together; None if there is only one, or the run was interrupted before."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Settings with which no handle could be made on this machine, and why."""
+    write_limit: int | None = None
+    """The most bytes that the run was allowed to write; None if only the files were written, because only reads were measured."""
 
     @property
     def chosen(self) -> Search:

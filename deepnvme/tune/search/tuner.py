@@ -12,15 +12,20 @@ from pathlib import Path
 
 from deepnvme.config import AioConfig
 from deepnvme.drives import MEMORY_FILESYSTEMS
-from deepnvme.tune.measure.folder import FolderFacts, check_memory, check_space, folder_facts
+from deepnvme.tune.measure.folder import FolderFacts, Unsuitable, check_memory, check_space, folder_facts
 from deepnvme.tune.measure.job import OPERATIONS, Operation
 from deepnvme.tune.search.trial_bench import Shares, TrialBench
 
-from .results import Figures, Result, Search, Striping, Tuning
+from .plan import least_written
+from .results import Figures, Reference, Result, RoundFacts, Search, Striping, Tuning
+from .round_data import cpu_seconds_per_gb
 from .space import default_space
-from .successive_halving import Candidate, Outcome, SearchProgress, cpu_seconds_per_gb, partial_progress, search
+from .successive_halving import Outcome, SearchProgress, partial_progress, search
 
-_STRIPING_PASSES = 5
+WRITES = 28 << 30
+"""Bytes that a search writes at most if nothing else is said. Twice as many, what a fast drive takes in the usual time, hardly
+make the answer better (on simulated drives: tests/tune/test_successive_halving.py)."""
+_STRIPING_PASSES, _LEAST_STRIPING_BYTES = 5, 4 << 20
 
 
 @dataclass(frozen=True)
@@ -42,18 +47,32 @@ class Order:
     gds: bool = False
     """Whether GPU tensors are moved by GPUDirect Storage."""
     seconds: float = 50.0
-    """Approximate duration of each search."""
+    """Approximate duration of each search; less if the limit of bytes written is reached before."""
+    max_writes: int | None = None
+    """The most bytes that the run may write, to all folders together; None for the files and 28 GiB for each search."""
 
     @property
     def operations(self) -> list[Operation]:
         """The directions to measure, reads before writes."""
         return [operation for operation in OPERATIONS if (self.read if operation == "read" else self.write)]
 
+    @property
+    def write_limit(self) -> int:
+        """The most bytes that the run writes, to all folders together: files to read from, and what is measured."""
+        files = self.io_size * len(self.folders)
+        if not self.write:
+            return files
+        if self.max_writes is not None:
+            return self.max_writes
+        each = least_written(len(self.settings or ()), self.io_size) * len(self.folders)
+        return files + _parts(len(self.folders)) * max(WRITES, each)
+
 
 def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> Tuning:
     """Find the best settings for folders. Blocks, for about ``order.seconds`` for each search.
 
-    There is one search for each folder and, if there are several, one for all together. An interrupt (KeyboardInterrupt) ends the
+    There is one search for each folder and, if there are several, one for all together. At most ``order.write_limit`` bytes are
+    written. An interrupt (KeyboardInterrupt) ends the
     run with the results so far; if there are none, it is raised. No file is left behind.
 
     Args:
@@ -70,6 +89,7 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
     check_memory(tensors + order.io_size * sum(each.filesystem in MEMORY_FILESYSTEMS for each in facts))
     progress(0.0, "starting (compiles on first use)")
     offered, backend = _offered(order)
+    writes = _writes_of_each_part(order, len(offered))
     begin = time.monotonic()
     groups = _groups(len(facts))
     bench = TrialBench(order.folders, order.io_size, order.gpu, order.gds, functools.partial(progress, 0.0))
@@ -85,12 +105,14 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
                 measure = functools.partial(bench.move, _shares(group, searches))
                 where = " + ".join(facts[index].path for index in group)
                 part = partial_progress(progress, number, len(groups), f"{where}: ")
-                outcome = search(settings, order.operations, measure, order.io_size, order.seconds, part)
+                # A transfer of the search's size goes to each folder, if they are equally fast.
+                limit = None if writes is None else writes // len(group)
+                outcome = search(settings, order.operations, measure, order.io_size, order.seconds, limit, part)
                 searches.append(_search(outcome, [facts[index] for index in group], backend, time.monotonic() - started))
                 if not outcome.complete:
                     break
             if len(searches) == len(groups) > 1 and searches[-1].complete:
-                striping = measure_striping(bench, order, searches, facts)
+                striping = measure_striping(bench, order, searches, facts, writes)
             complete = searches[-1].complete
     except KeyboardInterrupt:  # may also come while the bench removes its files, when all has been measured
         if not searches:
@@ -103,7 +125,30 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
         searches=tuple(searches),
         striping=striping,
         refused=refused,
+        write_limit=order.write_limit if order.write else None,
     )
+
+
+def _writes_of_each_part(order: Order, settings: int) -> int | None:
+    """Return the bytes that each search, and the comparison of several folders, may write; None if only reads are measured.
+
+    Raises:
+        Unsuitable: If ``order.max_writes`` is too little for that.
+    """
+    if not order.write:
+        return None
+    files, folders = order.io_size * len(order.folders), len(order.folders)
+    parts = _parts(folders)
+    least = least_written(settings, order.io_size) * folders
+    if folders > 1:
+        least = max(least, 2 * folders * _STRIPING_PASSES * min(order.io_size, _LEAST_STRIPING_BYTES))
+    if order.write_limit < files + parts * least:
+        needed = files + parts * least
+        raise Unsuitable(
+            f"--max-writes: {settings} settings need at least {needed} bytes, got {order.write_limit}; allow more, give fewer "
+            "settings (--sweep_config) or a smaller --io_size, or measure only reads (--no_write)"
+        )
+    return (order.write_limit - files) // parts
 
 
 def _offered(order: Order) -> tuple[Sequence[AioConfig], str]:
@@ -123,6 +168,11 @@ def _groups(folders: int) -> list[tuple[int, ...]]:
     return alone if folders == 1 else [*alone, tuple(range(folders))]
 
 
+def _parts(folders: int) -> int:
+    """Return into how many parts the bytes to write are divided: one for each search, and one for the comparison of folders."""
+    return len(_groups(folders)) + (folders > 1)
+
+
 def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
     """Return each folder's share of the bytes, relative to the one that gets most: in proportion to their speeds alone."""
 
@@ -140,7 +190,9 @@ def _shares(group: tuple[int, ...], searches: Sequence[Search]) -> Shares:
 # Striping.
 
 
-def measure_striping(bench: TrialBench, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts]) -> Striping:
+def measure_striping(
+    bench: TrialBench, order: Order, searches: Sequence[Search], facts: Sequence[FolderFacts], writes: int | None
+) -> Striping:
     """Measure each folder with its own best setting, and all together with theirs. Blocks.
 
     They take turns, so that a drive that is slow for a while is slow in all measurements.
@@ -150,16 +202,20 @@ def measure_striping(bench: TrialBench, order: Order, searches: Sequence[Search]
         order: What :func:`tune` was given.
         searches: The search of each folder, in their order, and last the one of all together.
         facts: The folders, in their order.
+        writes: The most bytes to write; None if only reads are measured.
 
     Raises:
         OSError: If a transfer fails.
     """
     together = searches[-1]
     groups = _groups(len(facts))
+    nbytes = order.io_size
+    if writes is not None:
+        nbytes = min(nbytes, writes // (2 * len(facts) * _STRIPING_PASSES))
     rates: dict[tuple[int, Operation], list[float]] = {}
     for _, (number, found), operation in itertools.product(range(_STRIPING_PASSES), enumerate(searches), order.operations):
         shares = _shares(groups[number], searches[:-1])
-        observed = bench.move(shares, found.best.setting, operation, order.io_size)
+        observed = bench.move(shares, found.best.setting, operation, nbytes)
         rates.setdefault((number, operation), []).append(observed.gb_per_second)
 
     def found_by(number: int) -> dict[Operation, float]:
@@ -178,32 +234,47 @@ def measure_striping(bench: TrialBench, order: Order, searches: Sequence[Search]
 
 def _search(outcome: Outcome, facts: Sequence[FolderFacts], backend: str, seconds: float) -> Search:
     """Return a search's outcome as the result that is reported."""
-    results = tuple(_result(candidate, outcome, backend) for candidate in outcome.ranked)
-    best = results[outcome.ranked.index(outcome.best)]
-    return Search(tuple(facts), best, outcome.reason, outcome.rounds, seconds, outcome.complete, results)
+    found = {setting: _result(setting, outcome, backend) for setting in outcome.ranked}
+    return Search(
+        folders=tuple(facts),
+        best=found[outcome.best],
+        reason=outcome.reason,
+        rounds=len(outcome.rounds),
+        seconds=seconds,
+        complete=outcome.complete,
+        results=tuple(found.values()),
+        measured=tuple(RoundFacts(len(each.samples), each.passes, each.nbytes) for each in outcome.rounds),
+        reference=Reference(outcome.reference, sum(len(each.reference) for each in outcome.rounds), outcome.reference_spread()),
+        shortened=outcome.shortened,
+    )
 
 
-def _result(candidate: Candidate, outcome: Outcome, backend: str) -> Result:
-    """Return the values of a candidate in the last round of which it has a complete pass."""
-    last = candidate.last_round(outcome.rounds)
+def _result(setting: AioConfig, outcome: Outcome, backend: str) -> Result:
+    """Return the values of a setting in the last round in which it was measured."""
+    last = outcome.last_round(setting)
+    measured = outcome.rounds[last]
 
     def figures(operation: Operation) -> Figures | None:
-        found = candidate.rounds[last].get(operation)
-        if not found:
+        if operation not in measured.operations:
             return None
-        # Rounds differ in the size of transfers and in the drive's speed at the time; the best setting took part in all of them.
-        scale = _rate(outcome.best, outcome.rounds - 1, operation) / _rate(outcome.best, last, operation)
+        speeds = [measured.speeds(operation), outcome.rounds[-1].speeds(operation)]
+        # Rounds differ in the size of transfers; the recommended setting took part in all of them.
+        scale = speeds[1][outcome.best].rate / speeds[0][outcome.best].rate
+        speed, found = speeds[0][setting], measured.observed(setting, operation)
         return Figures(
-            gb_per_second=_rate(candidate, last, operation) * scale,
+            gb_per_second=speed.rate * scale / 1e9,
             cpu_seconds_per_gb=cpu_seconds_per_gb(found),
             latency_p50=statistics.median(each.block_latency_p50 for each in found),
             latency_p99=statistics.median(each.block_latency_p99 for each in found),
+            interval=None if speed.interval is None else (speed.interval[0] * scale / 1e9, speed.interval[1] * scale / 1e9),
         )
 
-    name = candidate.setting.backend
-    return Result(candidate.setting, backend if name == "auto" else name, figures("read"), figures("write"), last + 1)
-
-
-def _rate(candidate: Candidate, number: int, operation: Operation) -> float:
-    """Return the median rate of a candidate in a round, in 10^9 bytes per second."""
-    return statistics.median(each.gb_per_second for each in candidate.rounds[number][operation])
+    name = setting.backend
+    return Result(
+        setting,
+        backend if name == "auto" else name,
+        figures("read"),
+        figures("write"),
+        last + 1,
+        outcome.differences.get(setting),
+    )
