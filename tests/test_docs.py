@@ -193,11 +193,11 @@ def anchors_of(markdown: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def test_a_block_of_the_readme_that_imports_something_imports_all_that_it_uses() -> None:
-    """It is typed in alone."""
+def test_an_example_that_imports_something_imports_all_that_it_uses() -> None:
+    """Those of the README and the tour are typed in alone."""
     modules = {"deepnvme", "torch", "transformers", "os", "numpy"}
     looked_at = 0
-    for found in BLOCK.finditer((ROOT / "README.md").read_text()):
+    for found in BLOCK.finditer((ROOT / "README.md").read_text() + (ROOT / "docs" / "tour.md").read_text()):
         if found["language"] != "python":
             continue
         tree = ast.parse(found["code"])
