@@ -190,7 +190,8 @@ const Method& method() noexcept {
     return best;
 }
 
-// One thread reads about as fast as a drive writes; a few saturate the memory, of which the drive wants some.
+// One thread reads faster than a drive writes, and a few saturate the memory, of which the drives want some. Half of the processors
+// are left to the engine's workers and to others.
 constexpr std::size_t kMostCrcThreads = 4;
 constexpr std::size_t kWorthThreads = 16 << 20;  // bytes: it takes a thread longer to start than to read half a MiB
 
@@ -210,7 +211,7 @@ std::uint32_t crc32_combined(std::uint32_t first, std::uint32_t second, std::uin
 
 std::uint32_t crc32_by_threads(std::uint32_t crc, const std::byte* data, std::size_t size) {
     if (size < kWorthThreads) return crc32(crc, data, size);
-    const std::size_t threads = std::min(copy_threads(size, allowed_processors().size()), kMostCrcThreads);
+    const std::size_t threads = std::min(copy_threads(size, allowed_processors().size() / 2), kMostCrcThreads);
     const std::size_t share = size / threads;
     std::array<std::uint32_t, kMostCrcThreads> parts{};
     std::array<std::thread, kMostCrcThreads> helpers;

@@ -29,7 +29,9 @@ def memory_of(tensor: torch.Tensor, start: int = 0, count: int | None = None) ->
 
 
 def crc32(data: Buffer, crc: int = 0) -> int:
-    """Return what ``zlib.crc32`` does, at the speed of memory and without the GIL. Several threads compute it from 16 MiB on.
+    """Return what ``zlib.crc32`` does, at the speed of memory and without the GIL.
+
+    From 16 MiB on several threads compute it, at most 4 and on half of the processors.
 
     Args:
         data: Contiguous bytes of one dimension, such as :func:`memory_of` a tensor.

@@ -6,7 +6,7 @@ def copy_many(destinations: Buffer, sources: Buffer, lengths: Buffer) -> None:
     """What :func:`deepnvme.memory.tensor_bytes.copy_many` documents. Any contiguous buffers of uint64 serve."""
 
 def crc32(data: Buffer, crc: int = 0, tables: bool = False) -> int:
-    """What ``zlib.crc32`` returns, at the speed of memory, without the GIL, and from 16 MiB on with up to 4 threads.
+    """What ``zlib.crc32`` returns, at the speed of memory, without the GIL, and from 16 MiB on by up to 4 threads.
 
     Args:
         data: Contiguous bytes of one dimension.
