@@ -125,7 +125,7 @@ def _longer(search: Search, result: Result) -> str:
     """Return by how many per cent more time a result takes than the recommended one: "+35".
 
     Finalists have a figure in any case, because their table has the intervals beside it. An eliminated setting has one if it is
-    more than noise; otherwise the most that it may be: "\N{LESS-THAN OR EQUAL TO}18".
+    more than noise; otherwise the most that it may be, "\N{LESS-THAN OR EQUAL TO}18", or "?" if that says nothing.
     """
     found = result.difference
     if found is None:
@@ -134,7 +134,8 @@ def _longer(search: Search, result: Result) -> str:
         return f"{found.percent:+.1f}"
     if found.distinguishable:
         return f"{found.percent:+.0f}"
-    return "?" if found.interval is None else f"\N{LESS-THAN OR EQUAL TO}{100 * found.interval[1]:.0f}"
+    most = math.inf if found.interval is None else 100 * found.interval[1]
+    return f"\N{LESS-THAN OR EQUAL TO}{most:.0f}" if most <= 100 else "?"
 
 
 def latency_chart(search: Search, operation: Operation) -> Chart | None:
