@@ -19,9 +19,9 @@ _LEAST_PASSES, _LEAST_FINAL_PASSES = 2, 8
 # A quarter of the settings is kept each round: with 225, 57, 15 and 6, which leaves more bytes for each round than a third would.
 _KEPT = 4
 # Passes over the settings of a round that transfers are made short enough for, and the most that are made. Few of them, so that
-# transfers are long, although the speed of short ones varies hardly more: on a busy machine, where a worker waits for a processor,
-# only much in flight keeps the drive busy, and that a transfer of 30 MiB does not show. (Measured on two processors with a load of
-# eight: finals with those chose settings that take 14 to 26 % longer for 128 MiB than the best.)
+# transfers are long, although the speed of short ones hardly varies more: on a busy machine, where a worker waits for a
+# processor, only much in flight keeps the drive busy, and a transfer of 30 MiB does not show that. (Measured on two processors
+# with a load of eight: by such transfers, settings were chosen that take up to 26 % longer for 128 MiB than the best.)
 _PASSES, _MOST_PASSES = 8, 16
 _FINAL_PASSES, _MOST_FINAL_PASSES = 16, 96
 # The final's share of time and bytes, in shares of another round.
