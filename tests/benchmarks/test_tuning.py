@@ -37,7 +37,7 @@ def test_of_equal_settings_none_is_regretted() -> None:
     for _ in range(200):
         seconds = {setting: [order.lognormvariate(0, 0.08) for _ in range(20)] for setting in SETTINGS}
         found.append(tuning.regret(SETTINGS[0], seconds).slower)
-    assert abs(statistics.fmean(found)) < 0.005
+    assert abs(statistics.fmean(found)) < 0.01
 
 
 def test_a_choice_that_is_slower_than_the_best_is_regretted_by_as_much() -> None:

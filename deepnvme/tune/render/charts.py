@@ -125,16 +125,17 @@ def _longer(search: Search, result: Result) -> str:
     """Return by how many per cent more time a result takes than the recommended one: "+35".
 
     Finalists have a figure in any case, because their table has the intervals beside it. An eliminated setting has one if it is
-    more than noise; otherwise the most that it may be: "\N{LESS-THAN OR EQUAL TO}18".
+    more than noise; otherwise the most that it may be, "\N{LESS-THAN OR EQUAL TO}18", or "?" if that says nothing.
     """
     found = result.difference
     if found is None:
         return "0"
     if result in search.finalists:
         return f"{found.percent:+.1f}"
-    if found.distinguishable:
+    if found.clearly_slower:
         return f"{found.percent:+.0f}"
-    return "?" if found.interval is None else f"\N{LESS-THAN OR EQUAL TO}{100 * found.interval[1]:.0f}"
+    most = math.inf if found.interval is None else 100 * found.interval[1]
+    return f"\N{LESS-THAN OR EQUAL TO}{most:.0f}" if most <= 100 else "?"
 
 
 def latency_chart(search: Search, operation: Operation) -> Chart | None:
@@ -269,7 +270,7 @@ def _groups(search: Search, title: str, x_label: str, group_of: Callable[[Result
         colour = COLOURS["read"] if final else MUTED
         if ends is not None:
             axes.vlines(place, 100 * ends[0], 100 * ends[1], color=colour, linewidth=2)
-        if final or (found is not None and found.distinguishable):  # otherwise there is only noise to show
+        if final or (found is not None and found.clearly_slower):  # otherwise there is only noise to show
             axes.plot([place], [slower], "o", markersize=7, color=colour)
         text = "recommended" if found is None else _longer(search, result) + ("" if final else f", left in round {result.rounds}")
         _annotate(axes, text, (place, 100 * ends[1] if ends else slower), (0, 6), ha="center", fontsize=8)

@@ -190,7 +190,7 @@ def _longer(result: Result) -> list[str]:
 def _roughly_longer(result: Result) -> list[str]:
     """Return the columns :data:`_LONGER` of an eliminated setting: without an estimate if it may be nothing but noise."""
     estimate, ends = _longer(result)
-    return [estimate if result.difference is not None and result.difference.distinguishable else "not clear", ends]
+    return [estimate if result.difference is not None and result.difference.clearly_slower else "not clear", ends]
 
 
 def _striping(striping: Striping) -> str:

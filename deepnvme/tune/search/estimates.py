@@ -31,6 +31,11 @@ class Difference:
         return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
     @property
+    def clearly_slower(self) -> bool:
+        """Whether the interval excludes that the setting is as fast as the recommended one, or faster."""
+        return self.interval is not None and self.interval[0] > 0
+
+    @property
     def percent(self) -> float:
         """The estimate in per cent, rounded to one decimal, and never -0.0."""
         return round(100 * self.slower, 1) + 0.0

@@ -18,12 +18,14 @@ CHUNK = 12
 _LEAST_PASSES, _LEAST_FINAL_PASSES = 2, 8
 # A quarter of the settings is kept each round: with 225, 57, 15 and 6, which leaves more bytes for each round than a third would.
 _KEPT = 4
-# Passes over the settings of a round that transfers are made short enough for, and the most that are made. Many short transfers
-# are better than few long ones: on the drive where it was measured, the speed of one of 16 MiB varies by 6-9 %, that of one of
-# 400 MiB by 4-9 %.
-_PASSES, _FINAL_PASSES, _MOST_FINAL_PASSES = 16, 48, 96
+# Passes over the settings of a round that transfers are made short enough for, and the most that are made. Few of them, so that
+# transfers are long, although the speed of short ones hardly varies more: on a busy machine, where a worker waits for a
+# processor, only much in flight keeps the drive busy, and a transfer of 30 MiB does not show that. (Measured on two processors
+# with a load of eight: by such transfers, settings were chosen that take up to 26 % longer for 128 MiB than the best.)
+_PASSES, _MOST_PASSES = 8, 16
+_FINAL_PASSES, _MOST_FINAL_PASSES = 16, 96
 # The final's share of time and bytes, in shares of another round.
-_FINAL_WEIGHT = 1.5
+_FINAL_WEIGHT = 2.0
 # A transfer has at least the bytes that are moved in this many seconds; but for a slow drive no fewer than the first number, and
 # for a fast one no more than the second, which fills its queues.
 _SHORTEST_SECONDS, _SHORTEST_BYTES = 0.02, (4 << 20, 16 << 20)
@@ -101,7 +103,7 @@ def plan_round(counts: Sequence[int], io_size: int, pace: Pace, seconds_left: fl
     final = len(counts) == 1
     share = _weight(final) / (_weight(True) + len(counts) - 1)
     seconds = max(seconds_left, 0.0) * share
-    aim, most = (_FINAL_PASSES, _MOST_FINAL_PASSES) if final else (_PASSES, _PASSES)
+    aim, most = (_FINAL_PASSES, _MOST_FINAL_PASSES) if final else (_PASSES, _MOST_PASSES)
     slots, least = _slots(counts[0]), _least_passes(final)
     low, high = (min(io_size, each) for each in _SHORTEST_BYTES)
     shortest = min(max(_SHORTEST_SECONDS * pace.rate, low), high)

@@ -196,7 +196,12 @@ def _promoted(measured: Round, count: int) -> list[AioConfig]:
     # Of n equally fast settings, the fastest measured is about sqrt(2 ln n) standard errors faster than the truth; most others
     # are within one more.
     doubt = (math.sqrt(2 * math.log(len(time))) + 1) * (measured.noise() or _MOST_TIE)
-    alike = [each for each in fastest[len(chosen) :] if time[each] <= time[fastest[0]] + doubt]
+    slower = _compared(measured, fastest[0])
+    alike = [
+        each
+        for each in fastest[len(chosen) :]
+        if time[each] <= time[fastest[0]] + doubt and not slower[each].clearly_slower
+    ]
     # Those with backend "auto" first: a named backend should not win at the end only because no other setting is left.
     cheapest = sorted(_cheapest_first(alike, measured), key=lambda each: each.backend != "auto")[: count - len(chosen)]
     others = [each for each in fastest[len(chosen) :] if each not in cheapest]
