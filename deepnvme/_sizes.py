@@ -44,7 +44,7 @@ def byte_count(value: ByteCount, name: str, least: int = 0) -> int:
         ValueError: If it is a text that is no size, negative, or less than ``least``.
     """
     found = as_bytes(value, name)
-    if found < 0:
+    if found < 0 and least == 0:
         raise ValueError(f"{name} must not be negative, got {found}")
     if found < least:
         raise ValueError(f"{name} must be at least {least}, got {value!r}")

@@ -911,7 +911,7 @@ def test_an_optimizer_that_owns_files_cannot_be_copied(drive: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_limits_of_nothing_are_refused(nbytes: int, drive: Path) -> None:
-    with optimizer_in(drive, parameters()) as optimizer, pytest.raises(ValueError, match=f"must be positive, got {nbytes}"):
+    with optimizer_in(drive, parameters()) as optimizer, pytest.raises(ValueError, match=f"must be at least 1, got {nbytes}"):
         optimizer.measure_limits(nbytes)
 
 
