@@ -57,7 +57,7 @@ while True:
         os.environ.update(job["environment"])
         break
     print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    print(child, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 warnings.simplefilter("error")
 exec(compile(job["program"], "<program>", "exec"))
 """
@@ -85,6 +85,7 @@ class Interpreters:
         self._directory = directory
         self._before_ops = "" if whole_exit else _WITHOUT_TORCHS_CLEANUP
         self._server: subprocess.Popen[bytes] | None = None
+        self._running: int | None = None  # the program that nobody has waited for
         self._read = b""
 
     def close(self) -> None:
@@ -98,7 +99,10 @@ class Interpreters:
         return self.wait(child, timeout)
 
     def start(self, program: str) -> int:
-        """Start ``program`` and return its process id. Call :meth:`wait` before the next."""
+        """Start ``program`` and return its process id. Call :meth:`wait` before the next.
+
+        If a test has failed before it called that, its program is killed first.
+        """
         if self._server is None:
             self._server = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", "-c", _SERVER, self._before_ops],
@@ -108,6 +112,9 @@ class Interpreters:
             )
             assert self._line(180.0) == "ready"
         assert self._server.stdin is not None
+        if self._running is not None:
+            os.kill(self._running, signal.SIGKILL)
+            self._ended(30.0)
         job = {
             "program": textwrap.dedent(program),
             "stdout": self._output("stdout"),
@@ -117,19 +124,27 @@ class Interpreters:
         self._server.stdin.write(json.dumps(job).encode() + b"\n")
         self._server.stdin.flush()
         self._started = time.monotonic()
-        return int(self._line(30.0))
+        self._running = int(self._line(30.0))
+        return self._running
 
     def wait(self, child: int, timeout: float = 30.0) -> Ended:
         """Wait for the program that :meth:`start` started."""
         try:
-            returncode = int(self._line(timeout))
+            returncode = self._ended(timeout)
         except TimeoutError:
             os.kill(child, signal.SIGABRT)  # faulthandler then prints where it hangs
-            self._line(30.0)
+            self._ended(30.0)
             raise AssertionError(
                 f"the program has not ended after {timeout} s:\n{self._text('stdout')}{self._text('stderr')}"
             ) from None
         return Ended(returncode, self._text("stdout"), self._text("stderr"), time.monotonic() - self._started)
+
+    def _ended(self, timeout: float) -> int:
+        """Return how the running program has ended."""
+        child, returncode = self._line(timeout).split()
+        assert int(child) == self._running
+        self._running = None
+        return int(returncode)
 
     def stdout(self) -> Path:
         """Where the standard output of the program under way goes."""
