@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING
 
+import torch
 from torch.serialization import save as torch_save  # deepnvme.save may have replaced torch.save
 
 from deepnvme._progress import Progress, Wanted, following
@@ -108,7 +109,7 @@ def save_shown(
     group: ProcessGroup | None = None,
 ) -> None:
     """As :func:`save_to`, with the progress that the user asked for: one progress bar for all ranks."""
-    if group is not None and group.rank() != 0 and not callable(progress):
+    if group is not None and not callable(progress) and torch.distributed.get_rank(group) != 0:  # -1 on ranks outside of it
         progress = False
     with following(progress, f"saving {destination.path}") as told:
         save_to(destination, make, pool, told, group)
