@@ -106,7 +106,7 @@ def run(blocks: list[Block], directory: Path) -> None:
     given = [asdict(block) for block in blocks if is_run(block)]
     tools = f"{Path(sys.executable).parent}:{ROOT / 'bin'}"
     done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", RUN],
+        [sys.executable, "-W", "error::RuntimeWarning", "-W", "ignore:the drive sets the pace:RuntimeWarning", "-c", RUN],
         input=json.dumps(given).replace("/mnt/nvme", str(directory / "nvme")),
         capture_output=True,
         text=True,

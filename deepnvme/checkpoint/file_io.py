@@ -154,7 +154,7 @@ def write(
         ring.sent([under_way.start(start, tensor, file, part.begin)])
 
     # Checksums are computed in the order of the file, and stand behind their tensors. Tensors further on are started before, so
-    # that the drive has work where the processor is busy otherwise: 0.92 to 0.97 of the speed without checksums became 1.0.
+    # that the drive has work where the processor is busy otherwise. benchmarks/checkpoint.py --only checksums compares both.
     behind: deque[WriteRange] = deque()
     ahead = 0  # bytes of tensors that were started, and of which there is no checksum yet
     try:

@@ -59,7 +59,7 @@ def whole(numel, *shape, dtype=torch.float32):
 def saved(obj, expected, **options):
     deepnvme.save(obj, path, group=group, **options)
     if rank == 0:
-        deepnvme.save(expected, drive / "expected.pt")
+        deepnvme.save(expected, drive / "expected.pt", checksum=False)  # as files of groups are
         assert path.read_bytes() == (drive / "expected.pt").read_bytes()
         os.unlink(drive / "expected.pt")
         assert os.listdir(drive) == ["a.pt"]
