@@ -325,7 +325,7 @@ def test_gds_is_compiled_ahead_of_time_where_neither_torch_nor_cufile_is(small_e
     assert done.returncode == 0, done.stderr
     prebuilt, lacking = done.stdout.splitlines()
     assert prebuilt == "True"
-    assert "torch is missing" in lacking
+    assert "torch is missing" in lacking or "no NVIDIA GPU" in lacking
 
 
 @pytest.mark.parametrize("damage", ["other sources", "no library"])
