@@ -125,9 +125,9 @@ def drive(io_dir: Path) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def op() -> ModuleType:
-    """The compiled async_io op."""
+    """The compiled async_io op. Before all tests, since a program that compiles it says so on stderr."""
     return AsyncIOBuilder().load()
 
 
