@@ -124,8 +124,8 @@ def main() -> None:
         with console.status(way), tempfile.TemporaryDirectory(prefix="deepnvme-", dir=options.dir) as folder:
             results[way] = in_its_own_process(way, folder, options)
     table = Table(title=f"{options.steps} steps of a GPT in bf16, AdamW's states on the drive")
-    for column in ("", "loss, first", "last", "s/step, median (of all)", "times as fast"):
-        table.add_column(column, justify="right" if column else "left")
+    for column in ("", "first loss", "last", "s/step (of all)", "speedup"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
     alone = results["DeepSpeed alone"]
     # The first makes the states and their files.
     seconds = {way: statistics.median(result["seconds"][1:]) for way, result in results.items()}
@@ -133,7 +133,7 @@ def main() -> None:
         losses = result["losses"]
         faster = seconds["DeepSpeed alone"] / seconds[way]
         of_all = result["seconds"][1:]
-        a_step = f"{seconds[way]:.3f} ({min(of_all):.3f} to {max(of_all):.3f})"
+        a_step = f"{seconds[way]:.3f} ({min(of_all):.3f}-{max(of_all):.3f})"
         table.add_row(way, f"{losses[0]:.4f}", f"{losses[-1]:.4f}", a_step, f"{faster:.2f}")
     console.print(table)
     for way, result in results.items():
