@@ -40,7 +40,7 @@ check: lint
 	$(python) -m pytest -q -n 2 --dist loadfile -m "not slow" --quick
 
 test: $(VENV)/installed-for-tests
-	$(python) -m pytest -rsfE -n 2 --dist loadfile
+	$(python) -m pytest -n 2 --dist loadfile
 
 with-deepspeed := tests/compat tests/benchmarks/test_deepspeed_training.py \
     tests/benchmarks/test_training.py::test_deepspeed_trains_the_same_model_from_the_drive \
@@ -52,7 +52,7 @@ test-deepspeed: export TORCH_EXTENSIONS_DIR = $(abspath $(VENV)/extensions)
 test-deepspeed: $(VENV)/with-deepspeed
 	find $(VENV)/extensions -name lock -delete 2>/dev/null || true
 	DS_ACCELERATOR=cpu PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m tests.compat.compiling
-	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -rsfE -n 2 --dist loadfile $(with-deepspeed) --deepspeed-python $(abspath $(python))
+	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -n 2 --dist loadfile $(with-deepspeed) --deepspeed-python $(abspath $(python))
 
 lint: $(VENV)/installed-for-tests
 	$(python) -m ruff check .

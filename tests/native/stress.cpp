@@ -1,4 +1,4 @@
-// The engine, copy_many, lay_out, walk_pickle and quantisation under load, without Python, for AddressSanitizer and
+// The engine, copy_many, lay_out, Checksums, walk_pickle and quantisation under load, without Python, for AddressSanitizer and
 // ThreadSanitizer: several submitters, of one transfer or many pieces at a time, of host memory and of devices' (those of
 // tests/device/stand_in_cuda.cpp), several workers, every backend, with and without injected faults. Contents are checked
 // against a copy in memory. Then backends of two drives that fail, break, hang and run out of memory, under requests that are
@@ -22,9 +22,11 @@
 #include <thread>
 #include <vector>
 
-#include "core/copy.h"
+#include "checkpoint/checksums.h"
 #include "checkpoint/pickle_walk.h"
 #include "checkpoint/zip_layout.h"
+#include "core/copy.h"
+#include "core/crc32.h"
 #include "engine/engine.h"
 #include "failing_allocations.h"
 #include "faulty_backend.h"
@@ -447,6 +449,53 @@ void lay_out_at_random(unsigned seed) {
     }
 }
 
+// A bit at a time.
+std::uint32_t crc32_of(const std::byte* data, std::size_t size) {
+    std::uint32_t crc = ~0u;
+    for (std::size_t i = 0; i < size; ++i) {
+        crc ^= static_cast<std::uint32_t>(data[i]);
+        for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xEDB88320u : 0);
+    }
+    return ~crc;
+}
+
+// A file of records that passes by in chunks of any size, which cut data and checksums anywhere.
+void sum_at_random(unsigned seed) {
+    std::mt19937_64 random(seed);
+    std::vector<ChecksummedRecord> records;
+    std::uint64_t at = random() % 50;
+    for (unsigned i = 0; i < 200; ++i) {
+        const std::uint64_t size = 1 + random() % 3000 + (i == 99 ? 17 << 20 : 0);  // enough for threads
+        records.push_back({at, size, at + size + random() % 9, 0});
+        at = records.back().descriptor_crc + 4 + random() % 50;
+    }
+    for (auto& record : records) {
+        record.directory_crc = at + random() % 50;
+        at = record.directory_crc + 4;
+    }
+    std::vector<std::byte> expected(at + random() % 50);
+    for (auto& byte : expected) byte = static_cast<std::byte>(random());
+    const std::vector<std::byte> file = expected;
+    for (const auto& record : records) {
+        const std::uint32_t crc = crc32_of(&file[record.begin], record.size);
+        if (crc32(0, &file[record.begin], record.size) != crc || crc32_by_tables(0, &file[record.begin], record.size) != crc)
+            complain("a CRC-32 differs");
+        for (const std::uint64_t field : {record.descriptor_crc, record.directory_crc})
+            for (unsigned i = 0; i < 4; ++i) expected[field + i] = static_cast<std::byte>(crc >> 8 * i);
+    }
+    for (const std::uint64_t largest : {std::uint64_t{30}, std::uint64_t{4096}, std::uint64_t{1} << 20, file.size()}) {
+        Checksums checksums(records);
+        for (std::uint64_t begin = 0; begin < file.size();) {
+            const std::size_t size = std::min<std::uint64_t>(file.size() - begin, largest == file.size() ? largest : 1 + random() % largest);
+            const auto chunk = std::make_unique<std::byte[]>(size);  // of just its size, so that a byte too much is seen
+            std::memcpy(chunk.get(), &file[begin], size);
+            checksums.advance(begin, chunk.get(), size);
+            if (std::memcmp(chunk.get(), &expected[begin], size) != 0) complain("a checksum differs, or is elsewhere");
+            begin += size;
+        }
+    }
+}
+
 // Matrices of odd widths in memory of just their size, there and back by several threads and by one.
 void quantize_at_random(unsigned seed) {
     std::mt19937 random(seed);
@@ -560,6 +609,7 @@ int main(int argc, char** argv) {
     for (unsigned seed = 0; seed < 2; ++seed) copying.emplace_back(quantize_at_random, seed);
     for (auto& thread : copying) thread.join();
     for (unsigned seed = 0; seed < 3; ++seed) lay_out_at_random(seed);
+    for (unsigned seed = 0; seed < 3; ++seed) sum_at_random(seed);
     for (unsigned seed = 0; seed < 3; ++seed) walk_pickles_at_random(seed);
     for (const auto& choice : backend_choices())
         if (choice.make) run_out_of_memory(argv[1], choice);
