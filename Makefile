@@ -63,7 +63,7 @@ lint: $(VENV)/installed-for-tests
 docs: $(VENV)/docs/installed $(VENV)/installed-for-tests
 	$(python) docs/site/execute_tutorials.py build/tutorials
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet
-	@echo "site/index.html"
+	@echo "site/index.html; its search needs a server: python3 -m http.server -d site"
 
 sanitize:
 	bash tests/native/run_sanitizers.sh

@@ -220,7 +220,7 @@ def test_the_makefile_says_what_it_installs_before_it_does(tmp_path: Path, torch
     python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && [ "$2" = "import torch" ] && exit {0 if torch == "there" else 1}\nexit 1\n')
     python.chmod(0o755)
     done = subprocess.run(
-        ["make", "demo", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}", "NO_APT=1"],
+        ["make", "--no-print-directory", "demo", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}", "NO_APT=1"],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode != 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import json
 import logging
 import os
@@ -94,6 +95,7 @@ def from_pretrained(
         ``streaming.close()`` ends the stream and closes the store.
 
     Raises:
+        FileNotFoundError: If ``name_or_path`` can only be a directory, and there is none.
         ImportError: If transformers or accelerate is not installed.
         TypeError: For an option that is not taken, such as ``device_map``.
         ValueError: If the store in ``offload_dir`` is of another checkpoint (the message names the differences), if the
@@ -108,6 +110,9 @@ def from_pretrained(
             raise TypeError(f"from_pretrained places the weights itself, and streams them as they are: it does not take {option}")
     transformers = _transformers()
     name = os.fspath(name_or_path)
+    is_path = isinstance(name_or_path, os.PathLike) or os.path.isabs(name) or name.startswith(".")  # no repository's name
+    if is_path and not os.path.exists(name):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
     config = _config(transformers, name, options)
     kind = _class_of(transformers, config, model_class)
     origin = _origin(transformers, name, config, options) | {"quantize": quantize}

@@ -28,7 +28,7 @@ def execute(path: Path, directory: Path) -> nbformat.NotebookNode:
 
     Args:
         path: The notebook.
-        directory: Where it works, empty and on a drive: what is ``/mnt/nvme`` for its readers.
+        directory: What is ``/mnt/nvme`` for its readers: on a drive, in a directory that exists. The notebook makes it.
 
     Raises:
         CellExecutionError: If a cell raises.
@@ -44,7 +44,7 @@ def execute(path: Path, directory: Path) -> nbformat.NotebookNode:
         notebook,
         timeout=_CELL_SECONDS,
         kernel_name="python3",
-        resources={"metadata": {"path": str(directory)}},
+        resources={"metadata": {"path": str(directory.parent)}},
         extra_arguments=["--log-level=ERROR"],
     )
     client.execute(env={**os.environ, **own})
@@ -59,7 +59,7 @@ def main() -> int:
     for path in sorted(TUTORIALS.glob("*.ipynb")):
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=destination) as directory:
-            notebook = execute(path, Path(directory).resolve())
+            notebook = execute(path, Path(directory).resolve() / "nvme")
         nbformat.write(notebook, destination / path.name)
         print(f"{path.name}: {time.perf_counter() - begun:.1f} s", flush=True)
     return 0

@@ -183,7 +183,7 @@ def _trade_off(search: Search, operation: Operation, points: Sequence[_Point], c
     backends = sorted({point.result.backend for point in points})
     for backend, (colour, marker) in zip(backends, itertools.cycle(_BACKEND_STYLES), strict=False):
         mine = _coordinates(point for point in points if point.result.backend == backend)
-        axes.plot(*mine, marker, markersize=4, color=colour, alpha=0.55, markeredgewidth=0, label=backend)
+        axes.plot(*mine, marker, markersize=4, color=colour, alpha=0.8, markeredgewidth=0, label=backend)
     intervals = [(point.cost, point.figures.interval) for point in points if point.figures.interval is not None]
     ends = [end for _, interval in intervals for end in interval]
     if intervals:
