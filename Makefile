@@ -37,10 +37,11 @@ demo: $(VENV)/installed
 # Python's cache of compiled modules is written whatever the environment says: to compile all tests anew takes 10 s of each process.
 check: export PYTHONDONTWRITEBYTECODE =
 check: lint
-	$(python) -m pytest -q -n 2 --dist loadfile -m "not slow" --quick
+	$(python) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --quick
 
+# Files in the order of their names: by itself xdist takes those of few tests last, among them long ones, for which one worker waits.
 test: $(VENV)/installed-for-tests
-	$(python) -m pytest -n 2 --dist loadfile
+	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 with-deepspeed := tests/compat tests/benchmarks/test_deepspeed_training.py \
     tests/benchmarks/test_training.py::test_deepspeed_trains_the_same_model_from_the_drive \
@@ -52,7 +53,7 @@ test-deepspeed: export TORCH_EXTENSIONS_DIR = $(abspath $(VENV)/extensions)
 test-deepspeed: $(VENV)/with-deepspeed
 	find $(VENV)/extensions -name lock -delete 2>/dev/null || true
 	DS_ACCELERATOR=cpu PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m tests.compat.compiling
-	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -n 2 --dist loadfile $(with-deepspeed) --deepspeed-python $(abspath $(python))
+	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(with-deepspeed) --deepspeed-python $(abspath $(python))
 
 lint: $(VENV)/installed-for-tests
 	$(python) -m ruff check .
