@@ -1,8 +1,8 @@
 """A lock that gives a directory one owner at a time.
 
 The kernel releases it when its holder dies, and the lock file names the holder. Within a process, each lock is held for an object
-of the user's: an object that nobody has any more is collected when another one wants its lock, and one that is only scratch space
-gives way to another of its kind.
+of the user's. Garbage is collected before a lock is refused. An object whose class allows it (``OffloadedOptimizer``) is closed
+when another of its class is made on the directory; every other is kept, and the error names it.
 """
 
 from __future__ import annotations
