@@ -328,7 +328,8 @@ def async_save(
         obj: Any object that pickles.
         path: Path of the file. A relative path is resolved now.
         fsync: As for :func:`save`.
-        checksum: As for :func:`save`. The background thread computes those of tensors on the CPU.
+        checksum: As for :func:`save`. The background thread computes those of tensors on the CPU. With True, those of tensors on
+            devices are computed before this returns.
         pickle_module: As for :func:`save`.
         pickle_protocol: As for :func:`save`.
         pool: Pool of the pinned memory. None is the process's pool.
