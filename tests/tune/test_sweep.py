@@ -324,7 +324,7 @@ def test_no_more_is_written_than_allowed(ds_nvme_tune: Command, drive: Path, man
 
 def test_a_search_that_was_shortened_says_so(ds_nvme_tune: Command, drive: Path, few: Path) -> None:
     ran = ds_nvme_tune("--nvme_dir", drive, "--io_size", "1M", "--seconds", 60, "--sweep_config", few, "--max-writes", "20M")
-    assert "the limit of bytes written ended the search before its time; --max-writes allows more, for a surer answer" in ran.out
+    assert "stopped at the limit of bytes written; a larger --max-writes gives narrower intervals" in ran.out
     assert re.search(r" 0\.0 of at most 0\.0 GB written", ran.out)
 
 

@@ -39,7 +39,7 @@ def render(tuning: Tuning, verbose: bool = False) -> str:
     notes = [f"left out: {setting}: {reason}" for setting, reason in tuning.refused.items()]
     limit = "" if tuning.write_limit is None else f" of at most {tuning.write_limit / 1e9:.1f}"
     if any(search.shortened for search in tuning.searches):
-        notes.append("the limit of bytes written ended the search before its time; --max-writes allows more, for a surer answer")
+        notes.append("stopped at the limit of bytes written; a larger --max-writes gives narrower intervals")
     written = f"{tuning.seconds:.0f} s, {tuning.bytes_written / 1e9:.1f}{limit} GB written"
     notes.append(f"{written}; GB is 10^9 bytes above, 1024^3 in the line below")
     parts.append("\n".join(notes))
