@@ -122,7 +122,8 @@ def _search(search: Search, verbose: bool) -> str:
         lines.append(f"  measured in turn in {_count(final.passes, 'pass', 'passes')} of {size_text(final.nbytes)}")
     if search.reference is not None:
         spread = f"{100 * search.reference.spread:.0f} %"
-        lines.append(f"  the machine: half of {search.reference.samples} transfers with one setting differed by {spread} at most")
+        of = f"{search.reference.samples} reference transfers"
+        lines.append(f"  machine noise: half of the {of} were within {spread} of their round's median")
     if search.eliminated:
         lines.append(_eliminated(search, verbose))
     return "\n".join(lines)

@@ -56,7 +56,7 @@ class Outcome:
         return max(number for number, each in enumerate(self.rounds) if setting in each.samples)
 
     def reference_spread(self) -> float:
-        """Return the share by which half of the reference's transfers took at most more or less than is usual in their round."""
+        """Return the median relative deviation of the reference transfers from their round's median time."""
         apart = []
         for each in self.rounds:
             middle = statistics.median(sample.seconds for sample in each.reference)
