@@ -240,7 +240,7 @@ def _judge(bench: _Bench, complete: bool, shortened: bool) -> Outcome:
         ranked += sorted(slower, key=slower.__getitem__)
         differences |= new
     finalists = {each: differences[each] for each in time if each != best}
-    reason = _reason(finalists, len(tied), len(ranked))
+    reason = _reason(finalists, len(tied), bound, len(ranked))
     return Outcome(tuple(bench.rounds), tuple(ranked), bench.reference, best, differences, reason, complete, shortened)
 
 
@@ -260,12 +260,13 @@ def _is_tie(found: Difference, bound: float) -> bool:
     return found.slower <= _LEAST_TIE or (found.slower <= bound and not found.distinguishable)
 
 
-def _reason(finalists: Mapping[AioConfig, Difference], tied: int, settings: int) -> str:
+def _reason(finalists: Mapping[AioConfig, Difference], tied: int, bound: float, settings: int) -> str:
     """Return in one line why a setting is recommended, and how sure that is.
 
     Args:
         finalists: How much longer each of the other finalists takes.
         tied: Number of the settings that counted as equally fast, among which it was chosen.
+        bound: Largest difference to the fastest for that.
         settings: Number of all settings.
     """
     if settings == 1:
@@ -283,9 +284,10 @@ def _reason(finalists: Mapping[AioConfig, Difference], tied: int, settings: int)
             f"measured as the fastest of {field}, but not distinguishable from {len(alike)} of the others; the next one takes "
             f"{nearest.text} longer"
         )
-    bound = max(max(-each.interval[0], 0.0) for each in alike if each.interval is not None)
+    faster = max(max(-each.interval[0], 0.0) for each in alike if each.interval is not None)
     others = f"{len(alike)} other{'s' if len(alike) > 1 else ''}"
     return (
-        f"not distinguishable from {others} of {field}, none of which is faster by more than {100 * bound:.1f} % "
-        f"({100 * CONFIDENCE:.0f} % confidence); chosen among {tied} by CPU time, then backend, then memory in flight"
+        f"not distinguishable from {others} of {field}, none of which is faster by more than {100 * faster:.1f} % "
+        f"({100 * CONFIDENCE:.0f} % confidence); chosen among {tied} measured within {100 * bound:.1f} % of the fastest, by CPU "
+        "time, then backend, then memory in flight"
     )
