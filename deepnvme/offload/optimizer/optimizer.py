@@ -170,7 +170,7 @@ class OffloadedOptimizer(Optimizer):
             self.state = self._runner.states  # type: ignore[assignment]
             self._loading = self.register_load_state_dict_pre_hook(opaque)
             self._runner.add(first)
-            _logger.info("a step of %s, with its states in %s, %s", optimizer_class.__name__, nvme_path, self.estimate_writes())
+            _logger.info("%s with its states in %s %s", optimizer_class.__name__, nvme_path, self.estimate_writes())
         except BaseException:
             self.close()
             raise

@@ -306,7 +306,7 @@ class OffloadedTraining:
                 self._dequantized.reserve(dequantized_bytes)
                 self._to_drive(initial, partition, stay)
                 self._ranks.all_agree(True)  # the first one that is done does not go on before all are
-                _logger.info("a step of the training in %s %s", nvme_path, self.estimate_writes())
+                _logger.info("the training in %s %s", nvme_path, self.estimate_writes())
             except BaseException:
                 self.close()
                 raise
