@@ -228,7 +228,7 @@ def engine_for(
     Args:
         paths: A file or directory, or several. They may not exist yet.
         config: Settings that are used instead of profiles and defaults. Without effect: ``use_gds`` and ``overlap_events``.
-        in_flight_bytes: Most bytes under transfer at a time for each worker, or a size such as "8MiB"; ignored with ``config``.
+        in_flight_bytes: Most bytes in flight for each worker, or a size such as "8MiB"; ignored with ``config``.
             A limit lets transfers end one after the other, for a caller that waits for the first of them. None for no limit
             besides the settings.
 
@@ -253,7 +253,7 @@ def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | N
         settings: The settings.
         from_user: Whether the user gave them: then a backend that does not work is an error. Otherwise "auto" is used instead,
             with a RuntimeWarning.
-        in_flight_bytes: Most bytes under transfer at a time for each worker; ignored with ``from_user``. None for no further
+        in_flight_bytes: Most bytes in flight for each worker; ignored with ``from_user``. None for no further
             limit.
 
     Raises:
