@@ -34,7 +34,7 @@ _NAMED_WITHIN = 1.0  # seconds: a new owner writes its name right after it has t
 class StoreLocked(OSError):
     """The directory has an owner, or is to have one while it still has readers (EBUSY). The message names the owner."""
 
-    holder = "somebody"
+    holder = "an unknown process"
     """The owner, as text, where it is known."""
 
 
@@ -336,7 +336,7 @@ def locked_error(directory: Path, owner: DirectoryOwner | None = None) -> StoreL
             return StoreLocked(errno.EBUSY, "the directory was in use just now; try again", str(directory))
         with file:
             named = _owner(file.fileno())
-        holder = str(named) if named is not None else "a process that has not said its name"
+        holder = str(named) if named is not None else "an unknown process"
         text = f"the directory is in use by {holder}; end that process, or choose another directory"
     error = StoreLocked(errno.EBUSY, text, str(directory))
     error.holder = holder
