@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from deepnvme._descriptions import places, readable, representation, usability
-from deepnvme._progress import Wanted, following
+from deepnvme._progress import ProgressOption, shown_progress
 from deepnvme._shortened_lists import listed
 from deepnvme._weight_differences import StoreMismatch, described, differences
 from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Source, source_of
@@ -106,7 +106,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         blocks: Sequence[str] | None = None,
         dtype: torch.dtype | None = None,
         checksum: bool = True,
-        progress: Wanted = None,
+        progress: ProgressOption = None,
         origin: str = "",
         config: AioConfig | None = None,
     ) -> WeightStore:
@@ -163,8 +163,8 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             builders = [ExtentBuilder(plan, source, names, dtype, quantize) for plan in structure.extents()]
             kind = "" if tree is None else type(tree).__name__
             manifest = WeightManifest(kind, {}, structure.needs(), structure.ties, origin)
-            with following(progress, f"building {next(iter(where))}") as told:
-                build(builders, source, manifest, where, engine, checksum, told)
+            with shown_progress(progress, f"building {next(iter(where))}") as report:
+                build(builders, source, manifest, where, engine, checksum, report)
         return cls.open(path, config=config)
 
     @classmethod
