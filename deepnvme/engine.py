@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkabl
 
 from ._descriptions import readable, representation, usability
 from ._report_figures import ReportFigures
-from ._sizes import ByteCount, as_bytes
+from ._sizes import ByteCount, byte_count
 from .ops import load_async_io
 
 if TYPE_CHECKING:
@@ -207,8 +207,8 @@ class Engine:
         in_flight_bytes: ByteCount | None = None,
     ) -> None:
         self._process = os.getpid()
-        nbytes = as_bytes(block_size, "block_size")
-        in_flight = None if in_flight_bytes is None else as_bytes(in_flight_bytes, "in_flight_bytes")
+        nbytes = byte_count(block_size, "block_size", least=None)
+        in_flight = None if in_flight_bytes is None else byte_count(in_flight_bytes, "in_flight_bytes", least=None)
         self._op = load_async_io()
         self._native: NativeEngine = self._op.Engine(
             backend, nbytes, queue_depth, num_threads, single_submit, poll, in_flight

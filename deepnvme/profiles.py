@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ._files import UnfitFile, naming_file, read_regular, replacing
-from ._sizes import ByteCount, as_bytes
+from ._sizes import ByteCount, byte_count
 from .config import AioConfig
 from .drives import Drive, drive_of
 from .engine import Engine
@@ -239,7 +239,7 @@ def engine_for(
             that ``config`` names.
         RuntimeError: If that backend was compiled out, or the op cannot be built.
     """
-    in_flight = None if in_flight_bytes is None else as_bytes(in_flight_bytes, "in_flight_bytes")
+    in_flight = None if in_flight_bytes is None else byte_count(in_flight_bytes, "in_flight_bytes", least=None)
     return create_engine(settings_for(paths, config), from_user=config is not None, in_flight_bytes=in_flight)
 
 
