@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
-from ._descriptions import readable, representation, usability
+from ._descriptions import representation, size_for_people, state_text
 from ._report_figures import ReportFigures
 from ._sizes import ByteCount, byte_count
 from .ops import load_async_io
@@ -478,10 +478,10 @@ class Engine:
         return representation(
             self,
             lambda: self.backend,
-            lambda: f"block_size={readable(self.block_size)}",
+            lambda: f"block_size={size_for_people(self.block_size)}",
             lambda: f"queue_depth={self.queue_depth}",
             lambda: f"num_threads={self.num_threads}",
-            lambda: usability(os.getpid() == self._process and self.closed, self._process),
+            lambda: state_text(os.getpid() == self._process and self.closed, self._process),
         )
 
 

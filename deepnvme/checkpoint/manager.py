@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from deepnvme._descriptions import places, representation
+from deepnvme._descriptions import path_list, representation
 from deepnvme._drive_wear import WriteEstimate
 from deepnvme._files import sync_directory
 from deepnvme._progress import ProgressOption
@@ -69,7 +69,7 @@ class CheckpointManager:
             sync_directory(made.parent)
 
     def __repr__(self) -> str:
-        return representation(self, lambda: f"in {places([self.directory])}", lambda: f"keep={self.keep}")
+        return representation(self, lambda: f"in {path_list([self.directory])}", lambda: f"keep={self.keep}")
 
     def path(self, step: int) -> Path:
         """Return the path that the checkpoint of a step has or would have. Raises ValueError for a negative step."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from deepnvme._descriptions import places, readable, representation, usability
+from deepnvme._descriptions import path_list, representation, size_for_people, state_text
 from deepnvme._interrupts import defer_interrupts
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.config import AioConfig
@@ -362,12 +362,12 @@ class Table:
     def __repr__(self) -> str:
         return representation(
             self,
-            lambda: places(self._layout.files[:1]) + (f" and {more} more" if (more := len(self._layout.files) - 1) else ""),
+            lambda: path_list(self._layout.files[:1]) + (f" and {more} more" if (more := len(self._layout.files) - 1) else ""),
             lambda: f"shape={self.shape}",
             lambda: f"dtype={self.dtype}",
-            lambda: f"memory_budget={readable(self.memory_budget)}",
+            lambda: f"memory_budget={size_for_people(self.memory_budget)}",
             lambda: "writable" if self.writable else "",
-            lambda: usability(self._closed),
+            lambda: state_text(self._closed),
         )
 
     # -- reading

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from deepnvme._callers import stack_level
-from deepnvme._descriptions import places, readable, representation
+from deepnvme._descriptions import path_list, representation, size_for_people
 from deepnvme._drive_wear import WriteEstimate
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
@@ -381,8 +381,8 @@ class OffloadedOptimizer(Optimizer):
         head = representation(
             self,
             lambda: f"of {self._planner.optimizer_class.__name__}",
-            lambda: f"in {places(self._store.directories)}",
-            lambda: f"dram_budget={readable(self._residency.dram_budget)}",
+            lambda: f"in {path_list(self._store.directories)}",
+            lambda: f"dram_budget={size_for_people(self._residency.dram_budget)}",
             lambda: f"{len(self._sub_groups)} sub-groups",
             lambda: f"{self.steps} steps made",
             lambda: self._runner.guard.state(),

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepnvme._callers import stack_level
-from deepnvme._descriptions import places, readable, representation, usability
+from deepnvme._descriptions import path_list, representation, size_for_people, state_text
 from deepnvme._drive_wear import WriteEstimate
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.checkpoint.saving import save
@@ -348,11 +348,11 @@ class OffloadedTraining:
         return representation(
             self,
             lambda: f"of {type(self.model).__name__} by {self._optimizer_class.__name__}",
-            lambda: f"in {places(self._directories)}",
-            lambda: f"memory_budget={readable(self._memory_budget)}",
+            lambda: f"in {path_list(self._directories)}",
+            lambda: f"memory_budget={size_for_people(self._memory_budget)}",
             lambda: f"{len(self._trained.blocks)} blocks",
             lambda: f"{self.steps} steps made",
-            lambda: usability(self._closed, self._process),
+            lambda: state_text(self._closed, self._process),
         )
 
     @property

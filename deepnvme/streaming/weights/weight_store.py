@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from deepnvme._descriptions import places, readable, representation, usability
+from deepnvme._descriptions import path_list, representation, size_for_people, state_text
 from deepnvme._progress import ProgressOption, shown_progress
 from deepnvme._shortened_lists import listed
 from deepnvme._weight_differences import StoreMismatch, described, differences
@@ -312,11 +312,11 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
     def __repr__(self) -> str:
         return representation(
             self,
-            lambda: f"in {places(self._tensors.directories)}",
+            lambda: f"in {path_list(self._tensors.directories)}",
             lambda: f"of {self._model}" if self._model else "",
             lambda: f"{len(self.weights)} weights, {len(self.blocks)} blocks",
-            lambda: readable(self.nbytes),
-            lambda: usability(self._tensors.closed, self._process),
+            lambda: size_for_people(self.nbytes),
+            lambda: state_text(self._tensors.closed, self._process),
         )
 
     def _check(self, extent: Extent, read: torch.Tensor) -> None:
