@@ -32,13 +32,18 @@ def representation(thing: object, *parts: Callable[[], str]) -> str:
 
 
 def size_for_people(nbytes: ByteCount) -> str:
-    """Return a number of bytes for people: "0 bytes", "16 MiB", "1.5 GiB". One that its user gave as text stays as it is."""
+    """Return a number of bytes in powers of 1024: "0 bytes", "16 MiB", "1.5 GiB". One given as text stays as it is."""
     if isinstance(nbytes, str):
         return repr(nbytes)
     value, unit = float(nbytes), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{value:.4g} {_UNITS[unit]}"
+
+
+def decimal_size(nbytes: int) -> str:
+    """Return a number of bytes in the units of drives and reports, powers of 1000: "0.5 MB", "12.00 GB"."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
 def path_list(paths: Iterable[object]) -> str:
