@@ -72,8 +72,8 @@ def save(
         fsync: Flush the file to stable storage before it gets its name. Without this, a power cut can leave less than a whole
             file.
         checksum: Whether the file has the CRC-32 of each tensor, for :func:`verify`, ``unzip -t`` and others, or 0 in its place.
-            None for what costs little: of tensors on the CPU, computed while they are written, unless there is a ``group``. True
-            for all: of those on devices, or with a ``group``, they are computed before, which blocks.
+            None: CRC-32 of tensors on the CPU, computed during writing; 0 for tensors on devices and with ``group``. True: all
+            tensors; those on devices, and all with ``group``, are computed first. False: 0 for all.
         pool: Pool of the pinned buffers. None is the process's pool.
         progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
             for one from the beginning, False for none; or a function called with (bytes written, bytes of the file).

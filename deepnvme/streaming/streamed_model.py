@@ -95,7 +95,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
     As a context manager it calls :meth:`close` on exit. Thread-safe.
 
     Arguments are those of :func:`stream`, and two for functions that open the store themselves and return only the model.
-    ``owns_store``: whether :meth:`close` also closes the store. ``least_budget``: bytes that take the place of a smaller budget.
+    ``owns_store``: whether :meth:`close` also closes the store. ``least_budget``: lower bound of the budget, in bytes.
     """
 
     def __init__(

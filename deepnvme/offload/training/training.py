@@ -100,10 +100,10 @@ class OffloadedTraining:
     A step is made as a whole, or undone: after an exception parameters and states are as after the last completed step.
 
     Each training has a directory of its own below the path, so several can have one path. A model has one training: to make
-    another one of the same model, ``close(restore=True)`` the first. With a ``checkpoint``, from which the model gets other
-    values, the first is closed without, if the same thread has made it, as when a notebook's cell runs again. What it is asked
-    for then raises RuntimeError, and says where the other one was made. A UserWarning tells of steps that no
-    :meth:`state_dict` has. The files of a training that nobody has any more, nor its model, are removed.
+    another one of the same model, ``close(restore=True)`` the first. With a ``checkpoint``, the first training is closed without
+    restoring its values, if the same thread made it (a notebook's cell that runs again); used afterwards, it raises RuntimeError
+    and says where the second was made. A UserWarning tells of steps that no :meth:`state_dict` has. The files of a training are
+    removed when it and its model are garbage.
 
     Args:
         model: On the CPU, and its parameters get their values from the drive from now on. Or on the meta device, as a whole or in
