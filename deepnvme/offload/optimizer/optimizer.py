@@ -152,7 +152,7 @@ class OffloadedOptimizer(Optimizer):
         """How many steps the last state_dict() or load_state_dict() knew of."""
         self._warned = False
         try:
-            owner = DirectoryOwner("OffloadedOptimizer", give_way=weakref.WeakMethod(self._give_way))
+            owner = DirectoryOwner("OffloadedOptimizer", close_for_successor=weakref.WeakMethod(self._close_for_successor))
             self._store = TensorStore(_own_directories(nvme_path), checksum=checksum, config=config, owner=owner)
             # Only now: an optimizer that was there before may have had memory until here.
             if is_automatic(dram_budget):
@@ -347,7 +347,7 @@ class OffloadedOptimizer(Optimizer):
         if hasattr(self, "_store"):
             self._store.close()
 
-    def _give_way(self, other: DirectoryOwner, directory: Path) -> None:
+    def _close_for_successor(self, other: DirectoryOwner, directory: Path) -> None:
         """Close, since another one was made on one of the directories.
 
         Warns with UserWarning if steps are lost. Raises RuntimeError while a method runs, and like :meth:`close`.

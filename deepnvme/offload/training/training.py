@@ -677,7 +677,7 @@ class OffloadedTraining:
         self._engine.close()
         remove_directories(self._directories)
 
-    def _give_way(self, other: DirectoryOwner, has_values: bool) -> None:
+    def _close_for_successor(self, other: DirectoryOwner, has_values: bool) -> None:
         """Close, since the model gets another training.
 
         Warns with UserWarning if steps are lost. Raises RuntimeError if the other one has no values for the model
@@ -714,11 +714,11 @@ _trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadedTraining]]
 
 
 def _end_training_of(model: nn.Module, owner: DirectoryOwner, has_values: bool) -> None:
-    """Close the training that a model has already, for another one. Raises like :meth:`OffloadedTraining._give_way`."""
+    """Close the training that a model has already. Raises like :meth:`OffloadedTraining._close_for_successor`."""
     reference = _trainings.get(model)
     earlier = None if reference is None else reference()
     if earlier is not None and not earlier.closed:
-        earlier._give_way(owner, has_values)
+        earlier._close_for_successor(owner, has_values)
 
 
 def _check_choices(
