@@ -72,12 +72,15 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
     """Find the best settings for folders. Blocks, for about ``order.seconds`` for each search.
 
     There is one search for each folder and, if there are several, one for all together. At most ``order.write_limit`` bytes are
-    written. An interrupt (KeyboardInterrupt) ends the
-    run with the results so far; if there are none, it is raised. No file is left behind.
+    written. An interrupt (KeyboardInterrupt) ends the run with the results so far; if there are none, it is raised. No file is
+    left behind.
 
     Args:
         order: What to measure.
         progress: Called with the share that is done and a description of the current step.
+
+    Returns:
+        The results of all searches. ``chosen.best.setting`` is the recommended setting.
 
     Raises:
         Unsuitable: Before anything is transferred, if the order cannot be carried out on this machine.
