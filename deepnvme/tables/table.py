@@ -49,7 +49,7 @@ Errors = Literal["raise", "partial"]
 DEFAULT_MEMORY_BUDGET = 64 << 20
 _FEWEST_SLOTS = 64
 """Rows that an updatable table has in memory at least."""
-_FREE = "commit() what is to be kept, and call its close() (an embedding has it as .table)"
+_LOCKED_REMEDY = "commit() what is to be kept, and call its close() (an embedding has it as .table)"
 """What to do about a table that another one is opened beside, both to be written."""
 
 
@@ -239,7 +239,7 @@ class Table:
         try:
             if writable:
                 assert self._directories is not None
-                owner = DirectoryOwner("Table", _FREE)
+                owner = DirectoryOwner("Table", _LOCKED_REMEDY)
                 for directory in self._directories:
                     self._locks.append(DirectoryLock(directory, owner))
                 _, _, epochs = load_manifest(self._directories[0])  # the writer before may have committed meanwhile
