@@ -13,8 +13,9 @@ from html.parser import HTMLParser
 import pytest
 
 from deepnvme.config import AioConfig
-from deepnvme.tune.measure.folder import FolderFacts, Unsuitable
+from deepnvme.tune.measure.folder import FolderFacts
 from deepnvme.tune.measure.job import Operation
+from deepnvme.tune.measure.unsuitable import Unsuitable
 from deepnvme.tune.render import charts, html_report, sweep_text
 from deepnvme.tune.render.html_report import render_html, require_matplotlib
 from deepnvme.tune.search.estimates import Difference

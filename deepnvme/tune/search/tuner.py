@@ -12,8 +12,9 @@ from pathlib import Path
 
 from deepnvme.config import AioConfig
 from deepnvme.drives import MEMORY_FILESYSTEMS
-from deepnvme.tune.measure.folder import FolderFacts, Unsuitable, check_memory, check_space, folder_facts
+from deepnvme.tune.measure.folder import FolderFacts, check_memory, check_space, folder_facts
 from deepnvme.tune.measure.job import OPERATIONS, Operation
+from deepnvme.tune.measure.unsuitable import Unsuitable
 from deepnvme.tune.search.trial_bench import Shares, TrialBench
 
 from .plan import least_written
