@@ -27,7 +27,8 @@ from harness.workloads import Workload
 
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 from deepnvme.tune.cli.arguments import positive, size
-from deepnvme.tune.measure.folder import Unsuitable, check_memory
+from deepnvme.tune.measure.folder import check_memory
+from deepnvme.tune.measure.unsuitable import Unsuitable
 
 MIB = 1 << 20
 HOST = ("host", "pinned")

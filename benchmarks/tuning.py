@@ -41,7 +41,7 @@ from deepnvme.tune.measure.figures import Spread
 from deepnvme.tune.measure.folder import drop_pages, settle
 from deepnvme.tune.measure.job import Job, Place
 from deepnvme.tune.measure.worker_processes import worker_processes
-from deepnvme.tune.search.estimates import Difference, difference, typical
+from deepnvme.tune.search.estimates import Difference, difference, hodges_lehmann
 from deepnvme.tune.search.space import default_space
 from deepnvme.tune.sizes import size_text
 
@@ -217,7 +217,7 @@ def regret(chosen: AioConfig, seconds: Mapping[AioConfig, Sequence[float]]) -> D
     """
     logarithms: list[float] = []
     for telling, judging in ((0, 1), (1, 0)):
-        best = min(seconds, key=lambda setting: typical([math.log(each) for each in seconds[setting][telling::2]]))
+        best = min(seconds, key=lambda setting: hodges_lehmann([math.log(each) for each in seconds[setting][telling::2]]))
         pairs = zip(seconds[chosen][judging::2], seconds[best][judging::2], strict=True)
         logarithms += [math.log(ours / theirs) for ours, theirs in pairs]
     return difference(logarithms, None, 1)

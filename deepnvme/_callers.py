@@ -11,17 +11,17 @@ _NOT_THE_USERS = frozenset(("deepnvme", "torch", "contextlib", "functools"))
 
 def caller() -> str:
     """Return file and line of the innermost call that is not of this package: "train.py:12", or "cell In[3], line 1"."""
-    frame, _ = _outermost_call()
+    frame, _ = _user_frame()
     cell = _notebook_cell(frame.f_code.co_filename)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if cell is None else f"{cell}, line {frame.f_lineno}"
 
 
 def stack_level() -> int:
     """Return the ``stacklevel`` with which a warning, issued by the function that calls this one, names :func:`caller`'s line."""
-    return _outermost_call()[1]
+    return _user_frame()[1]
 
 
-def _outermost_call() -> tuple[FrameType, int]:
+def _user_frame() -> tuple[FrameType, int]:
     """Return the innermost frame outside of this package, and how far it is from whoever has called a function of this module."""
     frame, level = sys._getframe(2), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:

@@ -19,7 +19,7 @@ def representation(thing: object, *parts: Callable[[], str]) -> str:
 
     Args:
         thing: The object, for the name of its class.
-        parts: Each returns what is to be said.
+        parts: Each returns a text.
     """
     texts = []
     for part in parts:
@@ -31,8 +31,8 @@ def representation(thing: object, *parts: Callable[[], str]) -> str:
     return f"<{type(thing).__name__}{' ' if said else ''}{said}>"
 
 
-def readable(nbytes: ByteCount) -> str:
-    """Return a number of bytes for people: "0 bytes", "16 MiB", "1.5 GiB". One that its user gave as text stays as it is."""
+def size_for_people(nbytes: ByteCount) -> str:
+    """Return a number of bytes in powers of 1024: "0 bytes", "16 MiB", "1.5 GiB". One given as text stays as it is."""
     if isinstance(nbytes, str):
         return repr(nbytes)
     value, unit = float(nbytes), 0
@@ -41,13 +41,18 @@ def readable(nbytes: ByteCount) -> str:
     return f"{value:.4g} {_UNITS[unit]}"
 
 
-def places(paths: Iterable[object]) -> str:
+def decimal_size(nbytes: int) -> str:
+    """Return a number of bytes in the units of drives and reports, powers of 1000: "0.5 MB", "12.00 GB"."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def path_list(paths: Iterable[object]) -> str:
     """Return the text for one path or several."""
     return ", ".join(f"'{os.fsdecode(path) if isinstance(path, bytes) else path}'" for path in paths)
 
 
-def usability(closed: bool, process: int | None = None) -> str:
-    """Return what is said of an object that is closed, or that belongs to another process; empty if neither.
+def state_text(closed: bool, process: int | None = None) -> str:
+    """Return the state of an object for its ``repr``: "closed", "of process ..." in a process that it does not belong to, or "".
 
     Args:
         closed: Whether it is closed.

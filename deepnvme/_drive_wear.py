@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ._descriptions import decimal_size
 from ._report_figures import ReportFigures
 
 _DAY = 24 * 60 * 60
@@ -25,9 +26,9 @@ class WriteEstimate(ReportFigures):
     bytes_per_step: int
     """Bytes that each step writes, or each save of a :class:`deepnvme.CheckpointManager`."""
     most_bytes_per_step: int
-    """The same, if there is no memory for anything that goes to the drive only then."""
+    """Upper bound of ``bytes_per_step``: includes what is written only if it does not fit into memory."""
     bytes_once: int
-    """Bytes written once, beside those of all steps."""
+    """Bytes written once, in addition to those of the steps."""
 
     def terabytes_per_day(self, seconds_per_step: float) -> float:
         """Return how many TB a day are written if a step is made every so many seconds. Raises ValueError unless positive."""
@@ -54,16 +55,12 @@ class WriteEstimate(ReportFigures):
         return (rated_terabytes * 1e12 - self.bytes_once) / self.bytes_per_step * seconds_per_step / _YEAR
 
     def __str__(self) -> str:
-        most = f", at most {_gb(self.most_bytes_per_step)}" if self.most_bytes_per_step > self.bytes_per_step else ""
-        once = f", and {_gb(self.bytes_once)} once" if self.bytes_once else ""
-        per_day = self.terabytes_per_day(1)
-        return f"writes {_gb(self.bytes_per_step)} each time{most}{once}: {per_day:.2f} TB a day if that is once a second"
+        most = f", at most {decimal_size(self.most_bytes_per_step)}" if self.most_bytes_per_step > self.bytes_per_step else ""
+        once = f", and {decimal_size(self.bytes_once)} once" if self.bytes_once else ""
+        each, per_day = decimal_size(self.bytes_per_step), self.terabytes_per_day(1)
+        return f"writes {each} per step or save{most}{once}; {per_day:.2f} TB a day at one per second"
 
 
 def _check_positive(value: float, name: str) -> None:
     if not value > 0:
         raise ValueError(f"{name} must be positive, got {value}")
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

@@ -15,20 +15,20 @@ from typing import Literal, Protocol
 
 Progress = Callable[[int, int], None]
 """Called with the bytes (or steps) done so far and those in all."""
-Wanted = Progress | bool | None
-"""A function to report progress to. None to show it where somebody can see it, once the operation has taken two seconds; True to
-show it from the beginning; False for nothing."""
+ProgressOption = Progress | bool | None
+"""The ``progress`` argument: a function to report progress to. None to show it where somebody can see it, once the operation has
+taken two seconds; True to show it from the beginning; False for nothing."""
 Unit = Literal["bytes", "steps"]
 
-_PATIENCE = 2.0
+_SHOW_AFTER_SECONDS = 2.0
 """Seconds after which progress is shown that was not asked for."""
 _CANNOT_WRITE = (OSError, ValueError)
 """What writing raises where the terminal has gone away or the stream is closed. That fails no operation."""
-_REDRAWN = 0.1
+_REDRAW_INTERVAL_SECONDS = 0.1
 """Least seconds between two states of a line in a notebook, which keeps every one that it is sent."""
 
 
-def counting(progress: Progress | None, total: int) -> Callable[[int], None]:
+def count_bytes(progress: Progress | None, total: int) -> Callable[[int], None]:
     """Return a function that adds up the bytes of finished parts and reports their sum.
 
     The returned function takes the bytes of one part. It must be called from one thread only.
@@ -49,11 +49,11 @@ def counting(progress: Progress | None, total: int) -> Callable[[int], None]:
 
 
 @contextlib.contextmanager
-def following(progress: Wanted, what: str, unit: Unit = "bytes") -> Iterator[Progress | None]:
+def shown_progress(progress: ProgressOption, what: str, unit: Unit = "bytes") -> Iterator[Progress | None]:
     """Provide the function to report progress to, or None if there is nobody to see it.
 
-    What is shown is on stderr, which must be a terminal or a notebook's, and is removed at the end. Without a word from the user
-    it appears after two seconds, in the first process of a machine only, and not with ``DEEPNVME_PROGRESS=off``.
+    What is shown is on stderr, which must be a terminal or a notebook's, and is removed at the end. With ``progress=None`` it
+    appears after two seconds, in the first process of a machine only, and not with ``DEEPNVME_PROGRESS=off``.
 
     Args:
         progress: What the user asked for.
@@ -71,7 +71,7 @@ def following(progress: Wanted, what: str, unit: Unit = "bytes") -> Iterator[Pro
         yield None
         return
     shown: _Display | None = None
-    due = time.monotonic() + (0.0 if progress else _PATIENCE)
+    due = time.monotonic() + (0.0 if progress else _SHOW_AFTER_SECONDS)
 
     def show(done: int, total: int) -> None:
         nonlocal shown
@@ -100,7 +100,7 @@ def notice(text: str) -> None:
 
 
 def silenced() -> bool:
-    """Return whether the environment asks for nothing to be shown that was not asked for by an argument."""
+    """Return whether ``DEEPNVME_PROGRESS`` is "off" or "0": nothing is to be shown that was not asked for by an argument."""
     return os.environ.get("DEEPNVME_PROGRESS", "").lower() in ("off", "0")
 
 
@@ -179,7 +179,7 @@ class _Line:
         """Show how far it is."""
         now = time.monotonic()
         self._began = self._began or (now, done)
-        if now - self._drawn < _REDRAWN and done < total:
+        if now - self._drawn < _REDRAW_INTERVAL_SECONDS and done < total:
             return
         self._drawn = now
         self._write(f"{self._what}: {self._figures(done, total, now)}")

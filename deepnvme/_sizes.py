@@ -14,7 +14,7 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
 def parse_size(text: str) -> int | None:
-    """Return the bytes of a size, or None if the text is none.
+    """Return the bytes of a size, or None if the text is not a size.
 
     A unit with a B counts in powers of 1000, as those of drives and checkpoints do: "5GB" is 5 * 10**9 bytes. One with an i, or a
     letter alone, counts in powers of 1024: "5GiB" and "5G" are 5 * 2**30, the latter as in DeepSpeed's and fio's options. Without
@@ -31,28 +31,28 @@ def parse_size(text: str) -> int | None:
     return size
 
 
-def byte_count(value: ByteCount, name: str, least: int = 0) -> int:
-    """Return a number of bytes that a user has given as an int.
+def byte_count(value: ByteCount, name: str, least: int | None = 0) -> int:
+    """Return the number of bytes that a user gave as an int or as text.
 
     Args:
         value: What the user gave.
         name: The name of the argument, for messages.
-        least: The least value that makes sense.
+        least: The least value that makes sense; None for callers that check the range themselves.
 
     Raises:
         TypeError: If it is neither a whole number nor a text.
-        ValueError: If it is a text that is no size, negative, or less than ``least``.
+        ValueError: If it is a text that is no size, or less than ``least``.
     """
-    found = as_bytes(value, name)
-    if found < 0 and least == 0:
+    found = _whole_bytes(value, name)
+    if least == 0 and found < 0:
         raise ValueError(f"{name} must not be negative, got {found}")
-    if found < least:
+    if least is not None and found < least:
         raise ValueError(f"{name} must be at least {least}, got {value!r}")
     return found
 
 
-def as_bytes(value: ByteCount, name: str) -> int:
-    """Return what :func:`byte_count` does, for callers that know the range: also a negative number."""
+def _whole_bytes(value: ByteCount, name: str) -> int:
+    """Return the bytes of an int or a text, negative ones, too. Raises TypeError or ValueError."""
     if isinstance(value, str):
         found = parse_size(value)
         if found is None:

@@ -48,7 +48,7 @@ class AioConfig(BaseModel):
 
     @property
     def in_flight_bytes(self) -> int:
-        """Most bytes under transfer at a time: what the settings cost in memory, besides CPU time."""
+        """Most bytes in flight: what the settings cost in memory, besides CPU time."""
         return self.block_size * self.queue_depth * self.intra_op_parallelism
 
     @model_validator(mode="before")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
-from ._descriptions import readable, representation, usability
+from ._descriptions import representation, size_for_people, state_text
 from ._report_figures import ReportFigures
-from ._sizes import ByteCount, as_bytes
+from ._sizes import ByteCount, byte_count
 from .ops import load_async_io
 
 if TYPE_CHECKING:
@@ -207,8 +207,8 @@ class Engine:
         in_flight_bytes: ByteCount | None = None,
     ) -> None:
         self._process = os.getpid()
-        nbytes = as_bytes(block_size, "block_size")
-        in_flight = None if in_flight_bytes is None else as_bytes(in_flight_bytes, "in_flight_bytes")
+        nbytes = byte_count(block_size, "block_size", least=None)
+        in_flight = None if in_flight_bytes is None else byte_count(in_flight_bytes, "in_flight_bytes", least=None)
         self._op = load_async_io()
         self._native: NativeEngine = self._op.Engine(
             backend, nbytes, queue_depth, num_threads, single_submit, poll, in_flight
@@ -478,10 +478,10 @@ class Engine:
         return representation(
             self,
             lambda: self.backend,
-            lambda: f"block_size={readable(self.block_size)}",
+            lambda: f"block_size={size_for_people(self.block_size)}",
             lambda: f"queue_depth={self.queue_depth}",
             lambda: f"num_threads={self.num_threads}",
-            lambda: usability(os.getpid() == self._process and self.closed, self._process),
+            lambda: state_text(os.getpid() == self._process and self.closed, self._process),
         )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ._files import UnfitFile, naming_file, read_regular, replacing
-from ._sizes import ByteCount, as_bytes
+from ._sizes import ByteCount, byte_count
 from .config import AioConfig
 from .drives import Drive, drive_of
 from .engine import Engine
@@ -228,7 +228,7 @@ def engine_for(
     Args:
         paths: A file or directory, or several. They may not exist yet.
         config: Settings that are used instead of profiles and defaults. Without effect: ``use_gds`` and ``overlap_events``.
-        in_flight_bytes: Most bytes under transfer at a time for each worker, or a size such as "8MiB"; ignored with ``config``.
+        in_flight_bytes: Most bytes in flight for each worker, or a size such as "8MiB"; ignored with ``config``.
             A limit lets transfers end one after the other, for a caller that waits for the first of them. None for no limit
             besides the settings.
 
@@ -239,7 +239,7 @@ def engine_for(
             that ``config`` names.
         RuntimeError: If that backend was compiled out, or the op cannot be built.
     """
-    in_flight = None if in_flight_bytes is None else as_bytes(in_flight_bytes, "in_flight_bytes")
+    in_flight = None if in_flight_bytes is None else byte_count(in_flight_bytes, "in_flight_bytes", least=None)
     return create_engine(settings_for(paths, config), from_user=config is not None, in_flight_bytes=in_flight)
 
 
@@ -253,7 +253,7 @@ def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | N
         settings: The settings.
         from_user: Whether the user gave them: then a backend that does not work is an error. Otherwise "auto" is used instead,
             with a RuntimeWarning.
-        in_flight_bytes: Most bytes under transfer at a time for each worker; ignored with ``from_user``. None for no further
+        in_flight_bytes: Most bytes in flight for each worker; ignored with ``from_user``. None for no further
             limit.
 
     Raises:

@@ -207,7 +207,7 @@ def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
     if program is None:
         raise RuntimeError(f"{recipe.extension} cannot be built: ninja was not found; pip install ninja")
     # Not imported at the top: setup.py uses this package where nothing of deepnvme can be imported.
-    from deepnvme._progress import following, notice, silenced
+    from deepnvme._progress import notice, shown_progress, silenced
 
     started = time.monotonic()
     notice(f"compiling {recipe.op}, once{_expected(recipe)}; it is kept in {str(result.parent)!r}")
@@ -218,8 +218,8 @@ def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
         library = output / (recipe.extension + _SUFFIX)
         (work / "build.ninja").write_text(_build_file(recipe, write_units(recipe.sources, work), library))
         command = [program, "-j", str(_jobs()), *(["-v"] if verbose else [])]
-        with following(not silenced(), f"compiling {recipe.op}", "steps") as told:
-            status, said = _run(command, work, told)
+        with shown_progress(not silenced(), f"compiling {recipe.op}", "steps") as report:
+            status, said = _run(command, work, report)
         if verbose:
             print(said, end="")
         if status != 0:
@@ -244,7 +244,7 @@ def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _run(command: list[str], directory: Path, told: Callable[[int, int], None] | None) -> tuple[int, str]:
+def _run(command: list[str], directory: Path, report: Callable[[int, int], None] | None) -> tuple[int, str]:
     """Run ninja, reporting each step that it has finished; return its exit status and all that it printed."""
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t] "}
     printed = []
@@ -255,8 +255,8 @@ def _run(command: list[str], directory: Path, told: Callable[[int, int], None] |
             assert process.stdout is not None
             for line in process.stdout:
                 printed.append(line)
-                if told is not None and (step := _STEP.match(line)):
-                    told(int(step[1]), int(step[2]))
+                if report is not None and (step := _STEP.match(line)):
+                    report(int(step[1]), int(step[2]))
         except BaseException:
             process.kill()
             raise

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import deepnvme
-from deepnvme._descriptions import readable
+from deepnvme._descriptions import size_for_people
 from deepnvme.checkpoint import SaveFuture
 from deepnvme.memory import BufferPool
 from deepnvme.nn import EmbeddingOnDisk
@@ -35,7 +35,7 @@ def a_model() -> nn.Sequential:
     [(0, "0 bytes"), (1, "1 bytes"), (1023, "1023 bytes"), (MIB, "1 MiB"), (3 << 29, "1.5 GiB"), (5 << 50, "5120 TiB")],
 )
 def test_sizes_are_told_in_units_that_people_use(nbytes: int, text: str) -> None:
-    assert readable(nbytes) == text
+    assert size_for_people(nbytes) == text
 
 
 def test_of_an_engine_its_backend_and_settings_are_told(op: Any) -> None:
@@ -118,7 +118,7 @@ def test_of_checkpoints_their_directory_and_of_a_save_how_far_it_is(drive: Path)
     assert repr(manager) == f"<CheckpointManager in '{drive / 'run'}', keep=2>"
     saving = manager.save(1, [torch.ones(1024)], asynchronous=True)
     nbytes = saving.result()
-    assert repr(saving) == f"<SaveFuture of '{drive / 'run' / 'step-00000001.pt'}', {readable(nbytes)}, saved>"
+    assert repr(saving) == f"<SaveFuture of '{drive / 'run' / 'step-00000001.pt'}', {size_for_people(nbytes)}, saved>"
 
 
 def test_of_an_optimizer_what_it_wraps_and_where_and_its_parameter_groups(drive: Path) -> None:
@@ -159,7 +159,7 @@ def test_of_a_streamed_model_its_store_and_budget(drive: Path) -> None:
     model = a_model()
     store = WeightStore.build(model, drive / "store", blocks=["0", "1"])
     with store, stream(model, store) as streaming:
-        holds = f"4 weights, 2 blocks, {readable(store.nbytes)}"
+        holds = f"4 weights, 2 blocks, {size_for_people(store.nbytes)}"
         assert repr(store) == f"<WeightStore in '{drive / 'store'}', of Sequential, {holds}>"
         assert repr(streaming) == f"<Streaming of Sequential from {store!r}, memory_budget=0 bytes>"
         streaming.close()

@@ -41,7 +41,7 @@ def test_a_step_takes_time(value: float) -> None:
 
 def test_as_text_it_says_what_is_written_and_at_which_pace() -> None:
     said = str(WriteEstimate(12_000_000_000, 14_000_000_000, 3_000_000))
-    assert said == "writes 12.00 GB each time, at most 14.00 GB, and 3.0 MB once: 1036.80 TB a day if that is once a second"
+    assert said == "writes 12.00 GB per step or save, at most 14.00 GB, and 3.0 MB once; 1036.80 TB a day at one per second"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_save_writes_what_it_has_estimated(drive: Path) -> None:
 def test_the_estimate_is_logged_before_the_first_step(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="deepnvme")
     with deepnvme.OffloadedOptimizer(parameters(), torch.optim.AdamW, nvme_path=drive / "states") as optimizer:
-        assert caplog.messages == [f"a step of AdamW, with its states in {drive}/states, {optimizer.estimate_writes()}"]
+        assert caplog.messages == [f"AdamW with its states in {drive}/states {optimizer.estimate_writes()}"]
     caplog.clear()
     with OffloadedTraining(nn.Sequential(nn.Linear(8, 8)), torch.optim.AdamW, nvme_path=drive) as training:
-        assert caplog.messages == [f"a step of the training in {drive} {training.estimate_writes()}"]
+        assert caplog.messages == [f"the training in {drive} {training.estimate_writes()}"]

@@ -47,7 +47,7 @@ assert logging.getLogger("deepnvme").handlers == []
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     told = interpreters.run(code.format(setup="logging.basicConfig(level=logging.INFO, format='%(name)s: %(message)s')"))
     estimate, saved = told.stderr.splitlines()
-    assert estimate.startswith(f"deepnvme.offload.optimizer.optimizer: a step of AdamW, with its states in {drive}/states, ")
+    assert estimate.startswith(f"deepnvme.offload.optimizer.optimizer: AdamW with its states in {drive}/states writes ")
     assert saved.startswith(f"deepnvme.checkpoint.publication: saved '{drive}/a.pt': ")
 
 

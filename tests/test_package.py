@@ -23,7 +23,7 @@ SUBMODULES = {
         "checkpoint", "integrations", "io", "memory", "nn", "offload", "ops", "profiles", "report", "safetensors", "store",
         "streaming", "swap", "tables", "tune",
     },
-    "deepnvme.integrations": {"accelerate", "deepspeed", "graphbolt", "sglang", "transformers"},
+    "deepnvme.integrations": {"accelerate", "deepspeed", "graphbolt", "metrics", "sglang", "transformers"},
     "deepnvme.ops": {"aio", "gds", "op_builder"},
     "deepnvme.swap": {"zero"},
 }  # fmt: skip
@@ -49,7 +49,8 @@ def test_importing_the_package_is_quick() -> None:
 def test_dir_shows_the_public_names_of_a_package_and_only_these(name: str) -> None:
     package = importlib.import_module(name)
     assert dir(package) == sorted({*package.__all__, *SUBMODULES.get(name, ())})
-    there = dir(package) if name != "deepnvme.integrations" else ["deepspeed", "graphbolt"]  # the others need their project
+    # The other integrations need their projects.
+    there = dir(package) if name != "deepnvme.integrations" else ["deepspeed", "graphbolt", "metrics"]
     assert [each for each in there if not hasattr(package, each)] == []
 
 
@@ -73,7 +74,10 @@ def test_tab_completion_shows_no_private_name() -> None:
     assert "deepnvme.Engine(" in matches
 
 
-@pytest.mark.parametrize("name", ["checkpoint.verify", "integrations.deepspeed.enable", "swap.zero.AIO", "tune.tune"])
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoint.verify", "integrations.deepspeed.enable", "integrations.metrics.PREFIX", "swap.zero.AIO", "tune.tune"],
+)
 def test_a_public_submodule_needs_no_import_of_its_own(name: str) -> None:
     assert run(f"import deepnvme; deepnvme.{name}; print('there')") == "there"
 
@@ -89,6 +93,7 @@ import deepnvme
 deepnvme.Engine().close()
 deepnvme.save([], "file.pt", progress=False)
 deepnvme.integrations.deepspeed.enable()
+deepnvme.integrations.metrics.PREFIX
 deepnvme.swap.zero.AsyncTensorSwapper
 deepnvme.checkpoint.NVMeWriter
 deepnvme.streaming.WeightStore.build("model.pt", "/mnt/nvme/store")

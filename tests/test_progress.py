@@ -15,7 +15,7 @@ import torch
 
 import deepnvme
 import deepnvme.streaming
-from deepnvme._progress import following, notice
+from deepnvme._progress import notice, shown_progress
 from deepnvme.safetensors import load_file, load_model, save_file, save_model, save_sharded
 
 LONG = 2.1
@@ -54,12 +54,12 @@ def _stderr(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> Shown:
 
 def take(seconds: float, progress: bool | None) -> None:
     """Do something for a while, reporting its progress."""
-    with following(progress, "working") as told:
-        if told is not None:
-            told(1_000_000_000, 4_000_000_000)
+    with shown_progress(progress, "working") as report:
+        if report is not None:
+            report(1_000_000_000, 4_000_000_000)
         time.sleep(seconds)
-        if told is not None:
-            told(2_000_000_000, 4_000_000_000)
+        if report is not None:
+            report(2_000_000_000, 4_000_000_000)
 
 
 def test_nothing_is_printed_where_stderr_is_no_terminal(drive: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -142,19 +142,19 @@ def test_a_notebook_gets_a_line_that_is_blank_at_the_end(monkeypatch: pytest.Mon
 
 def test_a_line_in_a_notebook_is_not_redrawn_for_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = a_notebook(monkeypatch)
-    with following(True, "working", "steps") as told:
-        assert told is not None
+    with shown_progress(True, "working", "steps") as report:
+        assert report is not None
         for step in range(1, 1001):
-            told(step, 1000)
+            report(step, 1000)
     assert notebook.getvalue().count("working") < 50
     assert "working: 1000/1000" in notebook.getvalue()
 
 
 def test_a_function_is_told_as_it_is() -> None:
-    with following(print, "saving") as told:
-        assert told is print
-    with following(False, "saving") as told:
-        assert told is None
+    with shown_progress(print, "saving") as report:
+        assert report is print
+    with shown_progress(False, "saving") as report:
+        assert report is None
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,6 @@ def test_a_manager_shows_the_progress_of_its_saves(drive: Path, monkeypatch: pyt
     terminal = a_terminal(monkeypatch)
     deepnvme.CheckpointManager(drive / "run").save(7, [torch.ones(3)], progress=True)
     assert f"saving {drive / 'run' / 'step-00000007.pt'}" in terminal.getvalue()
-    told: list[tuple[int, int]] = []
-    deepnvme.CheckpointManager(drive / "run").save(8, [torch.ones(3)], progress=lambda *now: told.append(now))
-    assert told[-1][0] == told[-1][1]
+    calls: list[tuple[int, int]] = []
+    deepnvme.CheckpointManager(drive / "run").save(8, [torch.ones(3)], progress=lambda *now: calls.append(now))
+    assert calls[-1][0] == calls[-1][1]

@@ -6,10 +6,10 @@
 
 namespace deepnvme {
 
-// The CRC-32 of what `crc` is that of, and `size` more bytes after it; 0 is that of nothing.
+// Extends `crc`, the CRC-32 of the preceding bytes (0 for none), by `size` bytes at `data`.
 std::uint32_t crc32(std::uint32_t crc, const std::byte* data, std::size_t size) noexcept;
 
-// The CRC-32 of what `first` is that of, followed by `size` bytes whose own is `second`.
+// The CRC-32 of two ranges in a row: `first` of the one, `second` of the other, which has `size` bytes.
 std::uint32_t crc32_combined(std::uint32_t first, std::uint32_t second, std::uint64_t size) noexcept;
 
 // As crc32(); where there are many bytes, other threads help until this returns, so that it keeps up with several drives.

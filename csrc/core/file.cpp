@@ -6,7 +6,6 @@
 #include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
-#include <sys/statvfs.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
@@ -17,6 +16,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/free_space.h"
 #include "core/process.h"
 
 #ifndef RAMFS_MAGIC
@@ -146,7 +146,7 @@ File::File(std::string path, Access access, Creation creation, bool expect_direc
     const bool exists = error == 0;
     if (!exists && (error != ENOENT || creation == Creation::must_exist)) throw IoError(error, verb_of(access), path_);
     if (exists) learn(facts);
-    else if (first_write.length > 0) check_room_to_create(first_write);
+    else if (first_write.length > 0) check_space_to_create(first_write);
 
     int flags = flags_of(access) | flags_of(creation);
     bool created = !exists && creation != Creation::must_exist;
@@ -221,7 +221,7 @@ File::~File() {
     const int buffered = buffered_.close();
     const int error = direct ? direct : buffered;
     // The file of a forked child is its parent's, who knows what has become of it.
-    if (created_by_ == process_generation() && !keep_ && (provisional_ || found_no_room_))
+    if (created_by_ == process_generation() && !keep_ && (provisional_ || found_no_space_))
         remove_if_unused_and_empty(path_.c_str(), {file_system_, inode_}, empty_size_);
     if (!error || !closing_error) return;
     try {
@@ -359,64 +359,16 @@ bool File::covers(std::uint64_t end) {
     return end <= now;
 }
 
-namespace {
-
-// Room in the file system of an open file, in bytes.
-struct Room {
-    std::uint64_t free;      // for anybody
-    std::uint64_t reserved;  // for root (ext4), or for the file system's own needs (ext4, btrfs)
-};
-
-// Nothing when the file system does not know.
-std::optional<Room> room_beside(int fd) {
-    struct statvfs space;
-    if (::fstatvfs(fd, &space) != 0 || space.f_blocks == 0) return std::nullopt;
-    const auto available = std::min(space.f_bavail, space.f_bfree);
-    return Room{available * space.f_frsize, (space.f_bfree - available) * space.f_frsize};
-}
-
-// As text, for a write of `needed` bytes that did not fit.
-std::string room_for(int fd, std::uint64_t needed) {
-    const auto room = room_beside(fd);
-    if (!room) return "an unknown number of bytes free";
-    std::string text = std::to_string(room->free) + " bytes free";
-    if (room->free < needed && needed <= room->free + room->reserved)  // or it would not have fitted with that either
-        text += ", and " + std::to_string(room->reserved) + " reserved for root or the file system";
-    return text;
-}
-
-IoError no_room(int fd, std::uint64_t needed, ByteRange write, const std::string& path) {
-    return IoError(ENOSPC,
-                   "write of " + std::to_string(write.length) + " bytes at offset " + std::to_string(write.offset) + " (" +
-                       room_for(fd, needed) + ")",
-                   path);
-}
-
-// Throws IoError(ENOSPC) if the file system has less room than `needed` bytes. Asked before anything is reserved, so that a write
-// that cannot fit doesn't take the last blocks from others while it finds out.
-void check_room(int fd, std::uint64_t needed, ByteRange write, const std::string& path) {
-    const auto too_little = [fd, needed] {
-        const auto room = room_beside(fd);
-        // Root may be given what is reserved: only the file system can say.
-        return room && needed > room->free + (::geteuid() == 0 ? room->reserved : 0);
-    };
-    if (!too_little()) return;
-    ::syncfs(fd);  // what was deleted may not have been given back yet (XFS)
-    if (too_little()) throw no_room(fd, needed, write, path);
-}
-
-}  // namespace
-
-std::string File::room_for(std::uint64_t length) { return deepnvme::room_for(any_descriptor(), length); }
+std::string File::free_space_for(std::uint64_t length) { return free_space_text(any_descriptor(), length); }
 
 // If the directory cannot be asked, opening the file says why.
-void File::check_room_to_create(ByteRange first_write) const {
+void File::check_space_to_create(ByteRange first_write) const {
     struct stat link;
     if (::lstat(path_.c_str(), &link) == 0) return;  // a link to a file that is missing, perhaps on another file system
     const auto slash = path_.rfind('/');
     const std::string directory = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
     const Fd fd(open_retrying(directory.c_str(), O_RDONLY | O_DIRECTORY));
-    if (fd) check_room(fd.get(), first_write.length, first_write, path_);
+    if (fd) check_free_space(fd.get(), first_write.length, first_write, path_);
 }
 
 void File::preallocate(std::uint64_t offset, std::uint64_t length) {
@@ -428,23 +380,23 @@ void File::preallocate(std::uint64_t offset, std::uint64_t length) {
     const std::uint64_t needed = end - begin;
     const int fd = any_descriptor();
     try {
-        check_room(fd, needed, {offset, length}, path_);
+        check_free_space(fd, needed, {offset, length}, path_);
     } catch (const IoError&) {
-        found_no_room_ = true;
+        found_no_space_ = true;
         throw;
     }
     int error;
     do error = ::fallocate(fd, 0, static_cast<off_t>(begin), static_cast<off_t>(needed)) == 0 ? 0 : errno;
     while (error == EINTR);
     if (error == ENOSPC || error == EDQUOT) {
-        found_no_room_ = true;
+        found_no_space_ = true;
         // What was reserved before the room ran out goes back. The length stays as it is: others may be extending the file beside
         // us, and to cut it could cut off what they have written.
         give_back_reserved(fd, static_cast<off_t>(begin), static_cast<off_t>(end));
         struct stat now;
         if (size == 0 && ::fstat(fd, &now) == 0) empty_size_ = static_cast<std::uint64_t>(now.st_size);
     }
-    if (error == ENOSPC) throw no_room(fd, needed, {offset, length}, path_);
+    if (error == ENOSPC) throw no_space(fd, needed, {offset, length}, path_);
     // Beyond a limit (EFBIG) nothing is reserved at all.
     if (error == EDQUOT || error == EFBIG)
         throw IoError(error, "write of " + std::to_string(length) + " bytes at offset " + std::to_string(offset), path_);

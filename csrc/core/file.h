@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 
+#include "core/byte_range.h"
 #include "core/error.h"
 #include "core/fd.h"
 
@@ -19,11 +20,6 @@ struct DirectLimits {
     std::uint32_t memory_alignment;
     std::uint32_t offset_alignment;
     std::uint32_t cache_granule = 4096;  // what the page cache reads and writes back as one: a page or a file system block
-};
-
-struct ByteRange {
-    std::uint64_t offset = 0;  // bytes into the file
-    std::uint64_t length = 0;  // bytes
 };
 
 // What belongs to one transfer alone, so that it may be transferred as a whole.
@@ -93,7 +89,7 @@ public:
     bool refuse_direct(const std::string& reason);
 
     // What is free in the file system, as text for the error of a write of so many bytes.
-    std::string room_for(std::uint64_t length);
+    std::string free_space_for(std::uint64_t length);
 
     // What a DeviceIo made of the direct descriptor, `make` being asked the first time and again after it threw. It is closed before
     // the descriptors are. Null where there is no direct I/O.
@@ -106,7 +102,7 @@ private:
     struct Facts;
     void learn(const Facts& facts);
     int base_descriptor() const;  // with mutex_ held, or before anybody else has the object
-    void check_room_to_create(ByteRange first_write) const;
+    void check_space_to_create(ByteRange first_write) const;
     Fd reopen(bool direct, int from);
 
     std::string path_;
@@ -119,7 +115,7 @@ private:
     bool removed_meanwhile_ = false;
     bool provisional_ = false;
     std::optional<std::uint64_t> created_by_;  // of a file that this open created, the process_generation()
-    std::atomic<bool> found_no_room_{false};   // a write, before it began
+    std::atomic<bool> found_no_space_{false};   // a write, before it began
     std::atomic<bool> keep_{false};
     std::atomic<std::uint64_t> empty_size_{0};  // which a reservation that failed has left it
     std::atomic<std::uint64_t> known_size_{0};

@@ -489,7 +489,7 @@ void Worker::fail(const Block& block, int error, std::initializer_list<std::stri
     try {
         std::string what = request.describe(block);
         for (const auto part : detail) what += part;
-        if (error == ENOSPC) what += " (" + request.file().room_for(block.length) + ")";
+        if (error == ENOSPC) what += " (" + request.file().free_space_for(block.length) + ")";
         request.fail(block, IoError(error, std::move(what), request.file().path()));
     } catch (const std::bad_alloc&) {
         request.fail(block, IoError::out_of_memory());

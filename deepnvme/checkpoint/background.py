@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from deepnvme._descriptions import places, readable, representation, usability
+from deepnvme._descriptions import path_list, representation, size_for_people, state_text
 from deepnvme._interrupts import defer_interrupts
 from deepnvme._profiler_ranges import profiler_range
 from deepnvme.engine import Engine
@@ -54,13 +54,13 @@ class SaveFuture:
     def __repr__(self) -> str:
         return representation(
             self,
-            lambda: f"of {places([self._path])}",
-            lambda: readable(self.nbytes),
-            lambda: usability(False, self._process) or self._state(),
+            lambda: f"of {path_list([self._path])}",
+            lambda: size_for_people(self.nbytes),
+            lambda: state_text(False, self._process) or self._state(),
         )
 
     def _state(self) -> str:
-        """Return how far the save is, for people."""
+        """State for ``repr``: "saving", "saved", or "failed: ..."."""
         if not self._ended.is_set():
             return "saving"
         return "saved" if self._error is None else f"failed: {self._error}"
@@ -328,7 +328,8 @@ def async_save(
         obj: Any object that pickles.
         path: Path of the file. A relative path is resolved now.
         fsync: As for :func:`save`.
-        checksum: As for :func:`save`. The background thread computes those of tensors on the CPU.
+        checksum: As for :func:`save`. The background thread computes those of tensors on the CPU. With True, those of tensors on
+            devices are computed before this returns.
         pickle_module: As for :func:`save`.
         pickle_protocol: As for :func:`save`.
         pool: Pool of the pinned memory. None is the process's pool.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from deepnvme._files import naming_file
-from deepnvme._progress import Progress, counting
+from deepnvme._progress import Progress, count_bytes
 from deepnvme.engine import Engine, File, Future, without_python
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.host import give_pages, huge_pages
@@ -141,7 +141,7 @@ def write(
     if parts is None:
         parts = [(0, image.nbytes)]
     start = without_python(engine.write)
-    under_way = Transfers(ended=counting(progress, sum(end - begin for begin, end in parts)))
+    under_way = Transfers(ended=count_bytes(progress, sum(end - begin for begin, end in parts)))
     ring = ChunkRing(pool, min(CHUNK, sum(end - begin + PAGE for begin, end in parts)), wait=True)
 
     def write_copied(part: WriteRange) -> None:
@@ -236,7 +236,7 @@ def read(placed: Sequence[Placed], path: Path, engine: Engine, pool: BufferPool,
         OSError: The first error, after all started transfers have ended.
     """
     sizes = [each.nbytes for each in placed]  # once: there can be tens of thousands
-    ended = counting(progress, sum(sizes))
+    ended = count_bytes(progress, sum(sizes))
     start = without_python(engine.read)
     alone = Transfers(ended=ended)
     places: list[tuple[int, int]] = []

@@ -15,7 +15,7 @@ import torch
 from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
 from deepnvme._profiler_ranges import profiler_range
-from deepnvme._progress import Progress, Wanted, following
+from deepnvme._progress import Progress, ProgressOption, shown_progress
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
@@ -43,7 +43,7 @@ def load(
     keys: Iterable[Any] | None = None,
     checksum: bool = False,
     pool: BufferPool | None = None,
-    progress: Wanted = None,
+    progress: ProgressOption = None,
     config: AioConfig | None = None,
     **pickle_load_args: Any,
 ) -> Any:
@@ -108,9 +108,9 @@ def load(
     safe = resolve_weights_only(weights_only, pickle_module)
 
     def whole() -> Any:
-        with profiler_range("load"), following(progress, f"loading {path}") as told:
+        with profiler_range("load"), shown_progress(progress, f"loading {path}") as report:
             memory = buffer_pool() if pool is None else pool
-            return _load(path, chosen, mapped, checksum, safe, options, memory, told, config)
+            return _load(path, chosen, mapped, checksum, safe, options, memory, report, config)
 
     if os.fspath(path).endswith(".safetensors") and not pt_records.is_zip(path):
         if mmap or checksum:
@@ -169,7 +169,7 @@ def _refuse_others(path: str | os.PathLike[str]) -> None:
 
 
 def _load_safetensors(
-    path: Any, map_location: MapLocation, keys: list[Any] | None, pool: BufferPool | None, progress: Wanted,
+    path: Any, map_location: MapLocation, keys: list[Any] | None, pool: BufferPool | None, progress: ProgressOption,
     config: AioConfig | None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Load a safetensors file with the arguments of :func:`load`."""

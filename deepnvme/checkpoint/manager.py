@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from deepnvme._descriptions import places, representation
+from deepnvme._descriptions import path_list, representation
 from deepnvme._drive_wear import WriteEstimate
 from deepnvme._files import sync_directory
-from deepnvme._progress import Wanted
+from deepnvme._progress import ProgressOption
 from deepnvme.memory.pool import BufferPool
 
 from .background import SaveFuture, start
@@ -69,7 +69,7 @@ class CheckpointManager:
             sync_directory(made.parent)
 
     def __repr__(self) -> str:
-        return representation(self, lambda: f"in {places([self.directory])}", lambda: f"keep={self.keep}")
+        return representation(self, lambda: f"in {path_list([self.directory])}", lambda: f"keep={self.keep}")
 
     def path(self, step: int) -> Path:
         """Return the path that the checkpoint of a step has or would have. Raises ValueError for a negative step."""
@@ -89,7 +89,7 @@ class CheckpointManager:
     @overload
     def save(
         self, step: int, obj: object, *, asynchronous: Literal[False] = False, fsync: bool = True, checksum: bool | None = None,
-        pool: BufferPool | None = None, lazy: bool = False, group: ProcessGroup | None = None, progress: Wanted = None,
+        pool: BufferPool | None = None, lazy: bool = False, group: ProcessGroup | None = None, progress: ProgressOption = None,
     ) -> None: ...  # fmt: skip
     @overload
     def save(
@@ -107,7 +107,7 @@ class CheckpointManager:
         pool: BufferPool | None = None,
         lazy: bool = False,
         group: ProcessGroup | None = None,
-        progress: Wanted = None,
+        progress: ProgressOption = None,
     ) -> SaveFuture | None:
         """Save ``obj`` as the checkpoint of ``step``, then remove the checkpoints of the lowest other steps beyond ``keep``.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepnvme._progress import Progress, Wanted, following
+from deepnvme._progress import Progress, ProgressOption, shown_progress
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -35,7 +35,7 @@ def save_file(
     *,
     fsync: bool = True,
     pool: BufferPool | None = None,
-    progress: Wanted = None,
+    progress: ProgressOption = None,
     config: AioConfig | None = None,
 ) -> None:
     """Save tensors to a safetensors file. Blocks.
@@ -81,7 +81,7 @@ def load_file(
     *,
     backend: str = "mmap",
     pool: BufferPool | None = None,
-    progress: Wanted = None,
+    progress: ProgressOption = None,
     config: AioConfig | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load a safetensors file, or all shards of a ``model.safetensors.index.json``. Blocks.
@@ -106,8 +106,8 @@ def load_file(
 
 
 def load_entries(
-    filename: str | os.PathLike[str], device: str | int | torch.device, choose: Choice, pool: BufferPool | None, progress: Wanted,
-    config: AioConfig | None,
+    filename: str | os.PathLike[str], device: str | int | torch.device, choose: Choice, pool: BufferPool | None,
+    progress: ProgressOption, config: AioConfig | None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Load chosen tensors of a safetensors file, or of all shards of an index, and read only their bytes. Blocks.
 
@@ -121,9 +121,9 @@ def load_entries(
     loaded: dict[str, torch.Tensor] = {}
     shards = safetensors_header.shards_of(filename)
     engine = shared_engine(filename, config)
-    with following(progress, f"loading {filename}") as told:
+    with shown_progress(progress, f"loading {filename}") as report:
         for shard, names in shards.items():
-            found = read_consistently(shard, partial(_load, shard, target, choose, engine, pool, told))
+            found = read_consistently(shard, partial(_load, shard, target, choose, engine, pool, report))
             loaded.update(safetensors_header.indexed(filename, shard, names, found))
     return loaded
 
@@ -136,7 +136,7 @@ def save_model(
     *,
     fsync: bool = True,
     pool: BufferPool | None = None,
-    progress: Wanted = None,
+    progress: ProgressOption = None,
     config: AioConfig | None = None,
 ) -> None:
     """Save the ``state_dict`` of a model to a safetensors file. Blocks.
@@ -179,7 +179,7 @@ def load_model(
     *,
     backend: str = "mmap",
     pool: BufferPool | None = None,
-    progress: Wanted = None,
+    progress: ProgressOption = None,
     config: AioConfig | None = None,
 ) -> tuple[set[str], list[str]]:
     """Load a safetensors file, or shards by their index, into a model. Blocks.
@@ -247,7 +247,7 @@ def save_sharded(
     name: str = "model",
     fsync: bool = True,
     pool: BufferPool | None = None,
-    progress: Wanted = None,
+    progress: ProgressOption = None,
     config: AioConfig | None = None,
 ) -> list[Path]:
     """Save tensors to several safetensors files with an index, or to a single file if one is enough. Blocks.

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING
 import torch
 from torch.serialization import save as torch_save  # deepnvme.save may have replaced torch.save
 
-from deepnvme._progress import Progress, Wanted, following
+from deepnvme._progress import Progress, ProgressOption, shown_progress
 from deepnvme.memory.pool import BufferPool, buffer_pool
 
 from .background import raise_unseen, wait_for_saves
@@ -41,7 +41,7 @@ def save(
     fsync: bool = True,
     checksum: bool | None = None,
     pool: BufferPool | None = None,
-    progress: Wanted = None,
+    progress: ProgressOption = None,
     group: ProcessGroup | None = None,
     config: AioConfig | None = None,
 ) -> None:
@@ -72,8 +72,8 @@ def save(
         fsync: Flush the file to stable storage before it gets its name. Without this, a power cut can leave less than a whole
             file.
         checksum: Whether the file has the CRC-32 of each tensor, for :func:`verify`, ``unzip -t`` and others, or 0 in its place.
-            None for what costs little: of tensors on the CPU, computed while they are written, unless there is a ``group``. True
-            for all: of those on devices, or with a ``group``, they are computed before, which blocks.
+            None: CRC-32 of tensors on the CPU, computed during writing; 0 for tensors on devices and with ``group``. True: all
+            tensors; those on devices, and all with ``group``, are computed first. False: 0 for all.
         pool: Pool of the pinned buffers. None is the process's pool.
         progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
             for one from the beginning, False for none; or a function called with (bytes written, bytes of the file).
@@ -105,14 +105,14 @@ def save_shown(
     destination: Destination,
     make: Callable[[Across | None], FileImage],
     pool: BufferPool | None,
-    progress: Wanted,
+    progress: ProgressOption,
     group: ProcessGroup | None = None,
 ) -> None:
     """As :func:`save_to`, with the progress that the user asked for: one progress bar for all ranks."""
     if group is not None and not callable(progress) and torch.distributed.get_rank(group) != 0:  # -1 on ranks outside of it
         progress = False
-    with following(progress, f"saving {destination.path}") as told:
-        save_to(destination, make, pool, told, group)
+    with shown_progress(progress, f"saving {destination.path}") as report:
+        save_to(destination, make, pool, report, group)
 
 
 def save_to(

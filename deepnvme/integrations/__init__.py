@@ -1,4 +1,4 @@
-"""Implementations of other projects' interfaces by this package. Each module imports the project it is named after.
+"""Adapters for other projects. Each module is named after the project that it imports; ``metrics`` serves several.
 
 The modules are attributes of this package without an import of their own. One whose project is missing raises ImportError then.
 """
@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from . import accelerate as accelerate
     from . import deepspeed as deepspeed
     from . import graphbolt as graphbolt
+    from . import metrics as metrics
     from . import sglang as sglang
     from . import transformers as transformers
 
 __all__: list[str] = []
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = from_modules(__name__, {}, ("accelerate", "deepspeed", "graphbolt", "sglang", "transformers"))
+    __getattr__, __dir__ = from_modules(
+        __name__, {}, ("accelerate", "deepspeed", "graphbolt", "metrics", "sglang", "transformers")
+    )

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from deepnvme._descriptions import readable, representation
+from deepnvme._descriptions import representation, size_for_people
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.ops import load_async_io
 
@@ -163,8 +163,8 @@ class BufferPool:
     def __repr__(self) -> str:
         return representation(
             self,
-            lambda: f"budget={readable(self.budget)}",
-            lambda: "{} in use, {} kept for reuse".format(*map(readable, self._chunks.last_counted)),
+            lambda: f"budget={size_for_people(self.budget)}",
+            lambda: "{} in use, {} kept for reuse".format(*map(size_for_people, self._chunks.last_counted)),
             lambda: f"{self.waiting} waiting" if self.waiting else "",
             lambda: "" if self._generation == _generation else "of the parent process, not to be used in this one",
         )

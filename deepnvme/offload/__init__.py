@@ -3,13 +3,14 @@
 from deepnvme._lazy import public_names
 
 from .activations import ActivationReport, checkpoint_on_disk, save_on_disk
-from .optimizer import OffloadedOptimizer
+from .optimizer import OffloadedOptimizer, StepReport
 from .tiles import TiledEmbedding, TiledLinear, tile_large_layers, untiled_state_dict
 from .training import OffloadedTraining, TrainingPlan, TrainingReport, WriteEstimate
 
 __all__ = [
-    "ActivationReport", "OffloadedOptimizer", "OffloadedTraining", "TiledEmbedding", "TiledLinear", "TrainingPlan",
-    "TrainingReport", "WriteEstimate", "checkpoint_on_disk", "save_on_disk", "tile_large_layers", "untiled_state_dict",
+    "ActivationReport", "OffloadedOptimizer", "OffloadedTraining", "StepReport", "TiledEmbedding", "TiledLinear",
+    "TrainingPlan", "TrainingReport", "WriteEstimate", "checkpoint_on_disk", "save_on_disk", "tile_large_layers",
+    "untiled_state_dict",
 ]  # fmt: skip
 
 __dir__ = public_names(__name__)

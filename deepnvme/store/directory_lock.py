@@ -1,8 +1,8 @@
 """A lock that gives a directory one owner at a time.
 
 The kernel releases it when its holder dies, and the lock file names the holder. Within a process, each lock is held for an object
-of the user's: an object that nobody has any more is collected when another one wants its lock, and one that is only scratch space
-gives way to another of its kind.
+of the user's. Garbage is collected before a lock is refused. An object whose class allows it (``OffloadedOptimizer``) is closed
+when another of its class is made on the directory; every other is kept, and the error names it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMED_WITHIN = 1.0  # seconds: a new owner writes its name right after it has t
 class StoreLocked(OSError):
     """The directory has an owner, or is to have one while it still has readers (EBUSY). The message names the owner."""
 
-    holder = "somebody"
+    holder = "an unknown process"
     """The owner, as text, where it is known."""
 
 
@@ -56,7 +56,7 @@ class LockOwner:
         return f"{kind}process {self.pid} on {self.host} since {self.started} ({self.command})"
 
 
-GiveWay = Callable[["DirectoryOwner", Path], None]
+CloseForSuccessor = Callable[["DirectoryOwner", Path], None]
 """Closes an object, since another one was made on a directory of its. Raises RuntimeError or OSError if that cannot be now."""
 
 
@@ -68,8 +68,8 @@ class DirectoryOwner:
     """Its class, as its user knows it."""
     remedy: str = "call its close()"
     """What its user can do to free the directory."""
-    give_way: weakref.WeakMethod[GiveWay] | None = None
-    """Is called when another object of this kind is made on the directory, by the same thread or after the end of that thread.
+    close_for_successor: weakref.WeakMethod[CloseForSuccessor] | None = None
+    """Called when another object of this kind is made on the directory, by the same thread or after the end of that thread.
     None if the object refuses that."""
     made_at: str = field(default_factory=caller)
     """Where in the user's program it was made."""
@@ -90,8 +90,8 @@ class DirectoryLock:
 
     A child forked meanwhile does not share the lock.
 
-    If an object of this process has the lock, garbage is collected first. If the object is still there, it is asked to give way,
-    if it does so for objects of the new owner's kind.
+    If an object of this process has the lock, garbage is collected first. If the object is still there, it is closed, if it is of
+    the new owner's kind and allows that.
 
     Args:
         directory: The directory.
@@ -109,7 +109,7 @@ class DirectoryLock:
         self.directory = directory
         self._owner = DirectoryOwner("DirectoryLock", "call its release()") if owner is None else owner
         self._collect = collect
-        self._asked: DirectoryOwner | None = None  # to give way
+        self._asked: DirectoryOwner | None = None  # to close
         self._pid = os.getpid()
         self._made: list[Path] = []  # outermost first
         self._locked = False
@@ -139,7 +139,7 @@ class DirectoryLock:
             try:
                 lock_for(self._owner, self._file, fcntl.LOCK_EX, path, collect=self._collect)
             except BlockingIOError:
-                self._ask_to_give_way(self._file)
+                self._close_holder(self._file)
                 with naming_file(path):
                     self._file.close()
                 continue
@@ -155,17 +155,17 @@ class DirectoryLock:
             with contextlib.suppress(OSError):  # on a full disk the lock still works, only the owner's name is missing
                 os.pwrite(descriptor, json.dumps(asdict(owner)).encode(), 0)
 
-    def _ask_to_give_way(self, file: io.FileIO) -> None:
-        """Have the object of this process give way that the file is locked for. Raises StoreLocked if it does not."""
+    def _close_holder(self, file: io.FileIO) -> None:
+        """Close the object of this process that the file is locked for. Raises StoreLocked if that is not possible."""
         holder = next(iter(owners_of(file)), None)
-        give_way = None
-        if holder is not None and holder.give_way is not None and holder.kind == self._owner.kind and not holder.of_other_thread:
-            give_way = holder.give_way()
-        if give_way is None or holder is self._asked:
+        close = None
+        if holder is not None and holder.kind == self._owner.kind and not holder.of_other_thread:
+            close = holder.close_for_successor() if holder.close_for_successor is not None else None
+        if close is None or holder is self._asked:
             raise locked_error(self.directory, holder) from None
         self._asked = holder
         try:
-            give_way(self._owner, self.directory)
+            close(self._owner, self.directory)
         except (RuntimeError, OSError) as failed:
             error = locked_error(self.directory, holder)
             error.strerror = f"{error.strerror}; it cannot be closed for this one: {failed}"
@@ -336,7 +336,7 @@ def locked_error(directory: Path, owner: DirectoryOwner | None = None) -> StoreL
             return StoreLocked(errno.EBUSY, "the directory was in use just now; try again", str(directory))
         with file:
             named = _owner(file.fileno())
-        holder = str(named) if named is not None else "a process that has not said its name"
+        holder = str(named) if named is not None else "an unknown process"
         text = f"the directory is in use by {holder}; end that process, or choose another directory"
     error = StoreLocked(errno.EBUSY, text, str(directory))
     error.holder = holder

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from deepnvme._descriptions import readable, representation
+from deepnvme._descriptions import representation, size_for_people
 from deepnvme.engine import Future
 
 Result = TypeVar("Result")
@@ -197,7 +197,7 @@ class StoreFuture(Generic[Result]):
         self._error: OSError | None = None
 
     def __repr__(self) -> str:
-        return representation(self, lambda: readable(self.nbytes), lambda: "done" if self.done() else "under way")
+        return representation(self, lambda: size_for_people(self.nbytes), lambda: "done" if self.done() else "under way")
 
     def then(self, conclude: Callable[[Result], Further]) -> StoreFuture[Further]:
         """Return a future of ``conclude(result)``.

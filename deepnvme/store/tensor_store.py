@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from deepnvme._descriptions import places, representation, usability
+from deepnvme._descriptions import path_list, representation, state_text
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.engine import Engine, without_python
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -146,10 +146,10 @@ class TensorStore:
     def __repr__(self) -> str:
         return representation(
             self,
-            lambda: f"in {places(self._paths)}",
+            lambda: f"in {path_list(self._paths)}",
             lambda: f"{len(self._catalog.entries)} tensors",
             lambda: "read-only" if self._read_only else "persisted" if self._persist else "",
-            lambda: usability(self.closed, self._scheduler.process),
+            lambda: state_text(self.closed, self._scheduler.process),
         )
 
     def names(self) -> list[str]:

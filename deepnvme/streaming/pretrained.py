@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from deepnvme._model_structure import weights_by_name
-from deepnvme._progress import Wanted
+from deepnvme._progress import ProgressOption
 from deepnvme.checkpoint.weight_locations import Location, weights_in_index
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.quantization import Scheme
@@ -66,7 +66,7 @@ def from_pretrained(
     quantize: Scheme | None = None,
     kv_offload: Literal["cpu", "nvme"] | None = None,
     model_class: Any = None,
-    progress: Wanted = None,
+    progress: ProgressOption = None,
     aio_config: AioConfig | None = None,
     **options: Any,
 ) -> PreTrainedModel:

@@ -26,9 +26,9 @@ class StreamReport(ReportFigures):
     stalls: Mapping[str, float]
     """Seconds in which a block did nothing but wait for its weights, by the block's name."""
     tokens: int
-    """Tokens generated: one of each sequence for a prompt that others follow, and for each pass that follows it.
+    """Tokens generated: one per sequence for each decoding pass, and one for the prompt's pass if decoding follows it.
 
-    Those are looked at in ``input_ids``, else in ``decoder_input_ids``, else in a first argument that is an integer tensor."""
+    Token ids are taken from ``input_ids``, else ``decoder_input_ids``, else the first argument if it is an integer tensor."""
     resident_bytes: int
     """Bytes of weights of blocks that stay in memory once they have been read."""
     limit: float | None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from deepnvme._descriptions import readable, representation, usability
+from deepnvme._descriptions import representation, size_for_people, state_text
 from deepnvme._model_structure import REST
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
@@ -95,7 +95,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
     As a context manager it calls :meth:`close` on exit. Thread-safe.
 
     Arguments are those of :func:`stream`, and two for functions that open the store themselves and return only the model.
-    ``owns_store``: whether :meth:`close` also closes the store. ``least_budget``: bytes that take the place of a smaller budget.
+    ``owns_store``: whether :meth:`close` also closes the store. ``least_budget``: lower bound of the budget, in bytes.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         return representation(
             self,
             lambda: f"of {self._model} from {self._store!r}",
-            lambda: f"memory_budget={readable(self._memory_budget)}",
-            lambda: usability(self._ended, self._process),
+            lambda: f"memory_budget={size_for_people(self._memory_budget)}",
+            lambda: state_text(self._ended, self._process),
         )
 
     def report(self) -> StreamReport:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from deepnvme._descriptions import places, readable, representation, usability
+from deepnvme._descriptions import path_list, representation, size_for_people, state_text
 from deepnvme._interrupts import defer_interrupts
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.config import AioConfig
@@ -49,7 +49,7 @@ Errors = Literal["raise", "partial"]
 DEFAULT_MEMORY_BUDGET = 64 << 20
 _FEWEST_SLOTS = 64
 """Rows that an updatable table has in memory at least."""
-_FREE = "commit() what is to be kept, and call its close() (an embedding has it as .table)"
+_LOCKED_REMEDY = "commit() what is to be kept, and call its close() (an embedding has it as .table)"
 """What to do about a table that another one is opened beside, both to be written."""
 
 
@@ -239,7 +239,7 @@ class Table:
         try:
             if writable:
                 assert self._directories is not None
-                owner = DirectoryOwner("Table", _FREE)
+                owner = DirectoryOwner("Table", _LOCKED_REMEDY)
                 for directory in self._directories:
                     self._locks.append(DirectoryLock(directory, owner))
                 _, _, epochs = load_manifest(self._directories[0])  # the writer before may have committed meanwhile
@@ -362,12 +362,12 @@ class Table:
     def __repr__(self) -> str:
         return representation(
             self,
-            lambda: places(self._layout.files[:1]) + (f" and {more} more" if (more := len(self._layout.files) - 1) else ""),
+            lambda: path_list(self._layout.files[:1]) + (f" and {more} more" if (more := len(self._layout.files) - 1) else ""),
             lambda: f"shape={self.shape}",
             lambda: f"dtype={self.dtype}",
-            lambda: f"memory_budget={readable(self.memory_budget)}",
+            lambda: f"memory_budget={size_for_people(self.memory_budget)}",
             lambda: "writable" if self.writable else "",
-            lambda: usability(self._closed),
+            lambda: state_text(self._closed),
         )
 
     # -- reading

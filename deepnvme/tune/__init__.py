@@ -4,8 +4,10 @@ from deepnvme._lazy import public_names
 
 from .measure.job import Job, Place
 from .measure.measuring import measure
+from .search.estimates import Difference
+from .search.results import Figures, Result, Search, Tuning
 from .search.tuner import Order, tune
 
-__all__ = ["Job", "Order", "Place", "measure", "tune"]
+__all__ = ["Difference", "Figures", "Job", "Order", "Place", "Result", "Search", "Tuning", "measure", "tune"]
 
 __dir__ = public_names(__name__)

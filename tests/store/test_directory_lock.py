@@ -69,7 +69,7 @@ time.sleep(60)
 def test_a_lock_whose_holder_has_not_said_its_name_is_refused_all_the_same(drive):
     with (drive / LOCK_NAME).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(StoreLocked, match="has not said its name"):
+        with pytest.raises(StoreLocked, match="an unknown process"):
             DirectoryLock(drive)
 
 

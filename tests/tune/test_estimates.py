@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme.tune.search.estimates import CONFIDENCE, Difference, difference, interval, noise, typical
+from deepnvme.tune.search.estimates import CONFIDENCE, Difference, difference, hodges_lehmann, interval, standard_error
 
 
 def heavy_tailed(order: random.Random) -> float:
@@ -25,14 +25,14 @@ NOISES: list[Callable[[random.Random], float]] = [lambda order: order.gauss(0, 0
 
 def test_an_estimate_is_hardly_moved_by_a_stall() -> None:
     steady = [1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01, 0.99]
-    assert typical([*steady, 10.0]) == pytest.approx(typical(steady), abs=0.01)
-    assert typical([3.0]) == 3.0
+    assert hodges_lehmann([*steady, 10.0]) == pytest.approx(hodges_lehmann(steady), abs=0.01)
+    assert hodges_lehmann([3.0]) == 3.0
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=12), st.floats(-10, 10))
 def test_an_estimate_lies_within_the_values_and_moves_with_them(values: list[float], by: float) -> None:
-    assert min(values) - 1e-9 <= typical(values) <= max(values) + 1e-9
-    assert typical([each + by for each in values]) == pytest.approx(typical(values) + by, abs=1e-9)
+    assert min(values) - 1e-9 <= hodges_lehmann(values) <= max(values) + 1e-9
+    assert hodges_lehmann([each + by for each in values]) == pytest.approx(hodges_lehmann(values) + by, abs=1e-9)
 
 
 # Of published tables of Wilcoxon's signed-rank test: critical values at a two-sided 5 %.
@@ -71,7 +71,7 @@ def test_all_differences_of_a_table_contain_the_truth_as_often_as_is_said(
         drift = [order.gauss(0, 0.3) for _ in range(passes)]
         series = [[0.02 * nth + each + draw(order) for each in drift] for nth in range(count)]
         middles = [statistics.median(each) for each in zip(*series, strict=True)]
-        error = noise([[each - middle for each, middle in zip(found, middles, strict=True)] for found in series])
+        error = standard_error([[each - middle for each, middle in zip(found, middles, strict=True)] for found in series])
         held += all(
             found.interval is not None and found.interval[0] <= math.expm1(0.02 * nth) <= found.interval[1]
             for nth in range(1, count)
@@ -85,10 +85,10 @@ def test_the_noise_is_told_from_two_passes_as_well_as_from_many() -> None:
     order = random.Random(3)
     for passes in (2, 4, 16):
         series = [[order.gauss(0, 0.1) for _ in range(passes)] for _ in range(500)]
-        actual = statistics.stdev(map(typical, series))
-        assert noise(series) == pytest.approx(actual, rel=0.15)
-    assert noise([[0.1], [0.2]]) is None
-    assert noise([[0.1, 0.1]]) == 0.0
+        actual = statistics.stdev(map(hodges_lehmann, series))
+        assert standard_error(series) == pytest.approx(actual, rel=0.15)
+    assert standard_error([[0.1], [0.2]]) is None
+    assert standard_error([[0.1, 0.1]]) == 0.0
 
 
 @pytest.mark.parametrize(

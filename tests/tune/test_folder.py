@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from deepnvme import drives
-from deepnvme.tune.measure.folder import Unsuitable, drop_pages, folder_facts, remove_abandoned, settle, workspace
+from deepnvme.tune.measure.folder import drop_pages, folder_facts, settle
+from deepnvme.tune.measure.unsuitable import Unsuitable
+from deepnvme.tune.measure.workspace import remove_abandoned, workspace
 
 from ..support.disks import Disk
 from ..support.files import cached
@@ -59,7 +61,8 @@ def test_a_folder_that_one_may_not_write_to_cannot_be_measured(interpreters: Any
     (drive / "closed").mkdir(mode=0o555)
     interpreters.run(f"""
         from pathlib import Path
-        from deepnvme.tune.measure.folder import Unsuitable, folder_facts
+        from deepnvme.tune.measure.folder import folder_facts
+        from deepnvme.tune.measure.unsuitable import Unsuitable
         if os.geteuid() == 0:
             os.setgroups([]); os.setgid(65534); os.setuid(65534)
         try:
@@ -130,7 +133,7 @@ def killed_run(interpreters: Any, drive: Path) -> Path:
     interpreters.run(f"""
         import signal
         from pathlib import Path
-        from deepnvme.tune.measure.folder import workspace
+        from deepnvme.tune.measure.workspace import workspace
         with workspace(Path({str(drive)!r}), "ds_io-") as place:
             (place / "tensor").write_bytes(bytes(10_000))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -157,7 +160,7 @@ def test_what_another_process_uses_is_left_alone(interpreters: Any, drive: Path)
     with workspace(drive, "ds_nvme_tune-") as place:
         interpreters.run(f"""
             from pathlib import Path
-            from deepnvme.tune.measure.folder import remove_abandoned
+            from deepnvme.tune.measure.workspace import remove_abandoned
             remove_abandoned(Path({str(drive)!r}))
         """).check()
         assert list(place.iterdir()) == [place / "owner.json"]

@@ -17,9 +17,10 @@ import pytest
 
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure import folder, measuring, transfers, worker_processes
-from deepnvme.tune.measure.folder import Unsuitable, workspace
 from deepnvme.tune.measure.job import EngineName, Job, Operation, Place
 from deepnvme.tune.measure.measuring import measure
+from deepnvme.tune.measure.unsuitable import Unsuitable
+from deepnvme.tune.measure.workspace import workspace
 
 from ..support.disks import Disk
 from ..support.files import cached

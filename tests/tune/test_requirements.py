@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from deepnvme.tune.measure import folder
-from deepnvme.tune.measure.folder import Unsuitable, check_memory, check_space
+from deepnvme.tune.measure.folder import check_memory, check_space
+from deepnvme.tune.measure.unsuitable import Unsuitable
 
 from ..support.disks import Disk
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepnvme.config import AioConfig
-from deepnvme.tune.measure.folder import Unsuitable
+from deepnvme.tune.measure.unsuitable import Unsuitable
 from deepnvme.tune.search.space import default_space, read_sweep
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from deepnvme.config import AioConfig
 from deepnvme.engine import Backend
 from deepnvme.tune.measure.job import Operation
-from deepnvme.tune.search.plan import least_written, rounds
+from deepnvme.tune.search.plan import least_written, settings_per_round
 from deepnvme.tune.search.successive_halving import Observation, Outcome, search
 
 from ..support.examples import examples
@@ -172,7 +172,7 @@ def test_an_interrupt_at_any_call_keeps_what_was_measured() -> None:
     choice = usual_space()[:12]
     drive = Drive(choice)
     search(choice, BOTH, drive.measure, IO_SIZE, 1.0, clock=drive.clock)
-    before = 2 * len(BOTH)  # the pilot, and the reference
+    before = 2 * len(BOTH)  # the warm-up, and the reference
     for call in range(drive.calls):
         interrupted = Drive(choice)
         failing = Failing(interrupted, call, KeyboardInterrupt())
@@ -368,7 +368,7 @@ def test_the_reason_is_true_also_where_the_chosen_one_has_most_memory_in_flight(
     assert (outcome.best, outcome.reason) == (
         auto,
         "not distinguishable from 1 other of 2 settings, none of which is faster by more than 0.2 % (95 % confidence); chosen "
-        "among 2 by CPU time, then backend, then memory in flight",
+        "among 2 measured within 1.5 % of the fastest, by CPU time, then backend, then memory in flight",
     )
 
 
@@ -511,7 +511,7 @@ def test_in_each_pass_the_order_is_another_and_the_reference_comes_before_every_
         return drive.measure(setting, operation, nbytes)
 
     outcome = search(choice, ("read",), measure, IO_SIZE, 0.0, clock=drive.clock)
-    first_round = order[1 : 1 + 2 * 33]  # behind the pilot: two passes of 30, with the reference three times
+    first_round = order[1 : 1 + 2 * 33]  # behind the warm-up: two passes of 30, with the reference three times
     passes = first_round[:33], first_round[33:]
     for each in passes:
         assert each[0] == each[13] == each[26] == outcome.reference
@@ -528,7 +528,7 @@ def test_a_machine_that_becomes_slow_in_the_middle_of_a_pass_puts_no_setting_at_
         measure = functools.partial(slowed, drive, slowness)
         outcome = search(choice, BOTH, measure, IO_SIZE, 50.0, HALF, clock=drive.clock)
         first = outcome.rounds[0]
-        found = first.logarithms()
+        found = first.log_times_without_drift()
         truth = {each: math.log(sum(drive.true_seconds(each, way, first.nbytes) for way in BOTH)) for each in choice}
         middle = statistics.median(statistics.fmean(found[each]) - truth[each] for each in choice)
         errors = [abs(statistics.fmean(found[each]) - truth[each] - middle) for each in choice]
@@ -559,7 +559,7 @@ def test_what_was_eliminated_is_hardly_ever_distinguishably_faster_than_what_is_
 
 @given(st.integers(1, 5000))
 def test_every_round_has_fewer_settings_than_the_one_before(count: int) -> None:
-    counts = rounds(count)
+    counts = settings_per_round(count)
     assert counts[0] == count
     assert all(later < earlier for earlier, later in itertools.pairwise(counts))
     assert counts[-1] == min(count, 6)

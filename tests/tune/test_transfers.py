@@ -14,8 +14,8 @@ import torch
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure import transfers
 from deepnvme.tune.measure.buffer import TransferBuffer, random_bytes
-from deepnvme.tune.measure.folder import Unsuitable
 from deepnvme.tune.measure.job import EngineName, Job, Operation, Place
+from deepnvme.tune.measure.unsuitable import Unsuitable
 
 ENGINES = get_args(EngineName)
 ODD_SIZES = (1, 511, 4097, (1 << 20) + 1)

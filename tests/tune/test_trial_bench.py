@@ -9,7 +9,7 @@ import pytest
 
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure import transfers
-from deepnvme.tune.measure.folder import Unsuitable
+from deepnvme.tune.measure.unsuitable import Unsuitable
 from deepnvme.tune.search.trial_bench import TrialBench
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ import pytest
 
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure import transfers
-from deepnvme.tune.measure.folder import Unsuitable
+from deepnvme.tune.measure.unsuitable import Unsuitable
 from deepnvme.tune.search import tuner
 from deepnvme.tune.search.successive_halving import search
 from deepnvme.tune.search.trial_bench import TrialBench
@@ -101,7 +101,7 @@ def interrupt_moves(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     monkeypatch.setattr(TrialBench, "move", interrupted)
 
 
-# Two of the pilot, two of the reference and six of three settings in each pass: in the middle of the first pass, of the second,
+# Two of the warm-up, two of the reference and six of three settings in each pass: in the middle of the first pass, of the second,
 # between both directions.
 @pytest.mark.parametrize("after", [6, 10, 11, 13, 18, 19])
 def test_an_interrupted_search_gives_what_was_measured(drive: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:

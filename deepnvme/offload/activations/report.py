@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from deepnvme._descriptions import decimal_size
 from deepnvme._drive_wear import terabytes_per_day
 from deepnvme._report_figures import ReportFigures
 from deepnvme._stopwatch import Stopwatch
@@ -50,9 +51,10 @@ class ActivationReport(ReportFigures):
     def line(self) -> str:
         """Return the report as one line of text. 1 GB is 10^9 bytes."""
         return (
-            f"{_text(self.saved_bytes)} saved, {_text(self.bytes_written)} written, {_text(self.bytes_read)} read,"
-            f" at most {_text(self.peak_bytes)} in memory; {self.seconds:.3f} s, of which it waited"
-            f" {self.waiting_forward:.3f} s in the forward and {self.waiting_backward:.3f} s in the backward"
+            f"{decimal_size(self.saved_bytes)} saved, {decimal_size(self.bytes_written)} written,"
+            f" {decimal_size(self.bytes_read)} read, at most {decimal_size(self.peak_bytes)} in memory;"
+            f" {self.seconds:.3f} s, of which it waited {self.waiting_forward:.3f} s in the forward and"
+            f" {self.waiting_backward:.3f} s in the backward"
         )
 
 
@@ -92,7 +94,3 @@ class StepCounts:
             waiting_forward=self.waiting_forward.seconds,
             waiting_backward=self.waiting_backward.seconds,
         )
-
-
-def _text(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

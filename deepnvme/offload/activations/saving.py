@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from deepnvme._descriptions import places, readable, representation
+from deepnvme._descriptions import path_list, representation, size_for_people
 from deepnvme._interrupts import defer_interrupts
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
@@ -100,9 +100,9 @@ class save_on_disk:
     def __repr__(self) -> str:
         return representation(
             self,
-            lambda: f"in {places(self._paths)}",
-            lambda: f"memory_budget={readable(self._memory_budget)}",
-            lambda: f"min_bytes={readable(self._min_bytes)}",
+            lambda: f"in {path_list(self._paths)}",
+            lambda: f"memory_budget={size_for_people(self._memory_budget)}",
+            lambda: f"min_bytes={size_for_people(self._min_bytes)}",
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -2,8 +2,9 @@
 
 from deepnvme._lazy import public_names
 
+from .counted_io import StepReport
 from .optimizer import OffloadedOptimizer
 
-__all__ = ["OffloadedOptimizer"]
+__all__ = ["OffloadedOptimizer", "StepReport"]
 
 __dir__ = public_names(__name__)

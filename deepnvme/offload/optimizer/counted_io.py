@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepnvme._descriptions import decimal_size
 from deepnvme._drive_wear import terabytes_per_day
 from deepnvme._report_figures import ReportFigures
 from deepnvme._stopwatch import Stopwatch
@@ -78,9 +79,9 @@ class StepReport(ReportFigures):
         share = "" if self.share_of_limit is None else f", {self.share_of_limit:.0%} of the drive's limit"
         return (
             f"step {self.step}: {self.seconds:.3f} s, computing {self.computing:.3f}, waiting {self.waiting:.3f};"
-            f" read {_text(self.bytes_read)} at {self.read_gb_per_second:.2f} GB/s,"
-            f" wrote {_text(self.bytes_written)} at {self.write_gb_per_second:.2f} GB/s{share};"
-            f" {_text(self.bytes_written_in_all)} written in all, {self.terabytes_per_day:.2f} TB a day"
+            f" read {decimal_size(self.bytes_read)} at {self.read_gb_per_second:.2f} GB/s,"
+            f" wrote {decimal_size(self.bytes_written)} at {self.write_gb_per_second:.2f} GB/s{share};"
+            f" {decimal_size(self.bytes_written_in_all)} written in all, {self.terabytes_per_day:.2f} TB a day"
         )
 
 
@@ -318,7 +319,3 @@ class CountedIO:
         if self._last is None:
             raise RuntimeError("there is nothing to report before the first step")
         return self._last
-
-
-def _text(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

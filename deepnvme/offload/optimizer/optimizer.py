@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from deepnvme._callers import stack_level
-from deepnvme._descriptions import places, readable, representation
+from deepnvme._descriptions import path_list, representation, size_for_people
 from deepnvme._drive_wear import WriteEstimate
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
@@ -152,7 +152,7 @@ class OffloadedOptimizer(Optimizer):
         """How many steps the last state_dict() or load_state_dict() knew of."""
         self._warned = False
         try:
-            owner = DirectoryOwner("OffloadedOptimizer", give_way=weakref.WeakMethod(self._give_way))
+            owner = DirectoryOwner("OffloadedOptimizer", close_for_successor=weakref.WeakMethod(self._close_for_successor))
             self._store = TensorStore(_own_directories(nvme_path), checksum=checksum, config=config, owner=owner)
             # Only now: an optimizer that was there before may have had memory until here.
             if is_automatic(dram_budget):
@@ -170,7 +170,7 @@ class OffloadedOptimizer(Optimizer):
             self.state = self._runner.states  # type: ignore[assignment]
             self._loading = self.register_load_state_dict_pre_hook(opaque)
             self._runner.add(first)
-            _logger.info("a step of %s, with its states in %s, %s", optimizer_class.__name__, nvme_path, self.estimate_writes())
+            _logger.info("%s with its states in %s %s", optimizer_class.__name__, nvme_path, self.estimate_writes())
         except BaseException:
             self.close()
             raise
@@ -347,7 +347,7 @@ class OffloadedOptimizer(Optimizer):
         if hasattr(self, "_store"):
             self._store.close()
 
-    def _give_way(self, other: DirectoryOwner, directory: Path) -> None:
+    def _close_for_successor(self, other: DirectoryOwner, directory: Path) -> None:
         """Close, since another one was made on one of the directories.
 
         Warns with UserWarning if steps are lost. Raises RuntimeError while a method runs, and like :meth:`close`.
@@ -381,8 +381,8 @@ class OffloadedOptimizer(Optimizer):
         head = representation(
             self,
             lambda: f"of {self._planner.optimizer_class.__name__}",
-            lambda: f"in {places(self._store.directories)}",
-            lambda: f"dram_budget={readable(self._residency.dram_budget)}",
+            lambda: f"in {path_list(self._store.directories)}",
+            lambda: f"dram_budget={size_for_people(self._residency.dram_budget)}",
             lambda: f"{len(self._sub_groups)} sub-groups",
             lambda: f"{self.steps} steps made",
             lambda: self._runner.guard.state(),

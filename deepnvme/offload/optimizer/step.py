@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from deepnvme._descriptions import usability
+from deepnvme._descriptions import state_text
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.tensor_store import TensorStore
@@ -41,9 +41,9 @@ class UsabilityGuard:
         self._process = os.getpid()
 
     def state(self) -> str:
-        """Return what is to be said to people of the optimizer: that it is closed, broken or another process's; else nothing."""
+        """State for ``repr``: "closed", "broken by a failed step", "of process ...", or ""."""
         broken = "" if self.broken is None else "broken by a failed step"
-        return usability(self._closed is not None, self._process) or broken
+        return state_text(self._closed is not None, self._process) or broken
 
     def close(self, reason: str | None = None) -> None:
         """Have all later checks but :meth:`check_process` fail. ``reason``: why it is closed, if its user has not closed it."""

@@ -7,7 +7,6 @@ import functools
 import logging
 import os
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepnvme._callers import stack_level
-from deepnvme._descriptions import places, readable, representation, usability
+from deepnvme._descriptions import path_list, representation, size_for_people, state_text
 from deepnvme._drive_wear import WriteEstimate
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.checkpoint.saving import save
@@ -53,6 +52,7 @@ from .initial_values import Checkpoint, InitialValues
 from .micro_batches import MicroBatch, SideBySide, micro_batches_of
 from .model import StepOptions, TrainedModel
 from .model_partition import ModelPartition, partition_model
+from .one_training_per_model import close_training_of, register
 from .plan import TrainingPlan
 from .planner import TrainingPlanner
 from .ranks import TrainingRanks
@@ -100,10 +100,10 @@ class OffloadedTraining:
     A step is made as a whole, or undone: after an exception parameters and states are as after the last completed step.
 
     Each training has a directory of its own below the path, so several can have one path. A model has one training: to make
-    another one of the same model, ``close(restore=True)`` the first. With a ``checkpoint``, from which the model gets other
-    values, the first is closed without, if the same thread has made it, as when a notebook's cell runs again. What it is asked
-    for then raises RuntimeError, and says where the other one was made. A UserWarning tells of steps that no
-    :meth:`state_dict` has. The files of a training that nobody has any more, nor its model, are removed.
+    another one of the same model, ``close(restore=True)`` the first. With a ``checkpoint``, the first training is closed without
+    restoring its values, if the same thread made it (a notebook's cell that runs again); used afterwards, it raises RuntimeError
+    and says where the second was made. A UserWarning tells of steps that no :meth:`state_dict` has. The files of a training are
+    removed when it and its model are garbage.
 
     Args:
         model: On the CPU, and its parameters get their values from the drive from now on. Or on the meta device, as a whole or in
@@ -196,7 +196,7 @@ class OffloadedTraining:
         self._process = os.getpid()
         self._owner = DirectoryOwner("OffloadedTraining")
         self._saved_steps = 0  # how many the last state_dict() or load_state_dict() knew of
-        _end_training_of(model, self._owner, checkpoint is not None)
+        close_training_of(model, self._owner, checkpoint is not None)
         partition = partition_model(model, blocks)
         sharded = partition.with_scalars_in_memory()
         self._ranks = TrainingRanks(process_group, max(map(len, (*sharded.params, sharded.rest))))
@@ -306,11 +306,11 @@ class OffloadedTraining:
                 self._dequantized.reserve(dequantized_bytes)
                 self._to_drive(initial, partition, stay)
                 self._ranks.all_agree(True)  # the first one that is done does not go on before all are
-                _logger.info("a step of the training in %s %s", nvme_path, self.estimate_writes())
+                _logger.info("the training in %s %s", nvme_path, self.estimate_writes())
             except BaseException:
                 self.close()
                 raise
-            _trainings[model] = weakref.ref(self)
+            register(self, self._owner, self._close_for_successor)
 
     def _sub_groups(self, blocks: Sequence[ParameterBlock], planner: SubGroupPlanner) -> list[list[SubGroup]]:
         """Return what steps the parameters of each block, or their shards; nothing for a block without trained ones."""
@@ -348,11 +348,11 @@ class OffloadedTraining:
         return representation(
             self,
             lambda: f"of {type(self.model).__name__} by {self._optimizer_class.__name__}",
-            lambda: f"in {places(self._directories)}",
-            lambda: f"memory_budget={readable(self._memory_budget)}",
+            lambda: f"in {path_list(self._directories)}",
+            lambda: f"memory_budget={size_for_people(self._memory_budget)}",
             lambda: f"{len(self._trained.blocks)} blocks",
             lambda: f"{self.steps} steps made",
-            lambda: usability(self._closed, self._process),
+            lambda: state_text(self._closed, self._process),
         )
 
     @property
@@ -677,23 +677,12 @@ class OffloadedTraining:
         self._engine.close()
         remove_directories(self._directories)
 
-    def _give_way(self, other: DirectoryOwner, has_values: bool) -> None:
-        """Close, since the model gets another training.
-
-        Warns with UserWarning if steps are lost. Raises RuntimeError if the other one has no values for the model
-        (``has_values``), or another thread or process has made this one; and OSError.
-        """
-        kind = type(self.model).__name__
-        if self._owner.of_other_thread or os.getpid() != self._process or not has_values:
-            raise RuntimeError(
-                f"this {kind} is trained by {self._owner}: call its close(restore=True), which puts the values of its"
-                f" {self.steps} steps into memory, before another one is made of it; or give a checkpoint, and make it in the"
-                " same thread"
-            )
+    def _close_for_successor(self, other: DirectoryOwner) -> None:
+        """Close, since the model gets another training. Warns with UserWarning if steps are lost. Raises OSError."""
         if self.steps != self._saved_steps:
             warnings.warn(
-                f"another OffloadedTraining is made of this {kind}: the one before is closed, and its {self.steps} steps are"
-                " lost. save() keeps them",
+                f"another OffloadedTraining is made of this {type(self.model).__name__}: the one before is closed, and its"
+                f" {self.steps} steps are lost. save() keeps them",
                 stacklevel=stack_level(),
             )
         self._closed_because = f"this training was closed: another one was made of its model at {other.made_at}: use that one"
@@ -707,18 +696,6 @@ class OffloadedTraining:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an OffloadedTraining owns files and cannot be copied or pickled; use state_dict()")
-
-
-_trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadedTraining]] = weakref.WeakKeyDictionary()
-"""The last training of each model."""
-
-
-def _end_training_of(model: nn.Module, owner: DirectoryOwner, has_values: bool) -> None:
-    """Close the training that a model has already, for another one. Raises like :meth:`OffloadedTraining._give_way`."""
-    reference = _trainings.get(model)
-    earlier = None if reference is None else reference()
-    if earlier is not None and not earlier.closed:
-        earlier._give_way(owner, has_values)
 
 
 def _check_choices(

@@ -14,7 +14,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
-from deepnvme._descriptions import readable, representation
+from deepnvme._descriptions import representation, size_for_people
 from deepnvme._report_figures import ReportFigures
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.store.volumes import Directory
@@ -166,7 +166,7 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
             lambda: "in host memory" if self._budget is None else f"in '{self._path}'",
             lambda: f"{len(self.layers)} layers",
             lambda: f"{next((layer.state[0] for layer in self._offloaded().values()), 0)} positions",
-            lambda: "" if self._budget is None else f"memory_budget={readable(self._budget)}",
+            lambda: "" if self._budget is None else f"memory_budget={size_for_people(self._budget)}",
             lambda: self._drive.state(),
         )
 

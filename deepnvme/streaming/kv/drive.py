@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from deepnvme._descriptions import usability
+from deepnvme._descriptions import state_text
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.lease import Computed, Lease, Transfer
@@ -138,8 +138,8 @@ class KVDrive:
         self._broken = None
 
     def state(self) -> str:
-        """Return what is to be said to people: that it is closed, broken off or another process's; otherwise nothing."""
-        return usability(self._closed, self._process) or ("broken off" if self._broken is not None else "")
+        """State for ``repr``: "closed", "broken off", "of process ...", or ""."""
+        return state_text(self._closed, self._process) or ("broken off" if self._broken is not None else "")
 
     def check(self) -> None:
         """Raise what :meth:`changing` raises on entering."""

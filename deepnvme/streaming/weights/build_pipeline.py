@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepnvme._model_structure import REST, ExtentPlan, Structure, structure_of, structure_of_names
-from deepnvme._progress import Progress, counting
+from deepnvme._progress import Progress, count_bytes
 from deepnvme._weight_differences import StoreMismatch, WeightInfo, described, differences
 from deepnvme.checkpoint.weight_locations import Pending, Source, Weights
 from deepnvme.engine import Engine
@@ -156,7 +156,7 @@ def build(
             raise FileExistsError(errno.EEXIST, text, str(next(iter(where))))
         planned = replace(manifest, extents={each.extent.name: each.extent for each in builders})
         store.reserve(total + padded(len(encode(planned)) + _CHECKSUM_DIGITS * len(builders)))
-        extents = write_extents(builders, store, checksum, counting(progress, total))
+        extents = write_extents(builders, store, checksum, count_bytes(progress, total))
         if isinstance(source, Weights):
             source.check_unchanged()
         said = encode(replace(manifest, extents={extent.name: extent for extent in extents}))
@@ -170,7 +170,7 @@ def build(
 
 
 def write_extents(
-    builders: Sequence[ExtentBuilder], store: TensorStore, checksum: bool, told: Callable[[int], None]
+    builders: Sequence[ExtentBuilder], store: TensorStore, checksum: bool, report: Callable[[int], None]
 ) -> list[Extent]:
     """Read, convert and write all extents, without committing them. Blocks.
 
@@ -178,13 +178,13 @@ def write_extents(
         builders: The extents, at least one.
         store: Where they are written.
         checksum: Whether to compute the CRC-32 of each extent.
-        told: Called with the bytes of each extent that has been written.
+        report: Called with the bytes of each extent that has been written.
 
     Returns:
         The extents as they were written, with their checksums.
     """
     pool = BufferPool(_budget(builders))
-    written = Transfers(ended=told)
+    written = Transfers(ended=report)
     built = []
     for each, lease, reads in read_ahead(builders, _READ, pool, lambda each: each.read.nbytes, ExtentBuilder.start):
         while reads:  # a read that is kept would keep the memory that it was read into

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from deepnvme._descriptions import places, readable, representation, usability
-from deepnvme._progress import Wanted, following
+from deepnvme._descriptions import path_list, representation, size_for_people, state_text
+from deepnvme._progress import ProgressOption, shown_progress
 from deepnvme._shortened_lists import listed
 from deepnvme._weight_differences import StoreMismatch, described, differences
 from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Source, source_of
@@ -106,7 +106,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         blocks: Sequence[str] | None = None,
         dtype: torch.dtype | None = None,
         checksum: bool = True,
-        progress: Wanted = None,
+        progress: ProgressOption = None,
         origin: str = "",
         config: AioConfig | None = None,
     ) -> WeightStore:
@@ -163,8 +163,8 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             builders = [ExtentBuilder(plan, source, names, dtype, quantize) for plan in structure.extents()]
             kind = "" if tree is None else type(tree).__name__
             manifest = WeightManifest(kind, {}, structure.needs(), structure.ties, origin)
-            with following(progress, f"building {next(iter(where))}") as told:
-                build(builders, source, manifest, where, engine, checksum, told)
+            with shown_progress(progress, f"building {next(iter(where))}") as report:
+                build(builders, source, manifest, where, engine, checksum, report)
         return cls.open(path, config=config)
 
     @classmethod
@@ -312,11 +312,11 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
     def __repr__(self) -> str:
         return representation(
             self,
-            lambda: f"in {places(self._tensors.directories)}",
+            lambda: f"in {path_list(self._tensors.directories)}",
             lambda: f"of {self._model}" if self._model else "",
             lambda: f"{len(self.weights)} weights, {len(self.blocks)} blocks",
-            lambda: readable(self.nbytes),
-            lambda: usability(self._tensors.closed, self._process),
+            lambda: size_for_people(self.nbytes),
+            lambda: state_text(self._tensors.closed, self._process),
         )
 
     def _check(self, extent: Extent, read: torch.Tensor) -> None:

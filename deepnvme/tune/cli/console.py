@@ -19,7 +19,7 @@ from typing import Any
 from deepnvme._files import naming_file
 from deepnvme.report.ds_report import emit
 from deepnvme.tune.measure.fio import FioFailed
-from deepnvme.tune.measure.folder import Unsuitable, first_line
+from deepnvme.tune.measure.unsuitable import Unsuitable, first_line
 from deepnvme.tune.search.successive_halving import SearchProgress
 
 

@@ -23,8 +23,9 @@ from deepnvme.memory.system_memory import meminfo
 from deepnvme.ops.op_builder import packages
 
 from .figures import Spread
-from .folder import Unsuitable, drop_pages
+from .folder import drop_pages
 from .job import FioComparison, Job, Observation, Operation, Sample, file_name
+from .unsuitable import Unsuitable
 
 
 class FioFailed(Exception):

@@ -9,9 +9,10 @@ from deepnvme.drives import MEMORY_FILESYSTEMS
 
 from .figures import merged
 from .fio import FioComparisonRun, find_suitable
-from .folder import check_memory, check_space, folder_facts, settle, workspace
+from .folder import check_memory, check_space, folder_facts, settle
 from .job import Job, Measurement, Paths, Sample
 from .worker_processes import worker_processes
+from .workspace import workspace
 
 _INTERPRETER = 200 << 20  # measured: a process with torch has 165 MiB that it shares with no other
 

@@ -17,8 +17,8 @@ from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.ops import load_async_io
 
 from .buffer import TransferBuffer, page_locked, random_bytes
-from .folder import Unsuitable, first_line
 from .job import EngineName, Job
+from .unsuitable import Unsuitable, first_line
 
 CHUNK = 64 << 20
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import cast
 
-from deepnvme.tune.measure.folder import Unsuitable, first_line
+from deepnvme.tune.measure.unsuitable import Unsuitable, first_line
 from deepnvme.tune.search.results import TABLE, Tuning
 from deepnvme.tune.sizes import size_text
 from deepnvme.version import __version__

@@ -39,7 +39,7 @@ def render(tuning: Tuning, verbose: bool = False) -> str:
     notes = [f"left out: {setting}: {reason}" for setting, reason in tuning.refused.items()]
     limit = "" if tuning.write_limit is None else f" of at most {tuning.write_limit / 1e9:.1f}"
     if any(search.shortened for search in tuning.searches):
-        notes.append("the limit of bytes written ended the search before its time; --max-writes allows more, for a surer answer")
+        notes.append("stopped at the limit of bytes written; a larger --max-writes gives narrower intervals")
     written = f"{tuning.seconds:.0f} s, {tuning.bytes_written / 1e9:.1f}{limit} GB written"
     notes.append(f"{written}; GB is 10^9 bytes above, 1024^3 in the line below")
     parts.append("\n".join(notes))
@@ -122,7 +122,8 @@ def _search(search: Search, verbose: bool) -> str:
         lines.append(f"  measured in turn in {_count(final.passes, 'pass', 'passes')} of {size_text(final.nbytes)}")
     if search.reference is not None:
         spread = f"{100 * search.reference.spread:.0f} %"
-        lines.append(f"  the machine: half of {search.reference.samples} transfers with one setting differed by {spread} at most")
+        of = f"{search.reference.samples} reference transfers"
+        lines.append(f"  machine noise: half of the {of} were within {spread} of their round's median")
     if search.eliminated:
         lines.append(_eliminated(search, verbose))
     return "\n".join(lines)

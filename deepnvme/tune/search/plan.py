@@ -11,7 +11,7 @@ from .round_data import Round
 
 FINALISTS = 6
 """Most settings of the last round, which decides among them."""
-CHUNK = 12
+BATCH = 12
 """Most settings that are measured between two transfers with the reference setting."""
 # Passes that are made however long they take: one alone would not tell the noise, and with fewer than eight Wilcoxon's test has
 # no interval for the five differences of a final.
@@ -29,10 +29,10 @@ _FINAL_WEIGHT = 2.0
 # A transfer has at least the bytes that are moved in this many seconds; but for a slow drive no fewer than the first number, and
 # for a fast one no more than the second, which fills its queues.
 _SHORTEST_SECONDS, _SHORTEST_BYTES = 0.02, (4 << 20, 16 << 20)
-_PILOT_BYTES = 64 << 20
+_WARM_UP_BYTES = 64 << 20
 
 
-def rounds(settings: int) -> list[int]:
+def settings_per_round(settings: int) -> list[int]:
     """Return how many of ``settings`` settings take part in each round; the last is the final."""
     counts = [settings]
     while counts[-1] > FINALISTS:
@@ -42,7 +42,7 @@ def rounds(settings: int) -> list[int]:
 
 def least_written(settings: int, io_size: int) -> int:
     """Return the bytes that a search among ``settings`` settings writes at least."""
-    return min(io_size, _SHORTEST_BYTES[0]) * (1 + _least_slots(rounds(settings)))
+    return min(io_size, _SHORTEST_BYTES[0]) * (1 + _least_transfers(settings_per_round(settings)))
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class RoundPlan:
     """Whether the limit of bytes written, rather than the time, ends the round."""
 
 
-def pilot_bytes(settings: int, io_size: int, writes_left: int | None) -> int:
+def warm_up_bytes(settings: int, io_size: int, writes_left: int | None) -> int:
     """Return the bytes of the first transfer in each direction, which tells the pace and is the warm-up."""
     shortest = min(io_size, _SHORTEST_BYTES[0])
-    nbytes = min(io_size, _PILOT_BYTES)
+    nbytes = min(io_size, _WARM_UP_BYTES)
     if writes_left is None:
         return nbytes
     return max(shortest, min(nbytes, shortest + writes_left - least_written(settings, io_size)))
@@ -104,17 +104,17 @@ def plan_round(counts: Sequence[int], io_size: int, pace: Pace, seconds_left: fl
     share = _weight(final) / (_weight(True) + len(counts) - 1)
     seconds = max(seconds_left, 0.0) * share
     aim, most = (_FINAL_PASSES, _MOST_FINAL_PASSES) if final else (_PASSES, _MOST_PASSES)
-    slots, least = _slots(counts[0]), _least_passes(final)
+    transfers, least = _transfers_per_pass(counts[0]), _least_passes(final)
     low, high = (min(io_size, each) for each in _SHORTEST_BYTES)
     shortest = min(max(_SHORTEST_SECONDS * pace.rate, low), high)
-    nbytes = min(max((seconds / (slots * aim) - pace.overhead) * pace.rate, shortest), io_size)
+    nbytes = min(max((seconds / (transfers * aim) - pace.overhead) * pace.rate, shortest), io_size)
     if writes_left is None:
         return RoundPlan(_whole_mib(nbytes), least, most, seconds, shortened=False)
-    later = low * _least_slots(counts[1:])
-    writes = min(max(writes_left * share, low * least * slots), writes_left - later)
-    allowed = _whole_mib(min(nbytes, max(writes / (slots * aim), high), writes / (slots * least)))
-    passes = min(most, int(writes // (slots * allowed)))
-    in_time = seconds / (slots * (allowed / pace.rate + pace.overhead))
+    later = low * _least_transfers(counts[1:])
+    writes = min(max(writes_left * share, low * least * transfers), writes_left - later)
+    allowed = _whole_mib(min(nbytes, max(writes / (transfers * aim), high), writes / (transfers * least)))
+    passes = min(most, int(writes // (transfers * allowed)))
+    in_time = seconds / (transfers * (allowed / pace.rate + pace.overhead))
     return RoundPlan(allowed, least, passes, seconds, shortened=passes < min(most, in_time))
 
 
@@ -133,11 +133,12 @@ def _least_passes(final: bool) -> int:
     return _LEAST_FINAL_PASSES if final else _LEAST_PASSES
 
 
-def _least_slots(counts: Sequence[int]) -> int:
+def _least_transfers(counts: Sequence[int]) -> int:
     """Return the transfers in each direction that rounds make at least, the last of which is the final; 0 for none."""
-    return sum(_least_passes(left == 1) * _slots(count) for left, count in zip(range(len(counts), 0, -1), counts, strict=True))
+    *before, final = counts or [0]
+    return _LEAST_FINAL_PASSES * _transfers_per_pass(final) + _LEAST_PASSES * sum(map(_transfers_per_pass, before))
 
 
-def _slots(count: int) -> int:
-    """Return the transfers of a pass in each direction: ``count`` settings, and the reference before each chunk of them."""
-    return count + math.ceil(count / CHUNK)
+def _transfers_per_pass(count: int) -> int:
+    """Return the transfers of a pass in each direction: ``count`` settings, and the reference before each batch of them."""
+    return count + math.ceil(count / BATCH)

@@ -84,7 +84,7 @@ class Reference:
     samples: int
     """Number of its transfers in each direction."""
     spread: float
-    """Half of these transfers took at most this share more or less than is usual in their round."""
+    """Median relative deviation of these transfers from their round's median time."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure.job import Observation, Operation
 
-from .estimates import interval, noise, typical
+from .estimates import hodges_lehmann, interval, standard_error
 
 # Reference transfers on either side of one that its drift is smoothed over.
 _SMOOTHED = 2
@@ -23,8 +23,8 @@ class Sample:
 
     observed: Mapping[Operation, Observation]
     """The measured values of each direction."""
-    chunk: int
-    """Number of the chunk of the round in which it was made: of the reference transfer before it."""
+    batch: int
+    """Number of the batch of the round in which it was made: of the reference transfer before it."""
 
     @property
     def seconds(self) -> float:
@@ -50,14 +50,14 @@ class Speed:
     def of(cls, logarithms: Sequence[float], pooled_error: float | None, comparisons: int) -> Speed:
         """Return the speed for the logarithms of the seconds per byte of each pass. See :func:`.estimates.interval`."""
         ends = interval(logarithms, pooled_error, comparisons)
-        return cls(math.exp(-typical(logarithms)), None if ends is None else (math.exp(-ends[1]), math.exp(-ends[0])))
+        return cls(math.exp(-hodges_lehmann(logarithms)), None if ends is None else (math.exp(-ends[1]), math.exp(-ends[0])))
 
 
 @dataclass(eq=False)
 class Round:
     """The measurements of one round: all transfers have the same length, and all settings are measured in turn, pass by pass.
 
-    A pass is divided into chunks of a few settings, each after a transfer with the reference setting.
+    A pass is divided into batches of a few settings, each after a transfer with the reference setting.
     """
 
     nbytes: int
@@ -65,7 +65,7 @@ class Round:
     samples: dict[AioConfig, list[Sample]]
     """For each setting its samples, one for each pass."""
     reference: list[Sample] = field(default_factory=list)
-    """Samples of the reference setting, one for each chunk."""
+    """Samples of the reference setting, one for each batch."""
     _speeds: dict[Operation, dict[AioConfig, Speed]] = field(default_factory=dict)
     """What :meth:`speeds` returned, which is asked once for each setting after the search."""
 
@@ -74,7 +74,7 @@ class Round:
         """The number of passes in which every setting was measured."""
         return min(map(len, self.samples.values()), default=0)
 
-    def logarithms(self, operation: Operation | None = None) -> dict[AioConfig, list[float]]:
+    def log_times_without_drift(self, operation: Operation | None = None) -> dict[AioConfig, list[float]]:
         """Return for each setting, pass by pass, the logarithm of its seconds per byte without the machine's drift.
 
         Args:
@@ -85,7 +85,7 @@ class Round:
 
         def seconds(sample: Sample) -> float:
             observed = ((each, sample.observed[each]) for each in wanted)
-            return sum(each.seconds / each.nbytes / math.exp(drifts[way][sample.chunk]) for way, each in observed)
+            return sum(each.seconds / each.nbytes / math.exp(drifts[way][sample.batch]) for way, each in observed)
 
         passes = self.passes
         found = {setting: [math.log(seconds(each)) for each in samples[:passes]] for setting, samples in self.samples.items()}
@@ -95,7 +95,7 @@ class Round:
         return {setting: [each - middles[nth] + middle for nth, each in enumerate(values)] for setting, values in found.items()}
 
     def drift(self, operation: Operation) -> list[float]:
-        """Return for each chunk the logarithm of how much slower than usual the machine was then, by the reference setting.
+        """Return for each batch the logarithm of how much slower than usual the machine was then, by the reference setting.
 
         A single transfer shows more noise than drift. So it is smoothed, and counts only by the share of its variance that is
         not noise: by how much less successive transfers differ than any two.
@@ -110,15 +110,15 @@ class Round:
         windows = [logarithms[max(nth - _SMOOTHED, 0) : nth + _SMOOTHED + 1] for nth in range(len(logarithms))]
         return [(1 - noise_share) * (statistics.median(window) - middle) for window in windows]
 
-    def noise(self) -> float | None:
-        """Return the standard error of a setting's typical logarithm; None if there is only one pass."""
-        return noise(list(self.logarithms().values()))
+    def standard_error(self) -> float | None:
+        """Return the standard error of a setting's estimated logarithm; None if there is only one pass."""
+        return standard_error(list(self.log_times_without_drift().values()))
 
     def speeds(self, operation: Operation) -> dict[AioConfig, Speed]:
         """Return the speed of each setting in one direction, without the machine's drift."""
         if operation not in self._speeds:
-            found = self.logarithms(operation)
-            error = noise(list(found.values()))
+            found = self.log_times_without_drift(operation)
+            error = standard_error(list(found.values()))
             self._speeds[operation] = {each: Speed.of(values, error, len(found)) for each, values in found.items()}
         return self._speeds[operation]
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from deepnvme.config import AioConfig
 from deepnvme.engine import Backend
-from deepnvme.tune.measure.folder import Unsuitable
+from deepnvme.tune.measure.unsuitable import Unsuitable
 from deepnvme.tune.sizes import parse_size
 
 _BLOCK_SIZES = tuple(kib << 10 for kib in (128, 256, 512, 1024, 2048, 4096, 8192))

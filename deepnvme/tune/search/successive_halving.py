@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure.job import Observation, Operation
 
-from .estimates import CONFIDENCE, Difference, difference, typical
-from .plan import CHUNK, Pace, RoundPlan, pilot_bytes, plan_round, rounds
+from .estimates import CONFIDENCE, Difference, difference, hodges_lehmann
+from .plan import BATCH, Pace, RoundPlan, plan_round, settings_per_round, warm_up_bytes
 from .round_data import Round, Sample, nearest_to_usual
 
 # Least and largest relative difference that counts as a tie in the end, whatever the noise. The second is how much speed may be
@@ -56,7 +56,7 @@ class Outcome:
         return max(number for number, each in enumerate(self.rounds) if setting in each.samples)
 
     def reference_spread(self) -> float:
-        """Return the share by which half of the reference's transfers took at most more or less than is usual in their round."""
+        """Return the median relative deviation of the reference transfers from their round's median time."""
         apart = []
         for each in self.rounds:
             middle = statistics.median(sample.seconds for sample in each.reference)
@@ -108,32 +108,32 @@ def search(
         progress: Called with the share that is done and the current step.
         clock: Returns the time in seconds.
     """
-    racing = list(dict.fromkeys(settings))
-    counts = rounds(len(racing))
-    bench = _Bench(nearest_to_usual(racing), operations, measure, clock, max_writes if "write" in operations else None)
+    remaining = list(dict.fromkeys(settings))
+    counts = settings_per_round(len(remaining))
+    runner = _RoundRunner(nearest_to_usual(remaining), operations, measure, clock, max_writes if "write" in operations else None)
     end = clock() + seconds
     complete = shortened = False
     try:
-        pace = bench.pilot(pilot_bytes(len(racing), io_size, bench.writes_left))
+        pace = runner.warm_up(warm_up_bytes(len(remaining), io_size, runner.writes_left))
         for number in range(len(counts)):
             if number > 0:
-                racing = _promoted(bench.rounds[-1], counts[number])
-            plan = plan_round(counts[number:], io_size, pace, end - clock(), bench.writes_left)
+                remaining = _promoted(runner.rounds[-1], counts[number])
+            plan = plan_round(counts[number:], io_size, pace, end - clock(), runner.writes_left)
             shortened |= plan.shortened
             name = "the final" if len(counts) > 1 and number == len(counts) - 1 else f"round {number + 1} of {len(counts)}"
             step = f"{name}: {counts[number]} settings"
-            pace = bench.round(racing, plan, partial_progress(progress, number, len(counts), step))
+            pace = runner.round(remaining, plan, partial_progress(progress, number, len(counts), step))
         complete = True
         progress(1.0, "done")
     except KeyboardInterrupt:
-        bench.drop_unfinished_round()
-        if not bench.rounds:
+        runner.drop_unfinished_round()
+        if not runner.rounds:
             raise
-    return _judge(bench, complete, shortened)
+    return _choose_best(runner, complete, shortened)
 
 
 @dataclass
-class _Bench:
+class _RoundRunner:
     """Measures the settings of each round, and keeps what it measured."""
 
     reference: AioConfig
@@ -145,34 +145,34 @@ class _Bench:
     rounds: list[Round] = field(default_factory=list)
     order: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def pilot(self, nbytes: int) -> Pace:
+    def warm_up(self, nbytes: int) -> Pace:
         """Estimate how long transfers take, by one in each direction, which is also the warm-up."""
         begin = self.clock()
         return Pace.of(Round(nbytes, {self.reference: [self._sample(self.reference, nbytes, 0)]}), self.clock() - begin)
 
-    def round(self, racing: Sequence[AioConfig], plan: RoundPlan, progress: SearchProgress) -> Pace:
+    def round(self, remaining: Sequence[AioConfig], plan: RoundPlan, progress: SearchProgress) -> Pace:
         """Measure all settings pass by pass, and return how long transfers took."""
         begin = self.clock()
-        measured = Round(plan.nbytes, {setting: [] for setting in racing})
+        measured = Round(plan.nbytes, {setting: [] for setting in remaining})
         self.rounds.append(measured)
         done = 0
         # Another pass is begun if at least half of it fits into the time: then it ends as close to the limit as without it.
         while done < plan.least or (done < plan.most and (self.clock() - begin) * (1 + 0.5 / done) < plan.seconds):
-            for index, setting in enumerate(self.order.sample(racing, len(racing))):
+            for index, setting in enumerate(self.order.sample(remaining, len(remaining))):
                 by_time = (self.clock() - begin) / plan.seconds if plan.seconds else 1.0
-                progress(min(max(by_time, (done + index / len(racing)) / plan.most), 1.0), "")
-                if index % CHUNK == 0:
+                progress(min(max(by_time, (done + index / len(remaining)) / plan.most), 1.0), "")
+                if index % BATCH == 0:
                     measured.reference.append(self._sample(self.reference, plan.nbytes, len(measured.reference)))
                 sample = self._sample(setting, plan.nbytes, len(measured.reference) - 1)
                 measured.samples[setting].append(sample)
             done += 1
         return Pace.of(measured, self.clock() - begin)
 
-    def _sample(self, setting: AioConfig, nbytes: int, chunk: int) -> Sample:
+    def _sample(self, setting: AioConfig, nbytes: int, batch: int) -> Sample:
         """Make a transfer in each direction."""
         if self.writes_left is not None:
             self.writes_left -= nbytes
-        return Sample({operation: self.measure(setting, operation, nbytes) for operation in self.operations}, chunk)
+        return Sample({operation: self.measure(setting, operation, nbytes) for operation in self.operations}, batch)
 
     def drop_unfinished_round(self) -> None:
         """Forget the last round if it has no whole pass; of the first one, keep the settings that were measured."""
@@ -190,17 +190,17 @@ def _promoted(measured: Round, count: int) -> list[AioConfig]:
     Two thirds of the places go to the fastest. The others go to the settings with the least CPU time of those that may really be
     as fast, because the tie in the final is to be decided among these.
     """
-    time = {setting: typical(values) for setting, values in measured.logarithms().items()}
+    time = {setting: hodges_lehmann(values) for setting, values in measured.log_times_without_drift().items()}
     fastest = sorted(time, key=time.__getitem__)
     chosen = fastest[: math.ceil(count * 2 / 3)]
     # Of n equally fast settings, the fastest measured is about sqrt(2 ln n) standard errors faster than the truth; most others
     # are within one more.
-    doubt = (math.sqrt(2 * math.log(len(time))) + 1) * (measured.noise() or _MOST_TIE)
+    margin = (math.sqrt(2 * math.log(len(time))) + 1) * (measured.standard_error() or _MOST_TIE)
     slower = _compared(measured, fastest[0])
     alike = [
         each
         for each in fastest[len(chosen) :]
-        if time[each] <= time[fastest[0]] + doubt and not slower[each].clearly_slower
+        if time[each] <= time[fastest[0]] + margin and not slower[each].clearly_slower
     ]
     # Those with backend "auto" first: a named backend should not win at the end only because no other setting is left.
     cheapest = sorted(_cheapest_first(alike, measured), key=lambda each: each.backend != "auto")[: count - len(chosen)]
@@ -221,33 +221,33 @@ def _cheapest_first(settings: Sequence[AioConfig], measured: Round) -> list[AioC
     return sorted(settings, key=cost)
 
 
-def _judge(bench: _Bench, complete: bool, shortened: bool) -> Outcome:
+def _choose_best(runner: _RoundRunner, complete: bool, shortened: bool) -> Outcome:
     """Choose a setting by the final, and compare all others with it, each in its last round."""
-    final = bench.rounds[-1]
-    time = {setting: typical(values) for setting, values in final.logarithms().items()}
+    final = runner.rounds[-1]
+    time = {setting: hodges_lehmann(values) for setting, values in final.log_times_without_drift().items()}
     fastest = min(time, key=time.__getitem__)
     to_fastest = _compared(final, fastest)
     # 2.5: of six equally fast settings the fastest measured is 1.3 standard errors faster than the truth.
-    bound = min(max(2.5 * (final.noise() or _MOST_TIE), _LEAST_TIE), _MOST_TIE)
+    bound = min(max(2.5 * (final.standard_error() or _MOST_TIE), _LEAST_TIE), _MOST_TIE)
     tied = [fastest, *(each for each, found in to_fastest.items() if _is_tie(found, bound))]
     best = _cheapest_first(tied, final)[0]
     differences: dict[AioConfig, Difference] = {}
     ranked: list[AioConfig] = []
-    for each in reversed(bench.rounds):
+    for each in reversed(runner.rounds):
         new = {other: found for other, found in _compared(each, best).items() if other not in differences}
         slower = {best: 0.0} if each is final else {}
         slower |= {other: found.slower for other, found in new.items()}
         ranked += sorted(slower, key=slower.__getitem__)
         differences |= new
     finalists = {each: differences[each] for each in time if each != best}
-    reason = _reason(finalists, len(tied), len(ranked))
-    return Outcome(tuple(bench.rounds), tuple(ranked), bench.reference, best, differences, reason, complete, shortened)
+    reason = _reason(finalists, len(tied), bound, len(ranked))
+    return Outcome(tuple(runner.rounds), tuple(ranked), runner.reference, best, differences, reason, complete, shortened)
 
 
 def _compared(measured: Round, with_setting: AioConfig) -> dict[AioConfig, Difference]:
     """Return for each of the other settings of a round how much longer it takes than a given one."""
-    found = measured.logarithms()
-    error = measured.noise()
+    found = measured.log_times_without_drift()
+    error = measured.standard_error()
     base = found.pop(with_setting)
     return {
         setting: difference([one - other for one, other in zip(values, base, strict=True)], error, len(found))
@@ -260,12 +260,13 @@ def _is_tie(found: Difference, bound: float) -> bool:
     return found.slower <= _LEAST_TIE or (found.slower <= bound and not found.distinguishable)
 
 
-def _reason(finalists: Mapping[AioConfig, Difference], tied: int, settings: int) -> str:
+def _reason(finalists: Mapping[AioConfig, Difference], tied: int, bound: float, settings: int) -> str:
     """Return in one line why a setting is recommended, and how sure that is.
 
     Args:
         finalists: How much longer each of the other finalists takes.
         tied: Number of the settings that counted as equally fast, among which it was chosen.
+        bound: Largest difference to the fastest for that.
         settings: Number of all settings.
     """
     if settings == 1:
@@ -283,9 +284,10 @@ def _reason(finalists: Mapping[AioConfig, Difference], tied: int, settings: int)
             f"measured as the fastest of {field}, but not distinguishable from {len(alike)} of the others; the next one takes "
             f"{nearest.text} longer"
         )
-    bound = max(max(-each.interval[0], 0.0) for each in alike if each.interval is not None)
+    faster = max(max(-each.interval[0], 0.0) for each in alike if each.interval is not None)
     others = f"{len(alike)} other{'s' if len(alike) > 1 else ''}"
     return (
-        f"not distinguishable from {others} of {field}, none of which is faster by more than {100 * bound:.1f} % "
-        f"({100 * CONFIDENCE:.0f} % confidence); chosen among {tied} by CPU time, then backend, then memory in flight"
+        f"not distinguishable from {others} of {field}, none of which is faster by more than {100 * faster:.1f} % "
+        f"({100 * CONFIDENCE:.0f} % confidence); chosen among {tied} measured within {100 * bound:.1f} % of the fastest, by CPU "
+        "time, then backend, then memory in flight"
     )

@@ -12,8 +12,10 @@ from typing import Any
 
 from deepnvme.config import AioConfig
 from deepnvme.tune.measure.figures import Percentiles, latency_between, merged
-from deepnvme.tune.measure.folder import Unsuitable, drop_pages, settle, workspace
+from deepnvme.tune.measure.folder import drop_pages, settle
 from deepnvme.tune.measure.job import Observation, Operation
+from deepnvme.tune.measure.unsuitable import Unsuitable
+from deepnvme.tune.measure.workspace import workspace
 
 _MIB = 1 << 20
 # Handles being closed at the same time. More of them would use up the system's asynchronous I/O events (fs.aio-max-nr).

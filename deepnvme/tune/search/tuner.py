@@ -12,8 +12,9 @@ from pathlib import Path
 
 from deepnvme.config import AioConfig
 from deepnvme.drives import MEMORY_FILESYSTEMS
-from deepnvme.tune.measure.folder import FolderFacts, Unsuitable, check_memory, check_space, folder_facts
+from deepnvme.tune.measure.folder import FolderFacts, check_memory, check_space, folder_facts
 from deepnvme.tune.measure.job import OPERATIONS, Operation
+from deepnvme.tune.measure.unsuitable import Unsuitable
 from deepnvme.tune.search.trial_bench import Shares, TrialBench
 
 from .plan import least_written
@@ -72,12 +73,15 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
     """Find the best settings for folders. Blocks, for about ``order.seconds`` for each search.
 
     There is one search for each folder and, if there are several, one for all together. At most ``order.write_limit`` bytes are
-    written. An interrupt (KeyboardInterrupt) ends the
-    run with the results so far; if there are none, it is raised. No file is left behind.
+    written. An interrupt (KeyboardInterrupt) ends the run with the results so far; if there are none, it is raised. No file is
+    left behind.
 
     Args:
         order: What to measure.
         progress: Called with the share that is done and a description of the current step.
+
+    Returns:
+        The results of all searches. ``chosen.best.setting`` is the recommended setting.
 
     Raises:
         Unsuitable: Before anything is transferred, if the order cannot be carried out on this machine.

@@ -10,12 +10,12 @@ def crc32(data: Buffer, crc: int = 0, tables: bool = False) -> int:
 
     Args:
         data: Contiguous bytes of one dimension.
-        crc: The CRC-32 of what comes before them.
+        crc: The CRC-32 of the preceding bytes; 0 for none.
         tables: Do without the processor's instructions for it: for tests.
     """
 
 def crc32_combined(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of what ``first`` is that of, followed by ``nbytes`` bytes whose own is ``second``."""
+    """The CRC-32 of two ranges in a row: ``first`` of the one, ``second`` of the other, which has ``nbytes`` bytes."""
 
 def crc32_method() -> str:
     """How this processor computes it: "pclmulqdq", "crc32 instructions" or "tables"."""
