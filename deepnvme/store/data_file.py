@@ -104,7 +104,7 @@ class DataFile:
             generous = wanted if exactly else padded(self.capacity + step)
             if generous > wanted and generous - self.capacity <= free_bytes(self.descriptor, str(self.directory)) // 2:
                 wanted = generous
-            remedy = "make room, or give this directory a smaller weight or another disk"
+            remedy = "make room, use another disk, or give this one of several directories a smaller weight"
             preallocate(self.descriptor, self.capacity, wanted, str(self.directory), remedy)
             self.capacity = wanted
 
