@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
+import pydoc
 import rlcompleter
 import shutil
 import subprocess
@@ -23,7 +25,9 @@ SUBMODULES = {
         "checkpoint", "integrations", "io", "memory", "nn", "offload", "ops", "profiles", "report", "safetensors", "store",
         "streaming", "swap", "tables", "tune",
     },
-    "deepnvme.integrations": {"accelerate", "deepspeed", "graphbolt", "metrics", "sglang", "transformers"},
+    "deepnvme.integrations": {
+        "accelerate", "deepspeed", "graphbolt", "metrics", "sglang", "transformers", "transformers_training",
+    },
     "deepnvme.ops": {"aio", "gds", "op_builder"},
     "deepnvme.swap": {"zero"},
 }  # fmt: skip
@@ -65,11 +69,31 @@ def test_dir_shows_the_same_before_anything_was_imported_as_afterwards() -> None
     assert run(shown) == run(f"import deepnvme; deepnvme.save, deepnvme.tune, deepnvme.integrations; {shown}")
 
 
-def test_tab_completion_shows_no_private_name() -> None:
+def completions(text: str) -> list[str]:
+    """What TAB shows in Python's own interpreter."""
     complete = rlcompleter.Completer({"deepnvme": deepnvme})
-    matches = []
-    while (found := complete.complete("deepnvme.", len(matches))) is not None:
+    matches: list[str] = []
+    while (found := complete.complete(text, len(matches))) is not None:
         matches.append(found)
+    return matches
+
+
+def test_an_integration_whose_project_is_missing_is_an_attribute_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    monkeypatch.delitem(sys.modules, "deepnvme.integrations.sglang", raising=False)
+    monkeypatch.delattr(deepnvme.integrations, "sglang", raising=False)
+    assert not hasattr(deepnvme.integrations, "sglang")
+    assert "deepnvme.integrations.metrics" in completions("deepnvme.integrations.")
+    assert "metrics" in dict(inspect.getmembers(deepnvme.integrations))
+    assert "metrics" in pydoc.render_doc(deepnvme.integrations)
+    with pytest.raises(AttributeError, match="pip install sglang"):
+        deepnvme.integrations.sglang  # noqa: B018
+    with pytest.raises(ImportError, match="pip install sglang"):
+        from deepnvme.integrations import sglang  # noqa: F401
+
+
+def test_tab_completion_shows_no_private_name() -> None:
+    matches = completions("deepnvme.")
     assert [name for name in matches if name.startswith("deepnvme._")] == []
     assert "deepnvme.Engine(" in matches
 
