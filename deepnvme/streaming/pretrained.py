@@ -51,6 +51,13 @@ _REFUSED = (
 )  # fmt: skip
 """Options that are not taken: they place the weights (the stream does), change the model, or return more than the model."""
 
+_LOADING = (
+    "allow_all_kernels", "attn_implementation", "code_revision", "config", "disable_mmap", "dtype", "experts_implementation",
+    "from_flax", "from_tf", "generation_config", "ignore_mismatched_sizes", "low_cpu_mem_usage", "mirror", "offload_state_dict",
+    "torch_dtype", "tqdm_class", "trust_remote_code", "weights_only",
+)  # fmt: skip
+"""Further options that ``from_pretrained`` knows. Any other must be an attribute of the configuration."""
+
 as_accelerate_does: ContextVar[bool] = ContextVar("as_accelerate_does", default=False)
 """True while a model is made only to find out where accelerate would read its weights: integrations do not change that model."""
 
@@ -95,7 +102,7 @@ def from_pretrained(
 
     Raises:
         ImportError: If transformers or accelerate is not installed.
-        TypeError: For an option that is not taken, such as ``device_map``.
+        TypeError: For an option that is not taken, such as ``device_map``, or that nobody knows, as one that is misspelt.
         ValueError: If the store in ``offload_dir`` is of another checkpoint (the message names the differences), if the
             checkpoint is quantised, or ``kv_offload`` is none of the above.
         Exception: Whatever transformers, :meth:`WeightStore.build` and :func:`stream` raise.
@@ -151,14 +158,25 @@ def _transformers() -> Any:
 
 
 def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the model's configuration, given or loaded. Raises ValueError for a quantised checkpoint."""
+    """Return the model's configuration, given or loaded.
+
+    Raises:
+        TypeError: For an option that is neither one of ``from_pretrained`` nor an attribute of the configuration.
+        ValueError: For a quantised checkpoint.
+    """
     given = options.get("config")
     config: PretrainedConfig
     if isinstance(given, transformers.PretrainedConfig):
-        config = copy.deepcopy(given)  # making the model writes to its configuration
+        config, unused = copy.deepcopy(given), options  # making the model writes to its configuration
     else:
         others = {key: options[key] for key in options.keys() - {"config", "dtype", "generation_config", "torch_dtype"}}
-        config, _ = transformers.AutoConfig.from_pretrained(given or name, return_unused_kwargs=True, **others)
+        config, unused = transformers.AutoConfig.from_pretrained(given or name, return_unused_kwargs=True, **others)
+    unknown = sorted(set(unused).difference(_HUB, _CHOOSING, _LOADING))
+    if unknown:
+        raise TypeError(
+            f"from_pretrained does not know {', '.join(unknown)}: neither it nor transformers has such an option, and"
+            f" {type(config).__name__} has no such attribute that could be set here"
+        )
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
