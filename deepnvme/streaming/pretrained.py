@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import logging
 import os
@@ -21,14 +22,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from deepnvme._model_structure import weights_by_name
+from deepnvme._model_structure import REST, structure_of, weights_by_name
 from deepnvme._progress import Wanted
 from deepnvme.checkpoint.weight_locations import Location, weights_in_index
-from deepnvme.memory.budget import MemoryBudget, budget_bytes
+from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.quantization import Scheme
 from deepnvme.store.volumes import directory_weights
 
-from .streamed_model import Streaming, streaming_of
+from .streamed_model import Streaming, available_on, check_budget, streaming_of
 from .weights.build_once import opened_or_built
 from .weights.weight_store import Directories, WeightStore
 
@@ -124,6 +125,10 @@ def from_pretrained(
         """Build the store of the checkpoint, and open it."""
         with _empty(directory / "converted") as converted:
             model, source = _offloaded(kind, name, options, converted)
+            if not is_automatic(memory_budget):  # refused before everything is written rather than afterwards
+                computing = torch.device("cpu" if device is None else device)
+                budget = budget_bytes(memory_budget, "memory_budget", functools.partial(available_on, computing))
+                check_budget(budget, _block_sizes(model))
             how: dict[str, Any] = {"quantize": quantize, "progress": progress, "config": aio_config}
             return WeightStore.build(source, where, model=model, origin=json.dumps(origin), **how)
 
@@ -145,6 +150,13 @@ def from_pretrained(
                 streamed.close()
         raise
     return model
+
+
+def _block_sizes(model: torch.nn.Module) -> dict[str, int]:
+    """Return the bytes of a model's extents in memory, by name: at least, since some need a little more to be dequantised in."""
+    weights = weights_by_name(model)
+    extents = structure_of(model).extents()
+    return {extent.name: sum(weights[name].nbytes for name in extent.weights) for extent in extents if extent.name != REST}
 
 
 def _transformers() -> Any:

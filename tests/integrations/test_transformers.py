@@ -340,3 +340,11 @@ def test_a_misspelt_option_is_named_whether_or_not_there_is_a_store(drive: Path)
     for config in ({}, {"config": known.config}):
         with pytest.raises(TypeError, match="memory_bugdet"):
             from_pretrained(drive / "checkpoint", **where, **config, memory_bugdet="8GB")
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_budget_in_which_no_block_fits_is_refused_before_a_store_is_built(drive: Path, quantize: Any) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    with pytest.raises(ValueError, match=r"memory_budget must hold an extent, .*; got 100"):
+        from_pretrained(drive / "checkpoint", offload_dir=drive / "store", memory_budget=100, quantize=quantize)
+    assert not list(drive.glob("store/*"))
