@@ -27,10 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: The command and its arguments; None for those of this process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "help"):
         print(_usage(), file=sys.stdout if words else sys.stderr)
         sys.exit(0 if words else 2)
-    if words[0] == "--version":
+    if words[0] in ("-V", "--version"):
         print(f"deepnvme {__version__}")
         sys.exit(0)
     if words[0] not in _COMMANDS:

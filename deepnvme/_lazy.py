@@ -22,6 +22,7 @@ def public_names(package: str, packages: Collection[str] = ()) -> Callable[[], l
     """
 
     def names() -> list[str]:
+        """Return the public names, sorted."""
         return sorted({*sys.modules[package].__all__, *packages})
 
     return names
@@ -36,12 +37,18 @@ def from_modules(
         package: Name of the package. Its ``__all__`` has the public names.
         modules: For each public name, the module that defines it: relative to the package, or a full name beginning with
             "deepnvme.".
-        packages: Submodules of the package that are to be importable as its attributes.
+        packages: Submodules of the package that are to be importable as its attributes. One that cannot be imported is an
+            AttributeError then.
     """
 
     def get(name: str) -> Any:
+        """Import what has this name. Raises AttributeError if there is none, or if its project is not installed."""
         if name in packages:
-            return importlib.import_module(f".{name}", package)
+            try:
+                return importlib.import_module(f".{name}", package)
+            except ImportError as error:
+                # hasattr, help and tab completion expect it. ``from package import name`` imports again: ImportError.
+                raise AttributeError(f"{package}.{name} cannot be imported: {error}") from error
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = modules[name] if modules[name].startswith("deepnvme.") else f"{package}.{modules[name]}"

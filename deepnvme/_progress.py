@@ -40,6 +40,7 @@ def count_bytes(progress: Progress | None, total: int) -> Callable[[int], None]:
     done = 0
 
     def count(nbytes: int) -> None:
+        """Add the bytes of a finished part, and report the sum."""
         nonlocal done
         done += nbytes
         if progress is not None:
@@ -63,7 +64,7 @@ def shown_progress(progress: ProgressOption, what: str, unit: Unit = "bytes") ->
     if callable(progress):
         yield progress
         return
-    if progress is False or (progress is None and (silenced() or not _is_first_of_its_machine())):
+    if (silenced() or not _is_first_of_its_machine()) if progress is None else not progress:
         yield None
         return
     make = _display()
@@ -74,6 +75,7 @@ def shown_progress(progress: ProgressOption, what: str, unit: Unit = "bytes") ->
     due = time.monotonic() + (0.0 if progress else _SHOW_AFTER_SECONDS)
 
     def show(done: int, total: int) -> None:
+        """Show how far it is, if it is time for that."""
         nonlocal shown
         with contextlib.suppress(*_CANNOT_WRITE):
             if shown is None:

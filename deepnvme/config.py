@@ -9,8 +9,13 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ._lazy import public_names
 from ._sizes import byte_count
 from .engine import Backend
+
+__all__ = ["AioConfig"]
+
+__dir__ = public_names(__name__)
 
 _WORKERS = ("intra_op_parallelism", "thread_count", "num_threads")
 """Names of the setting that says how many workers there are."""

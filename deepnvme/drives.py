@@ -12,6 +12,22 @@ from pathlib import Path
 from typing import Literal
 
 from deepnvme._files import lines_of
+from deepnvme._lazy import public_names
+
+__all__ = [
+    "BLOCK_DEVICES",
+    "MEMORY_FILESYSTEMS",
+    "MOUNTS",
+    "Drive",
+    "Kind",
+    "Mount",
+    "block_device",
+    "drive_of",
+    "mount_of",
+    "unescaped",
+]
+
+__dir__ = public_names(__name__)
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 """Filesystems that keep files in memory."""

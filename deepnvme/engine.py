@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 from ._descriptions import representation, size_for_people, state_text
+from ._lazy import public_names
 from ._report_figures import ReportFigures
 from ._sizes import ByteCount, byte_count
 from .ops import load_async_io
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     import torch
 
     from .ops.aio.async_io_op import Engine as NativeEngine
+
+__all__ = ["AnySource", "Backend", "Engine", "File", "FileMode", "Future", "Stats", "without_python"]
+
+__dir__ = public_names(__name__)
 
 Backend = Literal["auto", "io_uring", "libaio", "threads"]
 """Names of the I/O backends; ``"auto"`` for the first that the kernel accepts."""

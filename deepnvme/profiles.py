@@ -16,10 +16,26 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ._files import UnfitFile, naming_file, read_regular, replacing
+from ._lazy import public_names
 from ._sizes import ByteCount, byte_count
 from .config import AioConfig
 from .drives import Drive, drive_of
 from .engine import Engine
+
+__all__ = [
+    "PROFILE_VARIABLE",
+    "AnyPath",
+    "DriveProfile",
+    "create_engine",
+    "default_settings",
+    "engine_for",
+    "profile_directory",
+    "profile_of",
+    "profiles_enabled",
+    "settings_for",
+]
+
+__dir__ = public_names(__name__)
 
 _logger = logging.getLogger(__name__)
 

@@ -34,8 +34,24 @@ from typing import Literal, get_args
 
 import torch
 
+from deepnvme._lazy import public_names
 from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
+
+__all__ = [
+    "ALIGNMENT",
+    "GROUP",
+    "SCHEMES",
+    "VALUES_AT_A_TIME",
+    "QuantizedLayout",
+    "Scheme",
+    "dequantize",
+    "dequantize_with_torch",
+    "is_worth_quantizing",
+    "quantize",
+]
+
+__dir__ = public_names(__name__)
 
 Scheme = Literal["int8", "int4"]
 """How a weight is quantised; the module's docstring has the formulas."""

@@ -8,6 +8,7 @@ Files go to a temporary directory under DIR (default: the current directory) and
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -66,6 +67,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="layers of the transformer (default: 12, which make 510 MB)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds, of which medians and extremes are printed (default: 3)")
     arguments = parser.parse_args()
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"other processes use this machine (load {load:.1f}): the times will vary", file=sys.stderr)
 
     state = make_state(arguments.layers)
     tensors = tensors_of(state)

@@ -9,6 +9,10 @@ follows in memory, for comparison. Files go to a temporary directory under DIR (
 """
 
 import argparse
+import itertools
+import os
+import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -77,11 +81,17 @@ class Data:
 
 @dataclass
 class Result:
-    """What a training did, every few steps."""
+    """What a training did, every few steps. ``ends``: the time at its begin, and at the end of each step."""
 
     losses: list[float] = field(default_factory=list)
     hit_rates: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=lambda: [time.perf_counter()])
     seconds: float = 0.0
+
+    def step(self) -> str:
+        """Return the median of the milliseconds of a step, and the least and the most."""
+        each = [1e3 * (end - begin) for begin, end in itertools.pairwise(self.ends)]
+        return f"{statistics.median(each):.0f} ({min(each):.0f}-{max(each):.0f})"
 
 
 def model_of(bags: list[torch.nn.Module], width: int) -> Clicks:
@@ -118,6 +128,7 @@ def train_on_disk(given: argparse.Namespace, directory: Path, progress: Progress
         for optimizer in (rows, others):
             optimizer.step()
             optimizer.zero_grad()
+        result.ends.append(time.perf_counter())
         if step % EVERY == 0 or step == given.steps - 1:
             read = sum(bag.table.stats().rows_read for bag in bags)
             result.losses.append(loss.item())
@@ -150,6 +161,7 @@ def train_in_memory(given: argparse.Namespace, progress: Progress) -> Result:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        result.ends.append(time.perf_counter())
         if step % EVERY == 0 or step == given.steps - 1:
             result.losses.append(loss.item())
         progress.update(task, advance=1, loss=f"loss {loss.item():.4f}")
@@ -186,6 +198,8 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture of losses and hit rates, such as clicks.png")
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the drive (default: the current one)")
     given = parser.parse_args()
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"other processes use this machine (load {load:.1f}): the times will vary", file=sys.stderr)
     whole = TABLES * given.rows * given.width * 3 * 4  # with SparseAdam's two states
     given.budget_mib = given.budget_mib or max(whole // 10 // MIB, 8)
     console = Console()
@@ -196,10 +210,11 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="clicks-", dir=given.dir) as directory:
             on_disk = train_on_disk(given, Path(directory), progress)
         in_memory = train_in_memory(given, progress)
-    printed = PrintedTable("", "seconds", "first loss", "last loss", "rows in memory")
+    printed = PrintedTable("", "seconds", "ms/step, median\n(of all)", "first\nloss", "last\nloss", "rows in\nmemory")
     hit_rate = f"{100 * on_disk.hit_rates[-1]:.0f} %"
     for name, result, rate in (("on the drive", on_disk, hit_rate), ("in memory", in_memory, "100 %")):
-        printed.add_row(name, f"{result.seconds:.1f}", f"{result.losses[0]:.6f}", f"{result.losses[-1]:.6f}", rate)
+        losses = (f"{result.losses[index]:.6f}" for index in (0, -1))
+        printed.add_row(name, f"{result.seconds:.1f}", result.step(), *losses, rate)
     console.print(printed)
     same = on_disk.losses == in_memory.losses
     console.print("The losses have the same bits." if same else "The losses differ.")

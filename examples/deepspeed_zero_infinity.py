@@ -118,6 +118,8 @@ def main() -> None:
         print("\n" + json.dumps(train(*options.part, options)))
         return
 
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"other processes use this machine (load {load:.1f}): the times will vary", file=sys.stderr)
     console = Console()
     results = {}
     for way in WAYS:

@@ -16,6 +16,7 @@ import json
 import os
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -408,9 +409,20 @@ def plot(on_drive: Training, in_memory: Training, path: Path) -> None:
     plt.close(figure)
 
 
+def settled(training: Training) -> list[Step]:
+    """Return the steps after the fourth: the first makes the states, and the fourth divides the memory anew."""
+    return training.steps[4:] or training.steps
+
+
 def fastest(training: Training) -> Step:
-    """Return the fastest step, of those after the fourth: the first makes the states, and the fourth divides the memory anew."""
-    return min(training.steps[4:] or training.steps, key=lambda step: step.seconds)
+    """Return the fastest step that is typical."""
+    return min(settled(training), key=lambda step: step.seconds)
+
+
+def step_seconds(training: Training) -> str:
+    """Return the median of the seconds of a step, and the least and the most if there are several."""
+    each = [step.seconds for step in settled(training)]
+    return f"{statistics.median(each):.2f}" + (f" ({min(each):.2f}-{max(each):.2f})" if len(each) > 1 else "")
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -486,9 +498,10 @@ def finetune(arguments: argparse.Namespace, mode: str, directory: str, console: 
     for number, (expected, found) in enumerate(zip(in_memory.losses, on_drive.losses, strict=True), 1):
         table.add_row(str(number), f"{expected:.6f}", f"{found:.6f}", "the same" if expected == found else "differs")
     console.print(table)
-    table = Table("", "limit, MiB", "peak, MiB", "s/step", title="Memory beyond Python and its packages")
-    table.add_row("in memory", "none", f"{in_memory.peak / MIB:.0f}", f"{fastest(in_memory).seconds:.2f}")
-    table.add_row("on the drive", f"{limit:.0f}", f"{on_drive.peak / MIB:.0f}", f"{fastest(on_drive).seconds:.2f}")
+    columns = ("", "limit, MiB", "peak, MiB", "s/step, median\n(of the fifth and later)")
+    table = Table(*columns, title="Memory beyond Python and its packages")
+    table.add_row("in memory", "none", f"{in_memory.peak / MIB:.0f}", step_seconds(in_memory))
+    table.add_row("on the drive", f"{limit:.0f}", f"{on_drive.peak / MIB:.0f}", step_seconds(on_drive))
     console.print(table)
     if arguments.plot:
         arguments.plot.mkdir(parents=True, exist_ok=True)
@@ -504,6 +517,8 @@ def main() -> None:
     if arguments.job:
         do(Job(**json.loads(arguments.job)))
         return
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"other processes use this machine (load {load:.1f}): the times will vary", file=sys.stderr)
     console = Console()
     modes = ("full", "lora") if arguments.mode == "both" else (arguments.mode,)
     differences = []

@@ -9,7 +9,10 @@ memory. The losses of all ways are compared. Files go to a temporary directory u
 import argparse
 import contextlib
 import ctypes
+import os
 import random
+import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -107,6 +110,10 @@ class Training:
     @property
     def peak(self) -> int:
         return max(nbytes for samples in self.memory for _, nbytes in samples)
+
+    @property
+    def step_seconds(self) -> list[float]:
+        return [samples[-1][0] for samples in self.memory]
 
     @property
     def fastest(self) -> list[tuple[float, int]]:
@@ -224,6 +231,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"other processes use this machine (load {load:.1f}): the times will vary", file=sys.stderr)
     # What is freed is to leave the process, so that its memory shows what is in use. By default glibc keeps much of it.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     console = Console()
@@ -236,12 +245,13 @@ def main() -> None:
         with each_way(arguments, Path(directory) / "large") as ways, Progress(console=console) as progress:
             trainings = {way.name: train(arguments, way, progress) for way in ways}
 
-    columns = ("peak MiB", "s/step", "MB written", "loss, first", "last")
-    table = Table("", *columns, title="Memory beyond model and gradients; the fastest step")
+    columns = ("peak\nMiB", "s/step, median\n(of all)", "MB\nwritten", "first\nloss", "last\nloss")
+    table = Table("", *columns, title="Memory beyond model and gradients")
     for name, training in trainings.items():
-        seconds, _ = training.fastest[-1]
+        of_all = training.step_seconds
+        seconds = f"{statistics.median(of_all):.2f} ({min(of_all):.2f}-{max(of_all):.2f})"
         first, last = (f"{training.losses[index]:.4f}" for index in (0, -1))
-        table.add_row(name, f"{training.peak / MIB:.0f}", f"{seconds:.2f}", f"{training.bytes_written / 1e6:.0f}", first, last)
+        table.add_row(name, f"{training.peak / MIB:.0f}", seconds, f"{training.bytes_written / 1e6:.0f}", first, last)
     console.print(table)
     if arguments.plot:
         plot(trainings, arguments.plot)

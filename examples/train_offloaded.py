@@ -205,6 +205,8 @@ def main() -> None:
             under_torchrun(arguments.processes)
         dist.init_process_group("gloo")
     console = Console(quiet=rank() != 0)
+    if (load := os.getloadavg()[0]) > 0.5 and rank() == 0:
+        print(f"other processes use this machine (load {load:.1f}): the times will vary", file=sys.stderr)
     small = argparse.Namespace(**{**vars(arguments), "width": 64, "layers": 1, "steps": 2})
     with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:
         # What is loaded at the first use of anything, code above all, is to count for neither training.
@@ -213,7 +215,7 @@ def main() -> None:
         with Progress(console=console) as progress:
             on_drive, plain = train(arguments, Path(directory), progress), train(arguments, None, progress)
 
-    table = Table("", "loss, first", "last", "s/step, median (of all)", "peak MiB beyond the weights")
+    table = Table("", "first\nloss", "last\nloss", "s/step, median\n(of all)", "peak MiB beyond\nthe weights")
     for name, training in (("in memory", plain), ("on the drive", on_drive)):
         peak = "-" if training.peak is None else f"{training.peak / MIB:.0f}"
         of_all = training.step_seconds

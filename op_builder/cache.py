@@ -79,11 +79,14 @@ def directory(name: str, make: bool = False) -> Path:
         except OSError:
             continue
         if str(chosen) not in _told:
+            # Not imported at the top: setup.py uses this package where nothing of deepnvme can be imported.
+            from deepnvme._callers import stack_level
+
             _told.add(str(chosen))
             warnings.warn(
                 f"compiled ops are not kept in {str(chosen)!r}: {problem}. They are kept in {str(place)!r} instead. "
                 "Mend that, or set TORCH_EXTENSIONS_DIR to one that only you can write to and whose files can be executed",
-                stacklevel=2,
+                stacklevel=stack_level(),
             )
         return usable
     raise problem
@@ -166,15 +169,28 @@ def _of_the_user() -> Path | None:
     chosen = os.environ.get("XDG_CACHE_HOME")
     if chosen:
         return Path(chosen).expanduser().absolute() / "deepnvme"
+    home = _home()
+    return None if home is None else Path(home).absolute() / ".cache" / "deepnvme"
+
+
+def _home() -> str | None:
+    """Return the user's home directory, which need not exist: that of HOME, or of the user database if HOME is unset or empty."""
+    if os.environ.get("HOME") == "":  # expanduser would make it the root directory
+        import pwd  # not on every platform
+
+        try:
+            return pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:
+            return None
     home = os.path.expanduser("~")
-    return None if home == "~" else Path(home).absolute() / ".cache" / "deepnvme"
+    return None if home == "~" else home
 
 
 def _check_home() -> None:
     """Raise OSError if the user's cache would be in a home directory that does not exist, as /nonexistent never shall."""
     if not os.environ.get("XDG_CACHE_HOME"):
-        home = os.path.expanduser("~")
-        if home == "~":
+        home = _home()
+        if home is None:
             raise FileNotFoundError(errno.ENOENT, "the user has no home directory")
         if not os.path.isdir(home):
             raise FileNotFoundError(errno.ENOENT, "the home directory does not exist", home)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
+import pydoc
 import rlcompleter
 import shutil
 import subprocess
@@ -23,11 +25,21 @@ SUBMODULES = {
         "checkpoint", "integrations", "io", "memory", "nn", "offload", "ops", "profiles", "report", "safetensors", "store",
         "streaming", "swap", "tables", "tune",
     },
-    "deepnvme.integrations": {"accelerate", "deepspeed", "graphbolt", "metrics", "sglang", "transformers"},
+    "deepnvme.integrations": {
+        "accelerate", "deepspeed", "graphbolt", "metrics", "sglang", "transformers", "transformers_training",
+    },
     "deepnvme.ops": {"aio", "gds", "op_builder"},
     "deepnvme.swap": {"zero"},
 }  # fmt: skip
 """Those that are public, and attributes of their package without an import of their own."""
+_NO_NAMES = ("deepnvme.ops.build", "deepnvme.version")
+MODULES = [
+    each.name
+    for package in SUBMODULES
+    for each in pkgutil.iter_modules([str(ROOT.joinpath(*package.split(".")))], f"{package}.")
+    if not each.ispkg and not each.name.startswith(f"{package}._") and each.name not in _NO_NAMES
+]
+"""Modules, no packages, in the packages whose submodules are public; without those that have only a constant or a ``main``."""
 
 
 def run(code: str) -> str:
@@ -54,10 +66,14 @@ def test_dir_shows_the_public_names_of_a_package_and_only_these(name: str) -> No
     assert [each for each in there if not hasattr(package, each)] == []
 
 
-@pytest.mark.parametrize("name", ["deepnvme.io", "deepnvme.safetensors", "deepnvme.swap.zero"])
-def test_dir_shows_the_public_names_of_a_module_that_has_names_of_others(name: str) -> None:
-    module = importlib.import_module(name)
+@pytest.mark.parametrize("name", MODULES)
+def test_dir_shows_the_public_names_of_a_module_and_not_what_it_imports(name: str) -> None:
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        pytest.skip(str(error))
     assert dir(module) == sorted(module.__all__)
+    assert [each for each in dir(module) if not hasattr(module, each)] == []
 
 
 def test_dir_shows_the_same_before_anything_was_imported_as_afterwards() -> None:
@@ -65,11 +81,31 @@ def test_dir_shows_the_same_before_anything_was_imported_as_afterwards() -> None
     assert run(shown) == run(f"import deepnvme; deepnvme.save, deepnvme.tune, deepnvme.integrations; {shown}")
 
 
-def test_tab_completion_shows_no_private_name() -> None:
+def completions(text: str) -> list[str]:
+    """What TAB shows in Python's own interpreter."""
     complete = rlcompleter.Completer({"deepnvme": deepnvme})
-    matches = []
-    while (found := complete.complete("deepnvme.", len(matches))) is not None:
+    matches: list[str] = []
+    while (found := complete.complete(text, len(matches))) is not None:
         matches.append(found)
+    return matches
+
+
+def test_an_integration_whose_project_is_missing_is_an_attribute_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    monkeypatch.delitem(sys.modules, "deepnvme.integrations.sglang", raising=False)
+    monkeypatch.delattr(deepnvme.integrations, "sglang", raising=False)
+    assert not hasattr(deepnvme.integrations, "sglang")
+    assert "deepnvme.integrations.metrics" in completions("deepnvme.integrations.")
+    assert "metrics" in dict(inspect.getmembers(deepnvme.integrations))
+    assert "metrics" in pydoc.render_doc(deepnvme.integrations)
+    with pytest.raises(AttributeError, match="pip install sglang"):
+        deepnvme.integrations.sglang  # noqa: B018
+    with pytest.raises(ImportError, match="pip install sglang"):
+        from deepnvme.integrations import sglang  # noqa: F401
+
+
+def test_tab_completion_shows_no_private_name() -> None:
+    matches = completions("deepnvme.")
     assert [name for name in matches if name.startswith("deepnvme._")] == []
     assert "deepnvme.Engine(" in matches
 

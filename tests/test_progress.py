@@ -62,6 +62,13 @@ def take(seconds: float, progress: bool | None) -> None:
             report(2_000_000_000, 4_000_000_000)
 
 
+def test_what_is_false_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_terminal(monkeypatch)
+    for progress in (False, 0):
+        with shown_progress(progress, "working") as report:  # type: ignore[arg-type]
+            assert report is None
+
+
 def test_nothing_is_printed_where_stderr_is_no_terminal(drive: Path, capfd: pytest.CaptureFixture[str]) -> None:
     deepnvme.save([torch.ones(3)], drive / "file.pt", progress=True)
     deepnvme.load(drive / "file.pt", progress=True)

@@ -1,6 +1,7 @@
 """Adapters for other projects. Each module is named after the project that it imports; ``metrics`` serves several.
 
-The modules are attributes of this package without an import of their own. One whose project is missing raises ImportError then.
+The modules are attributes of this package without an import of their own. One whose project is missing raises
+AttributeError then, and ImportError where it is imported; the message names what to install.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
     from . import metrics as metrics
     from . import sglang as sglang
     from . import transformers as transformers
+    from . import transformers_training as transformers_training
 
 __all__: list[str] = []
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = from_modules(
-        __name__, {}, ("accelerate", "deepspeed", "graphbolt", "metrics", "sglang", "transformers")
+        __name__,
+        {},
+        ("accelerate", "deepspeed", "graphbolt", "metrics", "sglang", "transformers", "transformers_training"),
     )

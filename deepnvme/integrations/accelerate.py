@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from deepnvme._lazy import public_names
 from deepnvme._model_structure import REST, ties_of, weights_by_name
 from deepnvme._shortened_lists import listed
 from deepnvme.checkpoint.formats.safetensors_header import read_offload_index
@@ -39,6 +40,10 @@ from deepnvme.streaming.weights.weight_store import WeightStore
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
+
+__all__ = ["STORE", "disable", "disk_offload", "dispatch_model", "enable"]
+
+__dir__ = public_names(__name__)
 
 STORE = "deepnvme"
 """Name of the store's directory, within the offload folder that accelerate is given."""

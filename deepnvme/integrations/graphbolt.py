@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
+from deepnvme._lazy import public_names
 from deepnvme.tables import RowsFuture, Table
+
+__all__ = ["TableFeature"]
+
+__dir__ = public_names(__name__)
 
 
 class _Rows:

@@ -15,6 +15,12 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from deepnvme._lazy import public_names
+
+__all__ = ["PREFIX", "LoggableReport", "lightning_callback", "log_metrics", "log_with_trainer"]
+
+__dir__ = public_names(__name__)
+
 PREFIX = "deepnvme/"
 
 
@@ -33,7 +39,7 @@ def log_metrics(writer: Any, step: int, report: LoggableReport, *, prefix: str =
             ``add_scalar(name, value, step)``: TensorBoard's ``SummaryWriter``;
             ``log_metrics(numbers, step)``: a logger of Lightning;
             ``log(numbers)``: a run of Weights & Biases, or the module ``wandb``. The step is one of the numbers there,
-            ``deepnvme/step``, since wandb's own steps count its calls, and it drops what comes for an earlier one.
+            ``deepnvme/global_step``, since wandb's own steps count its calls, and it drops what comes for an earlier one.
         step: Number of the step.
         report: For instance that of ``optimizer.report()``, ``training.report()``, or ``engine.stats()``.
         prefix: Put in front of all names.
@@ -48,7 +54,7 @@ def log_metrics(writer: Any, step: int, report: LoggableReport, *, prefix: str =
     elif hasattr(writer, "log_metrics"):
         writer.log_metrics(numbers, step)
     elif hasattr(writer, "log"):
-        writer.log({**numbers, f"{prefix}step": step})
+        writer.log({**numbers, f"{prefix}global_step": step})
     else:
         raise TypeError(f"a writer has a method add_scalar, log_metrics or log; {type(writer).__name__} has none of them")
 

@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
+from deepnvme._lazy import public_names
 from deepnvme.offload import OffloadedTraining
 from deepnvme.offload.optimizer.partition import ELEMENTWISE
 
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from deepnvme.profiles import AnyPath
+
+__all__ = ["offload_training"]
+
+__dir__ = public_names(__name__)
 
 _OVERRIDDEN = {
     "train": (),

@@ -84,6 +84,7 @@ class Placeholder(torch.Tensor):
     def _refuse(self, what: str) -> NoReturn:
         """Raise RuntimeError about an operation that needs the weight's data."""
         raise RuntimeError(
-            f"{what}: the weight {self.weight!r} is streamed, and in memory only during the forward of {self.block!r} of an open stream; "
-            "use it there, name the module that uses it in blocks= when the store is built, or close(restore=True) the stream"
+            f"{what}: the weight {self.weight!r} is streamed, and in memory only during the forward of {self.block!r} of an open "
+            "stream; use it there, name the module that uses it in blocks= when the store is built, or close(restore=True) the "
+            "stream"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import functools
 import json
 import logging
 import os
@@ -22,14 +23,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from deepnvme._model_structure import weights_by_name
+from deepnvme._model_structure import REST, structure_of, weights_by_name
 from deepnvme._progress import ProgressOption
 from deepnvme.checkpoint.weight_locations import Location, weights_in_index
-from deepnvme.memory.budget import MemoryBudget, budget_bytes
+from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.quantization import Scheme
 from deepnvme.store.volumes import directory_weights
 
-from .streamed_model import Streaming, streaming_of
+from .streamed_model import Streaming, available_on, check_budget, streaming_of
 from .weights.build_once import opened_or_built
 from .weights.weight_store import Directories, WeightStore
 
@@ -51,6 +52,13 @@ _REFUSED = (
     "adapter_kwargs", "adapter_name", "fusion_config", "kernel_config", "output_loading_info", "use_kernels",
 )  # fmt: skip
 """Options that are not taken: they place the weights (the stream does), change the model, or return more than the model."""
+
+_LOADING = (
+    "allow_all_kernels", "attn_implementation", "code_revision", "config", "disable_mmap", "dtype", "experts_implementation",
+    "from_flax", "from_tf", "generation_config", "ignore_mismatched_sizes", "low_cpu_mem_usage", "mirror", "offload_state_dict",
+    "torch_dtype", "tqdm_class", "trust_remote_code", "weights_only",
+)  # fmt: skip
+"""Further options that ``from_pretrained`` knows. Any other must be an attribute of the configuration."""
 
 as_accelerate_does: ContextVar[bool] = ContextVar("as_accelerate_does", default=False)
 """True while a model is made only to find out where accelerate would read its weights: integrations do not change that model."""
@@ -97,7 +105,7 @@ def from_pretrained(
     Raises:
         FileNotFoundError: If ``name_or_path`` can only be a directory, and there is none.
         ImportError: If transformers or accelerate is not installed.
-        TypeError: For an option that is not taken, such as ``device_map``.
+        TypeError: For an option that is not taken, such as ``device_map``, or that nobody knows, as one that is misspelt.
         ValueError: If the store in ``offload_dir`` is of another checkpoint (the message names the differences), if the
             checkpoint is quantised, or ``kv_offload`` is none of the above.
         Exception: Whatever transformers, :meth:`WeightStore.build` and :func:`stream` raise.
@@ -122,6 +130,10 @@ def from_pretrained(
         """Build the store of the checkpoint, and open it."""
         with _empty(directory / "converted") as converted:
             model, source = _offloaded(kind, name, options, converted)
+            if not is_automatic(memory_budget):  # refused before everything is written rather than afterwards
+                computing = torch.device("cpu" if device is None else device)
+                budget = budget_bytes(memory_budget, "memory_budget", functools.partial(available_on, computing))
+                check_budget(budget, _block_sizes(model))
             how: dict[str, Any] = {"quantize": quantize, "progress": progress, "config": aio_config}
             return WeightStore.build(source, where, model=model, origin=json.dumps(origin), **how)
 
@@ -145,6 +157,13 @@ def from_pretrained(
     return model
 
 
+def _block_sizes(model: torch.nn.Module) -> dict[str, int]:
+    """Return the bytes of a model's extents in memory, by name: at least, since some need a little more to be dequantised in."""
+    weights = weights_by_name(model)
+    extents = structure_of(model).extents()
+    return {extent.name: sum(weights[name].nbytes for name in extent.weights) for extent in extents if extent.name != REST}
+
+
 def _transformers() -> Any:
     """Import transformers. Raises ImportError, which says what to install, if it or accelerate is missing."""
     try:
@@ -156,14 +175,25 @@ def _transformers() -> Any:
 
 
 def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the model's configuration, given or loaded. Raises ValueError for a quantised checkpoint."""
+    """Return the model's configuration, given or loaded.
+
+    Raises:
+        TypeError: For an option that is neither one of ``from_pretrained`` nor an attribute of the configuration.
+        ValueError: For a quantised checkpoint.
+    """
     given = options.get("config")
     config: PretrainedConfig
     if isinstance(given, transformers.PretrainedConfig):
-        config = copy.deepcopy(given)  # making the model writes to its configuration
+        config, unused = copy.deepcopy(given), options  # making the model writes to its configuration
     else:
         others = {key: options[key] for key in options.keys() - {"config", "dtype", "generation_config", "torch_dtype"}}
-        config, _ = transformers.AutoConfig.from_pretrained(given or name, return_unused_kwargs=True, **others)
+        config, unused = transformers.AutoConfig.from_pretrained(given or name, return_unused_kwargs=True, **others)
+    unknown = sorted(set(unused).difference(_HUB, _CHOOSING, _LOADING))
+    if unknown:
+        raise TypeError(
+            f"from_pretrained does not know {', '.join(unknown)}: neither it nor transformers has such an option, and"
+            f" {type(config).__name__} has no such attribute that could be set here"
+        )
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)

@@ -379,7 +379,9 @@ class StreamedForward:
 
 
 def _refuse_to_compile() -> NoReturn:
-    raise RuntimeError(f"a model whose weights are streamed cannot be compiled by torch.compile: {_FIRST}")
+    from torch._dynamo.exc import TorchRuntimeError  # which it does not take for a bug of its own; a RuntimeError
+
+    raise TorchRuntimeError(f"a model whose weights are streamed cannot be compiled by torch.compile: {_FIRST}")
 
 
 # As torch._dynamo.assume_constant_result does, whose import takes a second: what is so marked runs when torch.compile comes to

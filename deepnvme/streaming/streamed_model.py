@@ -109,7 +109,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         least_budget: int = 0,
     ) -> None:
         device = torch.device("cpu" if device is None else device)
-        budget = budget_bytes(memory_budget, "memory_budget", functools.partial(_available_on, device))
+        budget = budget_bytes(memory_budget, "memory_budget", functools.partial(available_on, device))
         if prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {prefetch}")
         check_not_streamed(model)
@@ -122,7 +122,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         if is_automatic(memory_budget) and budget < min(sizes.values(), default=0):
             budget = 0
         budget = max(budget, least_budget)
-        _check_budget(budget, sizes)
+        check_budget(budget, sizes)
         self._memory_budget = budget
         chosen = residents(sizes, {}, budget)
         streamed = [nbytes for name, nbytes in sizes.items() if name not in chosen]
@@ -273,7 +273,7 @@ class _Restored:
     """The bytes of each extent that is kept, by name; None for one whose weights are assigned to the modules already."""
 
 
-def _check_budget(budget: int, sizes: Mapping[str, int]) -> None:
+def check_budget(budget: int, sizes: Mapping[str, int]) -> None:
     """Raise ValueError for a memory budget that holds no extent."""
     smallest = min(sizes.values(), default=0)
     if 0 < budget < smallest:
@@ -283,7 +283,7 @@ def _check_budget(budget: int, sizes: Mapping[str, int]) -> None:
         )
 
 
-def _available_on(device: torch.device) -> int:
+def available_on(device: torch.device) -> int:
     """Return the bytes of memory that are available where a model computes, and its resident weights are."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 

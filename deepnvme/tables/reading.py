@@ -93,7 +93,7 @@ class Batch:
 
     @property
     def delivered(self) -> bool:
-        """Whether all parts were."""
+        """Whether the rows of all parts were copied to where they were wanted, and nothing is left to be read."""
         return not self.parts and not self.unstarted
 
     def abandon(self) -> None:

@@ -21,6 +21,12 @@ def parse_size(text: str | int) -> int:
     return size
 
 
+def check_number(value: object, name: str) -> None:
+    """Raise TypeError, which names the argument, if a number of bytes is no int: texts are for command lines."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, a number of bytes, got {value!r}")
+
+
 def size_text(size: int) -> str:
     """Return the shortest text for a number of bytes that :func:`parse_size` parses exactly: "400M", "4097"."""
     for unit in ("T", "G", "M", "K"):

@@ -16,6 +16,10 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+SPREAD = r"[\d.]+ \([\d.]+-[\d.]+\)"
+"""How a median and its extremes are printed."""
+
+
 def run(name: str, *arguments: object, interpreter: Sequence[str] = (sys.executable, "-W", "error"), timeout: int = 240) -> str:
     done = subprocess.run(
         [*interpreter, EXAMPLES / name, *map(str, arguments)],
@@ -30,7 +34,9 @@ def run(name: str, *arguments: object, interpreter: Sequence[str] = (sys.executa
 
 
 def test_a_model_is_saved_and_restored(drive: Path) -> None:
-    assert "every byte the same" in run("quickstart.py", "--dir", drive, "--layers", 1)
+    printed = run("quickstart.py", "--dir", drive, "--layers", 1)
+    assert "every byte the same" in printed
+    assert len(re.findall(rf"^(?:wrote|fsync|read) +{SPREAD} G?B?/?s$", printed, re.MULTILINE)) == 3
     assert list(drive.iterdir()) == []
 
 
@@ -64,7 +70,7 @@ def test_long_sequences_are_trained_alike_in_every_way(drive: Path, tmp_path: Pa
     interpreter = (sys.executable, "-W", "error", "-W", "ignore:the drive sets the pace")
     printed = run("train_long_sequences.py", "--dir", drive, *given, interpreter=interpreter)
     assert "2 losses, every one the same in all ways" in printed
-    rows = re.findall(r"^│ (.{19}) │ (\d+) +│ [\d.]+ +│ (\d+) +│ ([\d.]+) +│ ([\d.]+) +│$", printed, re.MULTILINE)
+    rows = re.findall(rf"^│ (.{{19}}) │ (\d+) +│ {SPREAD} +│ (\d+) +│ ([\d.]+) +│ ([\d.]+) +│$", printed, re.MULTILINE)
     written = {name.strip(): int(megabytes) for name, _, megabytes, _, _ in rows}
     assert list(written) == ["in memory", "save_on_cpu", "checkpointing", "save_on_disk", "checkpoints on disk"]
     assert [megabytes > 0 for megabytes in written.values()] == [False, False, False, True, True]
@@ -78,6 +84,7 @@ def test_a_model_of_clicks_is_trained_from_tables_on_the_drive_as_in_memory(driv
     options = ["--rows", "2000", "--steps", "12", "--batch", "64", "--width", "16", "--dir", str(drive)]
     output = run("click_model_on_disk.py", *options, "--plot", str(tmp_path / "clicks.png"))
     assert "The losses have the same bits." in output
+    assert len(re.findall(r"│ +\d+ \(\d+-\d+\) +│", output)) == 2
     assert (tmp_path / "clicks.png").read_bytes()[1:4] == b"PNG"
     assert list(drive.iterdir()) == []
 
@@ -113,7 +120,7 @@ def test_a_streamed_model_generates_what_it_does_in_memory(drive: Path) -> None:
     pytest.importorskip("transformers")
     printed = run("generate_streamed.py", "--dir", drive, "--size", 0.02, "--tokens", 4)
     assert "4 tokens, every one the same" in printed
-    rows = re.findall(r"(in memory|streamed, 0\.005 GB of them kept) +│ +([\d.]+) +│ +(\d+) ", printed)
+    rows = re.findall(rf"(in memory|streamed, 0\.005 GB of them kept) +│ +({SPREAD}) +│ +(\d+) ", printed)
     assert [row[0] for row in rows] == ["in memory", "streamed, 0.005 GB of them kept"]
     assert list(drive.iterdir()) == []
 

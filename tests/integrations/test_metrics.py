@@ -53,14 +53,14 @@ class TestWriters:
         log_metrics(logger, 7, Report(1.5, 3), prefix="io_")
         assert logger.got == ({"io_seconds": 1.5, "io_step": 3}, 7)
 
-    def test_wandb_gets_the_step_as_a_number_since_it_counts_calls(self) -> None:
+    def test_wandb_gets_the_step_as_a_number_beside_those_of_the_report_since_it_counts_calls(self) -> None:
         class Run:
             def log(self, data: dict[str, float], step: int | None = None) -> None:
                 self.got = data, step
 
         run = Run()
         log_metrics(run, 7, Report(1.5, 3))
-        assert run.got == ({"deepnvme/seconds": 1.5, "deepnvme/step": 7}, None)
+        assert run.got == ({"deepnvme/seconds": 1.5, "deepnvme/step": 3, "deepnvme/global_step": 7}, None)
 
     def test_what_cannot_log_is_refused(self) -> None:
         with pytest.raises(TypeError, match="add_scalar, log_metrics or log; list has none"):

@@ -324,3 +324,27 @@ def test_wrong_options_are_named(drive: Path) -> None:
         from_pretrained(drive, offload_dir=drive / "store", device_map="auto")
     with pytest.raises(TypeError, match="output_loading_info"):
         from_pretrained(drive, offload_dir=drive / "store", output_loading_info=True)
+
+
+def test_a_misspelt_option_is_named_whether_or_not_there_is_a_store(drive: Path) -> None:
+    known = models.checkpoint("llama", drive / "checkpoint")
+    where: dict[str, Any] = {"offload_dir": drive / "store"}
+    with pytest.raises(TypeError, match="memory_bugdet"):
+        from_pretrained(drive / "checkpoint", **where, memory_bugdet="8GB")
+    assert not (drive / "store").exists()
+    options: dict[str, Any] = {"use_cache": False, "low_cpu_mem_usage": True, "use_safetensors": True, "dtype": "float32"}
+    from_pretrained(drive / "checkpoint", **where, **options).streaming.close()
+    model = from_pretrained(drive / "checkpoint", **where, **options)
+    assert model.config.use_cache is False
+    model.streaming.close()
+    for config in ({}, {"config": known.config}):
+        with pytest.raises(TypeError, match="memory_bugdet"):
+            from_pretrained(drive / "checkpoint", **where, **config, memory_bugdet="8GB")
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_budget_in_which_no_block_fits_is_refused_before_a_store_is_built(drive: Path, quantize: Any) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    with pytest.raises(ValueError, match=r"memory_budget must hold an extent, .*; got 100"):
+        from_pretrained(drive / "checkpoint", offload_dir=drive / "store", memory_budget=100, quantize=quantize)
+    assert not list(drive.glob("store/*"))

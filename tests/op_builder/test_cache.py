@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from deepnvme.ops.op_builder import cache as build_cache
+from deepnvme.ops.op_builder import jit
 
 from ..support.disks import MIB, memory_disk
 from .conftest import REPOSITORY, STANDIN, STANDIN_PROGRAM, StandinBuilder
@@ -278,6 +280,22 @@ def test_a_private_directory_that_another_user_has_made_there_is_not_used(run_as
     finally:
         shutil.rmtree(private, ignore_errors=True)
         shutil.rmtree(own, ignore_errors=True)
+
+
+def test_an_empty_home_is_none_rather_than_the_root_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TORCH_EXTENSIONS_DIR", ""), ("XDG_CACHE_HOME", ""), ("HOME", "")):
+        monkeypatch.setenv(name, value)
+    assert build_cache.root() == Path(pwd.getpwuid(os.getuid()).pw_dir, ".cache", "deepnvme")
+
+
+def test_the_warning_that_another_place_serves_names_the_users_line(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = drive / "everybody's"
+    place.mkdir()
+    place.chmod(0o777)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(place))
+    with pytest.warns(UserWarning, match="are kept in") as warned:
+        jit.newest("deepnvme.ops.none_op", "")
+    assert warned[0].filename == __file__
 
 
 # Mounted noexec

@@ -56,6 +56,12 @@ def test_it_prints_where_the_op_is(op: ModuleType) -> None:
     assert Path(path).is_file()
 
 
-def test_the_version_is_printed() -> None:
-    done = run("--version")
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_the_version_is_printed(option: str) -> None:
+    done = run(option)
     assert (done.stdout, done.returncode) == (f"deepnvme {deepnvme.__version__}\n", 0)
+
+
+def test_help_is_a_command_too() -> None:
+    done = run("help")
+    assert (done.stdout, done.returncode) == (run("--help").stdout, 0)

@@ -360,6 +360,15 @@ def test_what_records_a_model_is_told_that_it_is_streamed(build: Build, record: 
         world.check()
 
 
+def test_torch_compile_does_not_call_its_refusal_a_bug_of_its_own(build: Build) -> None:
+    from torch._dynamo.exc import InternalTorchDynamoError
+
+    world = build(chain())
+    with world.stream(), pytest.raises(RuntimeError, match=r"^a model whose weights are streamed cannot be compiled") as error:
+        torch.compile(world.streamed, backend="eager")(INPUT)
+    assert not isinstance(error.value, InternalTorchDynamoError)
+
+
 def chain() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))

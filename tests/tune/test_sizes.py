@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepnvme.config import AioConfig
+from deepnvme.tune import Job, Order, Place
 from deepnvme.tune.sizes import parse_size, size_text
 
 
@@ -39,3 +44,17 @@ def test_a_size_reads_back_as_it_was_written(size: int) -> None:
 ])  # fmt: skip
 def test_sizes_are_written_with_the_largest_suffix_that_is_exact(size: int, text: str) -> None:
     assert size_text(size) == text
+
+
+@pytest.mark.parametrize("name", ["io_size", "max_writes"])
+@pytest.mark.parametrize("size", ["1G", 1e9])
+def test_an_order_takes_numbers_of_bytes_only(name: str, size: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be an int, a number of bytes, got {size!r}"):
+        Order((Path(),), **{"io_size": 1 << 20, name: size})
+
+
+@pytest.mark.parametrize("name", ["io_size", "fast_io_size"])
+def test_a_job_takes_numbers_of_bytes_only(name: str) -> None:
+    more: dict[str, Any] = {"io_size": 1 << 20, name: "16M"}
+    with pytest.raises(TypeError, match=f"{name} must be an int, a number of bytes, got '16M'"):
+        Job((Place(Path(), 0),), "read", setting=AioConfig(), **more)

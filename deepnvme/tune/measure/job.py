@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from deepnvme.config import AioConfig
+from deepnvme.tune.sizes import check_number
 
 from .figures import Percentiles, Spread, merged
 from .folder import FolderFacts
@@ -44,7 +45,7 @@ class Job:
     operation: Operation
     """Whether to read or to write."""
     io_size: int
-    """Bytes of each process's tensor."""
+    """Bytes of each process's tensor, an int."""
     setting: AioConfig
     """Settings of the handle."""
     engine: EngineName = "aio_handle"
@@ -68,11 +69,15 @@ class Job:
     accelerator_pin_memory: bool = False
     """Whether host memory is pinned by PyTorch instead of locked by the handle."""
     fast_io_size: int = 64 << 20
-    """Bytes of the pinned buffer of torch_fastio."""
+    """Bytes of the pinned buffer of torch_fastio, an int."""
     torch_legacy_save: bool = False
     """Whether torch.save uses its file format of before 1.6."""
     compare_fio: bool = False
     """Whether fio makes the same transfer, in turn with ours."""
+
+    def __post_init__(self) -> None:
+        check_number(self.io_size, "io_size")
+        check_number(self.fast_io_size, "fast_io_size")
 
     @property
     def total_loops(self) -> int:

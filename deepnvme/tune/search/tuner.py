@@ -16,6 +16,7 @@ from deepnvme.tune.measure.folder import FolderFacts, check_memory, check_space,
 from deepnvme.tune.measure.job import OPERATIONS, Operation
 from deepnvme.tune.measure.unsuitable import Unsuitable
 from deepnvme.tune.search.trial_bench import Shares, TrialBench
+from deepnvme.tune.sizes import check_number
 
 from .plan import least_written
 from .results import Figures, Reference, Result, RoundFacts, Search, Striping, Tuning
@@ -36,7 +37,7 @@ class Order:
     folders: tuple[Path, ...]
     """The folders, on one or several drives."""
     io_size: int
-    """Bytes of the file in each folder; no transfer is larger."""
+    """Bytes of the file in each folder, an int; no transfer is larger."""
     read: bool = True
     """Whether to measure reads."""
     write: bool = True
@@ -50,7 +51,12 @@ class Order:
     seconds: float = 50.0
     """Approximate duration of each search; less if the limit of bytes written is reached before."""
     max_writes: int | None = None
-    """The most bytes that the run may write, to all folders together; None for the files and 28 GiB for each search."""
+    """The most bytes that the run may write, an int, to all folders together; None for the files and 28 GiB for each search."""
+
+    def __post_init__(self) -> None:
+        check_number(self.io_size, "io_size")
+        if self.max_writes is not None:
+            check_number(self.max_writes, "max_writes")
 
     @property
     def operations(self) -> list[Operation]:
