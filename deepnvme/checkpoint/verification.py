@@ -87,7 +87,7 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, conf
     files of this package and of torch have checksums unless they were saved without, see :func:`deepnvme.save`; .safetensors
     files have none.
 
-    Reads the pickle and every storage that has a checksum, at the speed of the drive. At most 16 MiB are leased. A compressed
+    Reads the pickle and every record that has a checksum, at the speed of the drive. At most 16 MiB are leased. A compressed
     file is read through zlib.
 
     Args:
@@ -114,6 +114,7 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, conf
                 with contextlib.suppress(WrongChecksum):  # reported below; the references of such a pickle mean nothing
                     pt_records.check_pickle(path, found)
                     problems = _pickle_problems(pt_records.scan_of(path, found), found)
+                problems += pt_records.wrong_names(path, [found.pickle, *found.others, *found.storages])
                 problems += _checksum_problems(path, found, buffer_pool() if pool is None else pool, config)
             else:
                 problems = _compressed_problems(path, found)
@@ -224,12 +225,13 @@ def _checksum_problems(
     path: str | os.PathLike[str], found: PtRecords, pool: BufferPool, config: AioConfig | None
 ) -> list[str]:
     """Return messages for records whose bytes do not match their checksum. Reads some chunks ahead of the computation."""
-    problems = []
     engine = shared_engine(path, config)
-    records = [found.pickle, *found.storages]
+    records = [found.pickle, *found.others, *found.storages]
+    located = list(zip(records, pt_records.data_offsets(path, records), strict=True))
+    problems = [WrongChecksum(path, *each, 0).why for each in located if each[0].crc32 and not each[0].nbytes]
     parts = (
         (record, offset, at, min(CHUNK, record.nbytes - at))
-        for record, offset in zip(records, pt_records.data_offsets(path, records), strict=True)
+        for record, offset in located
         for at in range(0, record.nbytes if record.crc32 else 0, CHUNK)
     )
     crc = 0

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from deepnvme.memory.pool import BufferPool
 from deepnvme.safetensors import save_file, save_sharded
 
 from ..support.archives import place_of, rezipped
+from ..support.examples import examples
 from ..support.files import flip
 from ..support.interpreters import Interpreters
 from ..support.objects import OBJECTS
@@ -47,6 +49,58 @@ class TestProblems:
     def test_in_the_pickle(self, path: Path) -> None:
         flip(path, place_of(path, "data.pkl") + 60)
         assert any(problem.startswith("the pickle") for problem in verify(path).problems)
+
+    @pytest.mark.parametrize("save", [deepnvme.save, torch.save])
+    def test_of_a_file_with_any_bit_flipped_only_one_that_loads_is_sound(
+        self, drive: Path, save: Callable[[object, Path], None]
+    ) -> None:
+        path, obj = drive / "file.pt", [torch.arange(5), torch.empty(0), "text"]
+        save(obj, path)
+        data, random = path.read_bytes(), Random(0)
+        places = [at for at in range(len(data)) if data[at] not in b"Z\0" or random.random() < 0.05]  # padding is often enough
+        places += range(len(data) - 98, len(data))  # the three ends of the directory
+        for at in random.sample(places, examples(300)):
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << random.randrange(8)
+            path.write_bytes(flipped)
+            if not verify(path).ok:
+                continue
+            loaded = deepnvme.load(path)
+            assert torch.equal(loaded[0], obj[0]), f"byte {at} is {flipped[at]}"
+            assert (loaded[1].numel(), loaded[2]) == (0, "text"), f"byte {at} is {flipped[at]}"
+            with zipfile.ZipFile(path) as archive:
+                assert archive.testzip() is None, f"byte {at} is {flipped[at]}"
+
+    @pytest.mark.parametrize("save", [deepnvme.save, torch.save])
+    @pytest.mark.parametrize(
+        ("structure", "at"),
+        [(b"PK\1\2", 6), (b"PK\1\2", 38), (b"PK\1\2", 45), (b"PK\6\6", 16), (b"PK\6\6", 24), (b"PK\6\7", 0),
+         (b"PK\6\7", 16), (b"PK\5\6", 4), (b"PK\5\6", 8)],
+        ids=["version", "folder", "offset", "disk", "count", "locator", "disks", "its disk", "its count"],
+    )  # fmt: skip
+    def test_in_what_zip_archives_are_found_by(
+        self, drive: Path, save: Callable[[object, Path], None], structure: bytes, at: int
+    ) -> None:
+        save([torch.arange(5)], drive / "file.pt")
+        data = bytearray((drive / "file.pt").read_bytes())
+        data[data.rindex(structure) + at] ^= 0x90
+        (drive / "file.pt").write_bytes(data)
+        assert len(verify(drive / "file.pt").problems) == 1
+
+    @pytest.mark.parametrize(("record", "header"), [("byteorder", True), ("data/0", True), ("serialization_id", False)])
+    def test_in_another_record_or_in_the_name_before_one(self, path: Path, record: str, header: bool) -> None:
+        data = bytearray(path.read_bytes())
+        data[data.index(record.encode()) if header else place_of(path, record)] ^= 1
+        path.write_bytes(data)
+        (problem,) = verify(path).problems
+        assert record.replace("data/", "storage ") in problem
+
+    def test_a_checksum_of_nothing(self, path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[data.rindex(b"archive/data/2") - 30] ^= 1
+        path.write_bytes(data)
+        (problem,) = verify(path).problems
+        assert problem.startswith("storage 2, 0 bytes")
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("record", "said"), [("data/0", "storage 0"), ("data.pkl", "record data.pkl")])
