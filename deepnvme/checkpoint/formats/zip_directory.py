@@ -105,7 +105,7 @@ def entries(file: BinaryIO, begin: int = 0, end: int | None = None) -> list[Reco
     if nbytes > _LARGEST or count * ENTRY.size > nbytes:
         raise BadDirectory(f"its directory cannot have {count} records in {nbytes} bytes; at most {_LARGEST} bytes are read")
     if disk or first_disk or here != count:
-        raise BadDirectory(f"{here} of its {count} records are on disk {disk}, and the first on disk {first_disk}; all must be on 0")
+        raise BadDirectory(f"{here} of its {count} records are on disk {disk}, the first is on disk {first_disk}: not all on 0")
     if start + nbytes != directory_end:
         raise BadDirectory(f"its directory should be at bytes {start} to {start + nbytes}, and ends at byte {directory_end}")
     file.seek(begin + start)
@@ -142,7 +142,8 @@ def _parse(directory: bytes, count: int, size: int) -> list[Record]:
         fields = ENTRY.unpack_from(directory, at)
         if fields[0] != b"PK\1\2":
             raise BadDirectory(f"its directory is damaged: no record's entry at byte {at} of it")
-        _, _, needed, flags, method, _, _, crc32, nbytes, whole, name_length, extra_length, comment_length, disk, _, external, header = fields
+        _, _, needed, flags, method, _, _, crc32, nbytes, whole, *lengths, disk, _, external, header = fields
+        name_length, extra_length, comment_length = lengths
         at += ENTRY.size
         try:
             name = directory[at : at + name_length].decode()
