@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 import zipfile
@@ -17,7 +18,7 @@ import deepnvme
 from deepnvme.__main__ import main
 from deepnvme.checkpoint import CorruptCheckpoint, verify
 from deepnvme.memory.pool import BufferPool
-from deepnvme.safetensors import save_file, save_sharded
+from deepnvme.safetensors import load_file, save_file, save_sharded
 
 from ..support.archives import place_of, rezipped
 from ..support.examples import examples
@@ -144,11 +145,19 @@ class TestProblems:
         flip(path, place_of(path, "/data/1") + 100)
         assert not verify(path).ok
 
-    def test_a_file_that_has_nothing_to_verify(self, path: Path) -> None:
-        torch.save([torch.ones(3)], path, _use_new_zipfile_serialization=False)
-        assert verify(path).problems == (
-            "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by",
-        )
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [(b"<!DOCTYPE html><html></html>", "HTML page"), (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS"),
+         (pickle.dumps([1, 2, "three"]), "a pickle that torch.save has not written"), (b"", "an empty file")],
+        ids=["html", "lfs", "pickle", "empty"],
+    )  # fmt: skip
+    @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+    def test_a_file_that_is_no_checkpoint(self, drive: Path, content: bytes, said: str, name: str) -> None:
+        (drive / name).write_bytes(content)
+        (problem,) = verify(drive / name).problems
+        assert said in problem
+        with pytest.raises(CorruptCheckpoint, match=said):
+            load_file(drive / name)
 
     @pytest.mark.parametrize(
         ("damage", "said"),
@@ -260,6 +269,18 @@ class TestCommand:
         with pytest.raises(SystemExit) as ended:
             main(["verify", *options, str(drive / "file.pt")])
         assert ended.value.code == status
+
+    @pytest.mark.parametrize(("options", "status"), [([], 0), (["--require-checksums"], 3)])
+    def test_a_file_that_has_nothing_to_verify_it_by_is_not_wrong(
+        self, path: Path, options: list[str], status: int, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        torch.save([torch.ones(3)], path, _use_new_zipfile_serialization=False)
+        report = verify(path)
+        assert (report.ok, report.contents_checked) == (True, False)
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", *options, str(path)])
+        assert ended.value.code == status
+        assert capsys.readouterr().out.startswith(f"{path}: not checked (torch.save wrote it before torch 1.6")
 
     def test_what_is_wrong_counts_more_than_what_is_not_checked(self, path: Path, drive: Path) -> None:
         flip(path, place_of(path, "/data/0"))
