@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
+import stat
 import sys
 import zipfile
 import zlib
@@ -104,13 +106,16 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, conf
         The report. A damaged file is not an error: the report lists what is wrong.
 
     Raises:
-        OSError: If the file cannot be read. Names the file.
+        OSError: If the file cannot be read, or is a FIFO or a device. Names the file.
         TypeError: If ``config`` is something else than an AioConfig.
     """
     name = os.fspath(path)
     problems: list[str] = []
     try:
         with naming_file(path):
+            mode = os.stat(path).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a FIFO could block for ever; opening a directory is refused
+                raise OSError(errno.EINVAL, "it is no regular file", name)
             if not pt_records.is_zip(path):
                 pt_records.refuse_damaged_beginning(path)
                 return _old(name) if pt_records.is_pickle(path) else _safetensors(name)

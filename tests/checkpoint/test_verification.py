@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -148,8 +149,8 @@ class TestProblems:
     @pytest.mark.parametrize(
         ("content", "said"),
         [(b"<!DOCTYPE html><html></html>", "HTML page"), (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS"),
-         (pickle.dumps([1, 2, "three"]), "a pickle that torch.save has not written"), (b"", "an empty file")],
-        ids=["html", "lfs", "pickle", "empty"],
+         (pickle.dumps([1, 2, "three"]), "a pickle that torch.save has not written")],
+        ids=["html", "lfs", "pickle"],
     )  # fmt: skip
     @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
     def test_a_file_that_is_no_checkpoint(self, drive: Path, content: bytes, said: str, name: str) -> None:
@@ -298,6 +299,21 @@ class TestCommand:
         assert said.err == f"{drive / 'missing'}: No such file or directory\n"
         assert said.out.splitlines()[0] == f"{path}: 1 wrong (structure, and checksums of all 4 storages, 12000136 bytes)"
         assert said.out.splitlines()[1].startswith("  storage 0, 80 bytes")
+
+    def test_that_nobody_reads_it_to_the_end_is_no_error(self, path: Path) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "wb") as closed:
+            command = [sys.executable, "-m", "deepnvme", "verify", path, path]
+            done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (1, "")
+
+    def test_a_fifo_is_refused_rather_than_waited_for(self, drive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        os.mkfifo(drive / "fifo.pt")
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", str(drive / "fifo.pt")])
+        assert ended.value.code == 1
+        assert capsys.readouterr().err == f"{drive / 'fifo.pt'}: it is no regular file\n"
 
     @pytest.mark.slow
     @pytest.mark.parametrize("module", [["deepnvme.checkpoint.verify"], ["deepnvme", "verify"]], ids=" ".join)

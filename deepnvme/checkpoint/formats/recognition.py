@@ -53,8 +53,6 @@ def what_else(path: str | os.PathLike[str]) -> str | None:
     for beginning, text in _BEGINNINGS.items():
         if head.startswith(beginning):
             return text
-    if not head:
-        return "an empty file"
     header = int.from_bytes(head[:8], "little")
     if head[8:9] == b"{" and 2 <= header <= min(_LONGEST_SAFETENSORS_HEADER, size - 8):
         return f"{SAFETENSORS}: use deepnvme.safetensors.load_file, or give it a name that ends in .safetensors"

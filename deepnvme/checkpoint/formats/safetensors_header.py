@@ -121,7 +121,7 @@ def read_header(path: str | os.PathLike[str], begin: int = 0) -> list[TensorEntr
     try:
         return _read_header(path, begin)
     except CorruptCheckpoint as error:
-        other = what_else(path) if begin == 0 else None
+        other = what_else(path) if begin == 0 and os.path.getsize(path) >= _LENGTH.size else None
         if other is None or other.startswith((SAFETENSORS, UNKNOWN)):
             raise
         raise CorruptCheckpoint(path, f"it is no safetensors file, but looks like {other}") from error
