@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ class TestProblems:
     def test_of_a_file_with_any_bit_flipped_only_one_that_loads_is_sound(
         self, drive: Path, save: Callable[[object, Path], None]
     ) -> None:
-        path, obj = drive / "file.pt", [torch.arange(5), torch.empty(0), "text"]
+        path = drive / "file.pt"
+        obj: list[Any] = [torch.arange(5), torch.empty(0), "text"]
         save(obj, path)
         data, random = path.read_bytes(), Random(0)
         places = [at for at in range(len(data)) if data[at] not in b"Z\0" or random.random() < 0.05]  # padding is often enough
@@ -304,7 +306,7 @@ class TestCommand:
         reader, writer = os.pipe()
         os.close(reader)
         with open(writer, "wb") as closed:
-            command = [sys.executable, "-m", "deepnvme", "verify", path, path]
+            command = [sys.executable, "-m", "deepnvme", "verify", str(path), str(path)]
             done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
         assert (done.returncode, done.stderr) == (1, "")
 
