@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -36,7 +38,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[0] not in _COMMANDS:
         print(f"deepnvme: there is no command {words[0]!r}; there is {', '.join(_COMMANDS)}", file=sys.stderr)
         sys.exit(2)
-    importlib.import_module(f".{_COMMANDS[words[0]][0]}", __package__).main(words[1:])
+    command = importlib.import_module(f".{_COMMANDS[words[0]][0]}", __package__).main
+    try:
+        try:
+            command(words[1:])
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        if not _abandoned():
+            raise
+        sys.exit(1)
+
+
+def _abandoned() -> bool:
+    """Return whether nobody reads stdout any more, as in ``deepnvme verify *.pt | head -1``. If so, what is left is dropped."""
+    if sys.stdout is None:
+        return False
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    # Flushing at exit would fail again, and say so on stderr.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _usage() -> str:

@@ -72,7 +72,8 @@ def shown_progress(progress: ProgressOption, what: str, unit: Unit = "bytes") ->
         yield None
         return
     shown: _Display | None = None
-    due = time.monotonic() + (0.0 if progress else _SHOW_AFTER_SECONDS)
+    began = time.monotonic()
+    due = began + (0.0 if progress else _SHOW_AFTER_SECONDS)
 
     def show(done: int, total: int) -> None:
         """Show how far it is, if it is time for that."""
@@ -82,7 +83,7 @@ def shown_progress(progress: ProgressOption, what: str, unit: Unit = "bytes") ->
                 # What is about to end is not worth showing any more.
                 if time.monotonic() < due or (progress is None and done >= total):
                     return
-                shown = make(what, unit)
+                shown = make(what, unit, began)
             shown.update(done, total)
 
     try:
@@ -116,7 +117,12 @@ class _Display(Protocol):
         """Remove it."""
 
 
-def _display() -> Callable[[str, Unit], _Display] | None:
+def _speed(nbytes: int, seconds: float) -> str:
+    """Return the text about the average speed since the beginning; empty if that was only just now."""
+    return f"{nbytes / seconds / 1e9:.1f} GB/s" if seconds >= _REDRAW_INTERVAL_SECONDS and nbytes > 0 else ""
+
+
+def _display() -> Callable[[str, Unit, float], _Display] | None:
     """Return what shows progress on this process's stderr; None if nobody would see it."""
     if sys.stderr is None:
         return None
@@ -142,12 +148,12 @@ def _is_first_of_its_machine() -> bool:
 class _Bar:
     """A bar on a terminal."""
 
-    def __init__(self, what: str, unit: Unit) -> None:
+    def __init__(self, what: str, unit: Unit, began: float) -> None:
         from rich import progress as rich
         from rich.console import Console
 
         figures = (
-            (rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
+            (rich.DownloadColumn(), rich.TextColumn("{task.fields[speed]}"), rich.TimeRemainingColumn())
             if unit == "bytes"
             else (rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
         )
@@ -156,12 +162,14 @@ class _Bar:
         self._shown = rich.Progress(
             *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
         )
-        self._task = self._shown.add_task(what, total=None)
+        self._began = began
+        self._task = self._shown.add_task(what, total=None, speed="")
         self._shown.start()
 
     def update(self, done: int, total: int) -> None:
         """Show how far it is."""
-        self._shown.update(self._task, completed=done, total=total)
+        speed = _speed(done, time.monotonic() - self._began)
+        self._shown.update(self._task, completed=done, total=total, speed=speed)
 
     def close(self) -> None:
         """Remove the bar."""
@@ -171,16 +179,14 @@ class _Bar:
 class _Line:
     """A line in a notebook, rewritten by carriage returns: rich would need ipywidgets there, and warn where they are missing."""
 
-    def __init__(self, what: str, unit: Unit) -> None:
-        self._what, self._unit = what, unit
-        self._began: tuple[float, int] | None = None
+    def __init__(self, what: str, unit: Unit, began: float) -> None:
+        self._what, self._unit, self._began = what, unit, began
         self._drawn = 0.0
         self._width = 0
 
     def update(self, done: int, total: int) -> None:
         """Show how far it is."""
         now = time.monotonic()
-        self._began = self._began or (now, done)
         if now - self._drawn < _REDRAW_INTERVAL_SECONDS and done < total:
             return
         self._drawn = now
@@ -190,10 +196,8 @@ class _Line:
         """Return the text about how much is done, and how fast it goes."""
         if self._unit == "steps":
             return f"{done}/{total}"
-        assert self._began is not None
-        seconds, nbytes = now - self._began[0], done - self._began[1]
         share = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
-        return f"{share}, {nbytes / seconds / 1e9:.1f} GB/s" if seconds > 0 and nbytes > 0 else share
+        return ", ".join(filter(None, (share, _speed(done, now - self._began))))
 
     def _write(self, text: str) -> None:
         """Write over what the line has shown."""

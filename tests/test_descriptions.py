@@ -115,7 +115,7 @@ def test_of_a_store_its_directories_and_how_many_tensors_it_has(drive: Path) -> 
 
 def test_of_checkpoints_their_directory_and_of_a_save_how_far_it_is(drive: Path) -> None:
     manager = deepnvme.CheckpointManager(drive / "run", keep=2)
-    assert repr(manager) == f"<CheckpointManager in '{drive / 'run'}', keep=2>"
+    assert repr(manager) == f"<CheckpointManager in '{drive / 'run'}', keep=2, no checkpoints>"
     saving = manager.save(1, [torch.ones(1024)], asynchronous=True)
     nbytes = saving.result()
     assert repr(saving) == f"<SaveFuture of '{drive / 'run' / 'step-00000001.pt'}', {size_for_people(nbytes)}, saved>"

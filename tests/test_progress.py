@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import io
+import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TypeVar
@@ -155,6 +157,32 @@ def test_a_line_in_a_notebook_is_not_redrawn_for_every_part(monkeypatch: pytest.
             report(step, 1000)
     assert notebook.getvalue().count("working") < 50
     assert "working: 1000/1000" in notebook.getvalue()
+
+
+@pytest.mark.parametrize("somewhere", [a_terminal, a_notebook])
+def test_the_speed_is_that_since_the_beginning(
+    somewhere: Callable[[pytest.MonkeyPatch], io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = somewhere(monkeypatch)
+    with shown_progress(True, "working") as report:
+        assert report is not None
+        time.sleep(0.3)
+        for done in (1, 2, 3):  # at one instant
+            report(done * 1_000_000_000, 3_000_000_000)
+    speeds = [float(speed) for speed in re.findall(r"([\d.]+) GB/s", shown.getvalue())]
+    assert speeds
+    assert max(speeds) <= 10
+    assert "TB/s" not in shown.getvalue()
+
+
+def test_one_large_tensor_is_not_loaded_in_silence(drive: Path) -> None:
+    obj = {"a": torch.zeros(160 << 20, dtype=torch.uint8)}
+    deepnvme.save(obj, drive / "file.pt", checksum=False)
+    save_file(obj, drive / "file.safetensors")
+    for load, path in ((deepnvme.load, drive / "file.pt"), (load_file, drive / "file.safetensors")):
+        told: list[tuple[int, int]] = []
+        load(path, progress=lambda *now, told=told: told.append(now))
+        assert [done >> 20 for done, _ in told] == [64, 128, 160]
 
 
 def test_a_function_is_told_as_it_is() -> None:

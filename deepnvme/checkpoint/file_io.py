@@ -249,16 +249,23 @@ def read(placed: Sequence[Placed], path: Path, engine: Engine, pool: BufferPool,
                     places.append((offset, nbytes))
                     addresses.append(memory.data_ptr())
                     continue
-                if on_cpu:
-                    give_pages(memory.data_ptr(), nbytes)  # meanwhile the drive reads earlier pieces
-                with _cut_off_is_damage(file):
-                    alone.start(start, flat_bytes(memory), file, offset)
+                data = flat_bytes(memory)
+                for at in range(0, nbytes, _REPORTED) or (0,):
+                    part = data[at : at + _REPORTED]
+                    if on_cpu:
+                        give_pages(part.data_ptr(), part.numel())  # meanwhile the drive reads earlier pieces
+                    with _cut_off_is_damage(file):
+                        alone.start(start, part, file, offset + at)
             for run, chunk, begin in in_chunks(places, file, engine, pool):
                 scatter([addresses[index] for index in run], [places[index] for index in run], chunk, begin)
                 ended(sum(places[index][1] for index in run))
             alone.result()
         finally:
             alone.exception()  # nothing may be read into the memory after this returns
+
+
+_REPORTED = 64 << 20
+"""Most bytes of a transfer, so that progress is reported within a large tensor, and its pages are allocated while it is read."""
 
 
 def started(engine: Engine, memory: torch.Tensor, file: File, offset: int) -> Future:

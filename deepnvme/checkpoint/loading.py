@@ -24,7 +24,7 @@ from .formats import pt_records
 from .formats.pt_image import crc32_of
 from .formats.pt_pickle import pickled
 from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
-from .formats.recognition import SAFETENSORS, UNKNOWN, what_else
+from .formats.recognition import what_else
 from .formats.zip_directory import Record
 from .unpickling import MapLocation, Refusals, UnpicklingFile, unread
 from .verification import refuse_compressed, verify_records
@@ -116,13 +116,7 @@ def load(
         if mmap or checksum:
             what = "mmap=True is for .pt files" if mmap else "checksum=True: a safetensors file has no checksums"
             raise ValueError(f"{what}: load '{os.fspath(path)}' without")
-        try:
-            return _load_safetensors(path, map_location, chosen, pool, progress, config)
-        except CorruptCheckpoint as error:
-            other = what_else(path)
-            if other is None or other.startswith((SAFETENSORS, UNKNOWN)):
-                raise
-            raise CorruptCheckpoint(path, f"it is no safetensors file, but looks like {other}") from error
+        return _load_safetensors(path, map_location, chosen, pool, progress, config)
     loaded = read_consistently(path, whole)
     return loaded if chosen is None else _chosen(loaded, chosen)
 

@@ -69,11 +69,20 @@ class CheckpointManager:
             sync_directory(made.parent)
 
     def __repr__(self) -> str:
-        return representation(self, lambda: f"in {path_list([self.directory])}", lambda: f"keep={self.keep}")
+        return representation(self, lambda: f"in {path_list([self.directory])}", lambda: f"keep={self.keep}", self._contents)
+
+    def _contents(self) -> str:
+        """Return the text about the checkpoints that exist."""
+        steps = self.steps()
+        count = f"{len(steps)} checkpoint{'s' if len(steps) > 1 else ''}"
+        return f"{count}, the latest of step {steps[-1]}" if steps else "no checkpoints"
 
     def path(self, step: int) -> Path:
-        """Return the path that the checkpoint of a step has or would have. Raises ValueError for a negative step."""
-        step = operator.index(step)
+        """Return the path that the checkpoint of a step has or would have. Raises ValueError if it is negative."""
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise TypeError(f"step must be an integer, got {type(step).__name__}") from None
         if step < 0:
             raise ValueError(f"a step must not be negative, got {step}")
         return self.directory / f"step-{step:08}.pt"
@@ -129,6 +138,7 @@ class CheckpointManager:
             The future of the save if ``asynchronous``, otherwise None.
 
         Raises:
+            TypeError: If ``step`` is no integer.
             ValueError: If ``lazy`` is given without ``asynchronous``, or ``group`` with it.
             OSError: From saving. If a surplus checkpoint cannot be removed, the message says that the new one is saved.
             Exception: Any other error of :func:`deepnvme.save` or :func:`deepnvme.async_save`.

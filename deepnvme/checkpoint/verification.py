@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
+import stat
 import sys
 import zipfile
 import zlib
@@ -26,12 +28,13 @@ from .file_io import clearing_frames, shared_engine, started
 from .formats import pt_records, safetensors_header
 from .formats.pickle_scan import PickleScan, why_wasteful
 from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
+from .formats.recognition import what_else
 from .formats.zip_directory import Record
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
 
-_TOO_OLD = "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by"
+_TOO_OLD = "torch.save wrote it before torch 1.6, without checksums or a directory: there is nothing to verify it by"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Report:
     """Whether records are deflated. torch.save never writes such files, but torch.load reads them."""
     checked_nbytes: int = 0
     """Bytes of the storages that have a checksum. A change of other bytes of the contents cannot be seen."""
+    unchecked: str = ""
+    """Why nothing of the file could be checked: its format has nothing to do it by. Empty if something was."""
 
     @property
     def ok(self) -> bool:
@@ -63,10 +68,12 @@ class Report:
     @property
     def contents_checked(self) -> bool:
         """Return whether there was a checksum for every byte of the contents."""
-        return self.checked_nbytes == self.nbytes
+        return not self.unchecked and self.checked_nbytes == self.nbytes
 
     def checked(self) -> str:
         """Return what was checked, in words."""
+        if self.unchecked:
+            return self.unchecked
         things = "storages" if self.format == "pt" else "tensors"
         if self.contents_checked:
             return f"structure, and checksums of all {self.tensors} {things}, {self.nbytes} bytes"
@@ -87,7 +94,7 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, conf
     files of this package and of torch have checksums unless they were saved without, see :func:`deepnvme.save`; .safetensors
     files have none.
 
-    Reads the pickle and every storage that has a checksum, at the speed of the drive. At most 16 MiB are leased. A compressed
+    Reads the pickle and every record that has a checksum, at the speed of the drive. At most 16 MiB are leased. A compressed
     file is read through zlib.
 
     Args:
@@ -99,21 +106,25 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, conf
         The report. A damaged file is not an error: the report lists what is wrong.
 
     Raises:
-        OSError: If the file cannot be read. Names the file.
+        OSError: If the file cannot be read, or is a FIFO or a device. Names the file.
         TypeError: If ``config`` is something else than an AioConfig.
     """
     name = os.fspath(path)
     problems: list[str] = []
     try:
         with naming_file(path):
+            mode = os.stat(path).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a FIFO could block for ever; opening a directory is refused
+                raise OSError(errno.EINVAL, "it is no regular file", name)
             if not pt_records.is_zip(path):
                 pt_records.refuse_damaged_beginning(path)
-                return Report(name, "pt", 0, 0, 0, (_TOO_OLD,)) if pt_records.is_pickle(path) else _safetensors(name)
+                return _old(name) if pt_records.is_pickle(path) else _safetensors(name)
             found = pt_records.records_of(path)
             if found.stored:
                 with contextlib.suppress(WrongChecksum):  # reported below; the references of such a pickle mean nothing
                     pt_records.check_pickle(path, found)
                     problems = _pickle_problems(pt_records.scan_of(path, found), found)
+                problems += pt_records.wrong_names(path, [found.pickle, *found.others, *found.storages])
                 problems += _checksum_problems(path, found, buffer_pool() if pool is None else pool, config)
             else:
                 problems = _compressed_problems(path, found)
@@ -122,6 +133,14 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, conf
     nbytes = sum(record.whole for record in found.storages)
     summed = [record.whole for record in found.storages if record.crc32 != 0]
     return Report(name, "pt", len(found.storages), nbytes, len(summed), tuple(problems), not found.stored, sum(summed))
+
+
+def _old(path: str) -> Report:
+    """Return the report of a file that begins as a pickle, as torch.save wrote before torch 1.6."""
+    other = what_else(path)
+    if other is None:
+        return Report(path, "pt", 0, 0, 0, (), unchecked=_TOO_OLD)
+    return Report(path, "pt", 0, 0, 0, (f"it is no checkpoint, but looks like {other}",))
 
 
 def _safetensors(path: str) -> Report:
@@ -224,12 +243,13 @@ def _checksum_problems(
     path: str | os.PathLike[str], found: PtRecords, pool: BufferPool, config: AioConfig | None
 ) -> list[str]:
     """Return messages for records whose bytes do not match their checksum. Reads some chunks ahead of the computation."""
-    problems = []
     engine = shared_engine(path, config)
-    records = [found.pickle, *found.storages]
+    records = [found.pickle, *found.others, *found.storages]
+    located = list(zip(records, pt_records.data_offsets(path, records), strict=True))
+    problems = [WrongChecksum(path, *each, 0).why for each in located if each[0].crc32 and not each[0].nbytes]
     parts = (
         (record, offset, at, min(CHUNK, record.nbytes - at))
-        for record, offset in zip(records, pt_records.data_offsets(path, records), strict=True)
+        for record, offset in located
         for at in range(0, record.nbytes if record.crc32 else 0, CHUNK)
     )
     crc = 0
@@ -315,7 +335,7 @@ _STATUSES = (
 
 def _line(report: Report) -> str:
     """Return the line that ``deepnvme verify`` prints for a file."""
-    sound = "ok" if report.contents_checked else "ok as far as checked"
+    sound = "not checked" if report.unchecked else "ok" if report.contents_checked else "ok as far as checked"
     verdict = sound if report.ok else f"{len(report.problems)} wrong"
     if not (report.ok or report.tensors):  # it could not be read so far that there was anything to check
         return f"{report.path}: {verdict}"

@@ -278,3 +278,20 @@ else:
         half, weights = manager.load(step)
         assert half == step // 2
         assert bool((weights == half).all())
+
+
+def test_arguments_in_the_wrong_order_are_named(drive: Path) -> None:
+    with pytest.raises(TypeError, match="step must be an integer, got dict"):
+        deepnvme.CheckpointManager(drive / "run").save({"a": torch.ones(3)}, 3)  # type: ignore[call-overload]
+
+
+def test_its_description_says_what_there_is(drive: Path) -> None:
+    manager = deepnvme.CheckpointManager(drive / "run")
+    assert repr(manager) == f"<CheckpointManager in '{drive / 'run'}', keep=3, no checkpoints>"
+    for step in (5, 12):
+        manager.save(step, [torch.ones(3)])
+    assert repr(manager).endswith(", keep=3, 2 checkpoints, the latest of step 12>")
+    for path in (manager.path(5), manager.path(12)):
+        path.unlink()
+    manager.directory.rmdir()
+    assert repr(manager).endswith(", keep=3>")

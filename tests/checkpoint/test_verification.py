@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +20,10 @@ import deepnvme
 from deepnvme.__main__ import main
 from deepnvme.checkpoint import CorruptCheckpoint, verify
 from deepnvme.memory.pool import BufferPool
-from deepnvme.safetensors import save_file, save_sharded
+from deepnvme.safetensors import load_file, save_file, save_sharded
 
 from ..support.archives import place_of, rezipped
+from ..support.examples import examples
 from ..support.files import flip
 from ..support.interpreters import Interpreters
 from ..support.objects import OBJECTS
@@ -47,6 +52,59 @@ class TestProblems:
     def test_in_the_pickle(self, path: Path) -> None:
         flip(path, place_of(path, "data.pkl") + 60)
         assert any(problem.startswith("the pickle") for problem in verify(path).problems)
+
+    @pytest.mark.parametrize("save", [deepnvme.save, torch.save])
+    def test_of_a_file_with_any_bit_flipped_only_one_that_loads_is_sound(
+        self, drive: Path, save: Callable[[object, Path], None]
+    ) -> None:
+        path = drive / "file.pt"
+        obj: list[Any] = [torch.arange(5), torch.empty(0), "text"]
+        save(obj, path)
+        data, random = path.read_bytes(), Random(0)
+        places = [at for at in range(len(data)) if data[at] not in b"Z\0" or random.random() < 0.05]  # padding is often enough
+        places += range(len(data) - 98, len(data))  # the three ends of the directory
+        for at in random.sample(places, examples(300)):
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << random.randrange(8)
+            path.write_bytes(flipped)
+            if not verify(path).ok:
+                continue
+            loaded = deepnvme.load(path)
+            assert torch.equal(loaded[0], obj[0]), f"byte {at} is {flipped[at]}"
+            assert (loaded[1].numel(), loaded[2]) == (0, "text"), f"byte {at} is {flipped[at]}"
+            with zipfile.ZipFile(path) as archive:
+                assert archive.testzip() is None, f"byte {at} is {flipped[at]}"
+
+    @pytest.mark.parametrize("save", [deepnvme.save, torch.save])
+    @pytest.mark.parametrize(
+        ("structure", "at"),
+        [(b"PK\1\2", 6), (b"PK\1\2", 38), (b"PK\1\2", 45), (b"PK\6\6", 16), (b"PK\6\6", 24), (b"PK\6\7", 0),
+         (b"PK\6\7", 16), (b"PK\5\6", 4), (b"PK\5\6", 8)],
+        ids=["version", "folder", "offset", "disk", "count", "locator", "disks", "its disk", "its count"],
+    )  # fmt: skip
+    def test_in_what_zip_archives_are_found_by(
+        self, drive: Path, save: Callable[[object, Path], None], structure: bytes, at: int
+    ) -> None:
+        save([torch.arange(5)], drive / "file.pt")
+        data = bytearray((drive / "file.pt").read_bytes())
+        data[data.rindex(structure) + at] ^= 0x90
+        (drive / "file.pt").write_bytes(data)
+        assert len(verify(drive / "file.pt").problems) == 1
+
+    @pytest.mark.parametrize(("record", "header"), [("byteorder", True), ("data/0", True), ("serialization_id", False)])
+    def test_in_another_record_or_in_the_name_before_one(self, path: Path, record: str, header: bool) -> None:
+        data = bytearray(path.read_bytes())
+        data[data.index(record.encode()) if header else place_of(path, record)] ^= 1
+        path.write_bytes(data)
+        (problem,) = verify(path).problems
+        assert record.replace("data/", "storage ") in problem
+
+    def test_a_checksum_of_nothing(self, path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[data.rindex(b"archive/data/2") - 30] ^= 1
+        path.write_bytes(data)
+        (problem,) = verify(path).problems
+        assert problem.startswith("storage 2, 0 bytes")
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("record", "said"), [("data/0", "storage 0"), ("data.pkl", "record data.pkl")])
@@ -90,11 +148,19 @@ class TestProblems:
         flip(path, place_of(path, "/data/1") + 100)
         assert not verify(path).ok
 
-    def test_a_file_that_has_nothing_to_verify(self, path: Path) -> None:
-        torch.save([torch.ones(3)], path, _use_new_zipfile_serialization=False)
-        assert verify(path).problems == (
-            "it is no archive, but a pickle, as torch.save wrote before torch 1.6: there is nothing to verify it by",
-        )
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [(b"<!DOCTYPE html><html></html>", "HTML page"), (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS"),
+         (pickle.dumps([1, 2, "three"]), "a pickle that torch.save has not written")],
+        ids=["html", "lfs", "pickle"],
+    )  # fmt: skip
+    @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+    def test_a_file_that_is_no_checkpoint(self, drive: Path, content: bytes, said: str, name: str) -> None:
+        (drive / name).write_bytes(content)
+        (problem,) = verify(drive / name).problems
+        assert said in problem
+        with pytest.raises(CorruptCheckpoint, match=said):
+            load_file(drive / name)
 
     @pytest.mark.parametrize(
         ("damage", "said"),
@@ -207,6 +273,18 @@ class TestCommand:
             main(["verify", *options, str(drive / "file.pt")])
         assert ended.value.code == status
 
+    @pytest.mark.parametrize(("options", "status"), [([], 0), (["--require-checksums"], 3)])
+    def test_a_file_that_has_nothing_to_verify_it_by_is_not_wrong(
+        self, path: Path, options: list[str], status: int, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        torch.save([torch.ones(3)], path, _use_new_zipfile_serialization=False)
+        report = verify(path)
+        assert (report.ok, report.contents_checked) == (True, False)
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", *options, str(path)])
+        assert ended.value.code == status
+        assert capsys.readouterr().out.startswith(f"{path}: not checked (torch.save wrote it before torch 1.6")
+
     def test_what_is_wrong_counts_more_than_what_is_not_checked(self, path: Path, drive: Path) -> None:
         flip(path, place_of(path, "/data/0"))
         save_file({"a": torch.ones(3)}, drive / "a.safetensors")
@@ -223,6 +301,21 @@ class TestCommand:
         assert said.err == f"{drive / 'missing'}: No such file or directory\n"
         assert said.out.splitlines()[0] == f"{path}: 1 wrong (structure, and checksums of all 4 storages, 12000136 bytes)"
         assert said.out.splitlines()[1].startswith("  storage 0, 80 bytes")
+
+    def test_that_nobody_reads_it_to_the_end_is_no_error(self, path: Path) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "wb") as closed:
+            command = [sys.executable, "-m", "deepnvme", "verify", str(path), str(path)]
+            done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (1, "")
+
+    def test_a_fifo_is_refused_rather_than_waited_for(self, drive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        os.mkfifo(drive / "fifo.pt")
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", str(drive / "fifo.pt")])
+        assert ended.value.code == 1
+        assert capsys.readouterr().err == f"{drive / 'fifo.pt'}: it is no regular file\n"
 
     @pytest.mark.slow
     @pytest.mark.parametrize("module", [["deepnvme.checkpoint.verify"], ["deepnvme", "verify"]], ids=" ".join)

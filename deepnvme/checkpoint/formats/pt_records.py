@@ -61,6 +61,8 @@ class PtRecords:
     """The storages in the order of the file."""
     pickle: Record
     """The record of the pickle."""
+    others: tuple[Record, ...]
+    """All other records, such as the version and the byte order."""
     stored: bool
     """Whether all records are stored as they are. False if any is deflated."""
     byteorder: str
@@ -136,7 +138,8 @@ def records_of(path: str | os.PathLike[str]) -> PtRecords:
         raise CorruptCheckpoint(path, f"it has no record {min(missing)}, which all have that torch.save wrote")
     storages = sorted((record for name, record in records.items() if name.startswith("data/")), key=_header)
     stored = all(record.stored for record in found)
-    return PtRecords(tuple(storages), records["data.pkl"], stored, byteorder, "constants.pkl" in records)
+    others = tuple(record for name, record in records.items() if name != "data.pkl" and record.key is None)
+    return PtRecords(tuple(storages), records["data.pkl"], others, stored, byteorder, "constants.pkl" in records)
 
 
 _FACTS = {
@@ -299,6 +302,23 @@ def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> lis
     """
     with open(path, "rb") as file:
         return [_data_offset(path, file.fileno(), record) for record in records]
+
+
+def wrong_names(path: str | os.PathLike[str], records: Iterable[Record]) -> list[str]:
+    """Return messages for the records whose own headers have other names than the directory. Blocks."""
+    wrong = []
+    with open(path, "rb") as file:
+        for record in records:
+            file.seek(record.header)
+            *_, length, _ = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size).ljust(LOCAL_HEADER.size, b"\0"))
+            name = file.read(length)
+            if name != record.name.encode():
+                wrong.append(f"{record}: the header at byte {record.header} names it {name[:_SHOWN]!r}, and not {record.name!r}")
+    return wrong
+
+
+_SHOWN = 100
+"""Bytes of a damaged name that are shown."""
 
 
 def _data_offset(path: str | os.PathLike[str], descriptor: int, record: Record) -> int:

@@ -25,6 +25,7 @@ from deepnvme._shortened_lists import listed
 from deepnvme.memory.tensor_bytes import span_nbytes
 
 from .pt_records import CorruptCheckpoint
+from .recognition import SAFETENSORS, UNKNOWN, what_else
 
 T = TypeVar("T")
 
@@ -113,9 +114,21 @@ def read_header(path: str | os.PathLike[str], begin: int = 0) -> list[TensorEntr
         begin: Offset at which the safetensors format begins within the file.
 
     Raises:
-        CorruptCheckpoint: If the header is damaged, or the file does not have all bytes of the tensors and no others.
+        CorruptCheckpoint: If the header is damaged, or the file does not have all bytes of the tensors and no others. If it is
+            none of the format, says what it looks like.
         OSError: If the file cannot be read.
     """
+    try:
+        return _read_header(path, begin)
+    except CorruptCheckpoint as error:
+        other = what_else(path) if begin == 0 and os.path.getsize(path) >= _LENGTH.size else None
+        if other is None or other.startswith((SAFETENSORS, UNKNOWN)):
+            raise
+        raise CorruptCheckpoint(path, f"it is no safetensors file, but looks like {other}") from error
+
+
+def _read_header(path: str | os.PathLike[str], begin: int) -> list[TensorEntry]:
+    """Do what :func:`read_header` does, with errors by the bytes of the header only."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(begin)

@@ -17,7 +17,12 @@ ZIP64 = 1
 LARGE = 0xFFFFFFFF
 """From this value on, a size or an offset is stored as 8 bytes in an extra field."""
 _LONGEST_COMMENT = 0xFFFF
-_ENCRYPTED = 0x0001
+_ENCRYPTED = 0x2061
+"""Flags of encrypted data, patches, strongly encrypted data, and an encrypted directory."""
+_FOLDER = 0x10
+"""The attribute of a folder, whatever the record's name: torch reads nothing of it."""
+_NEWEST = 63
+"""Version of the format, 6.3, up to which readers go."""
 _STORED, _DEFLATED = 0, 8
 _MOST_INFLATED = 1032
 """Largest factor by which deflate can make data smaller."""
@@ -81,16 +86,28 @@ def entries(file: BinaryIO, begin: int = 0, end: int | None = None) -> list[Reco
     at = tail.rfind(b"PK\5\6")
     if at < 0 or at + END.size > len(tail):
         raise BadDirectory("the directory at its end is missing")
-    _, _, _, _, count, nbytes, start, _ = END.unpack_from(tail, at)
+    _, *end_fields, _ = END.unpack_from(tail, at)
+    disk, first_disk, here, count, nbytes, start = end_fields
+    directory_end = tail_at + at
     if at >= LOCATOR_64.size and tail.startswith(b"PK\6\7", at - LOCATOR_64.size):
-        _, _, end_64, _ = LOCATOR_64.unpack_from(tail, at - LOCATOR_64.size)
+        _, end_disk, end_64, disks = LOCATOR_64.unpack_from(tail, at - LOCATOR_64.size)
         if not tail_at <= end_64 <= size - END_64.size or tail[end_64 - tail_at :][:4] != b"PK\6\6":
             raise BadDirectory(f"the end of the directory is not at byte {end_64}, where it should be")
-        *_, count, nbytes, start = END_64.unpack_from(tail, end_64 - tail_at)
+        *_, disk, first_disk, here, count, nbytes, start = fields = END_64.unpack_from(tail, end_64 - tail_at)
+        directory_end = end_64
+        if end_64 + 12 + fields[1] != tail_at + at - LOCATOR_64.size:  # the size does not count what is before and of itself
+            raise BadDirectory(f"the end of the directory, at byte {end_64}, cannot have {fields[1]} more bytes")
+        for short, full, most in zip(end_fields, fields[4:], (*[0xFFFF] * 4, LARGE, LARGE), strict=True):
+            if short not in (full, most):
+                raise BadDirectory(f"the two ends of its directory contradict each other: one says {short}, the other {full}")
+        if end_disk or disks != 1:
+            raise BadDirectory(f"its directory should end on the first disk of 1, and ends on disk {end_disk} of {disks}")
     if nbytes > _LARGEST or count * ENTRY.size > nbytes:
         raise BadDirectory(f"its directory cannot have {count} records in {nbytes} bytes; at most {_LARGEST} bytes are read")
-    if start + nbytes > size:
-        raise BadDirectory(f"its directory should be at bytes {start} to {start + nbytes}, and the file has {size}")
+    if disk or first_disk or here != count:
+        raise BadDirectory(f"{here} of its {count} records are on disk {disk}, the first is on disk {first_disk}: not all on 0")
+    if start + nbytes != directory_end:
+        raise BadDirectory(f"its directory should be at bytes {start} to {start + nbytes}, and ends at byte {directory_end}")
     file.seek(begin + start)
     try:
         found = _parse(file.read(nbytes), count, size)
@@ -125,12 +142,17 @@ def _parse(directory: bytes, count: int, size: int) -> list[Record]:
         fields = ENTRY.unpack_from(directory, at)
         if fields[0] != b"PK\1\2":
             raise BadDirectory(f"its directory is damaged: no record's entry at byte {at} of it")
-        _, _, _, flags, method, _, _, crc32, nbytes, whole, name_length, extra_length, comment_length, disk, *_, header = fields
+        _, _, needed, flags, method, _, _, crc32, nbytes, whole, *lengths, disk, _, external, header = fields
+        name_length, extra_length, comment_length = lengths
         at += ENTRY.size
         try:
             name = directory[at : at + name_length].decode()
         except UnicodeDecodeError as error:
             raise BadDirectory(f"its directory is damaged: a record's name is not UTF-8: {error}") from error
+        if needed & 0xFF > _NEWEST:
+            raise BadDirectory(f"record {name} needs version {(needed & 0xFF) / 10} of the format, which ends at {_NEWEST / 10}")
+        if external & _FOLDER:
+            raise BadDirectory(f"record {name} is marked as a folder")
         if disk or flags & _ENCRYPTED or method not in (_STORED, _DEFLATED):
             raise BadDirectory(f"record {name} is on another disk, encrypted, or compressed in a way that torch does not read")
         at += name_length
@@ -147,6 +169,8 @@ def _parse(directory: bytes, count: int, size: int) -> list[Record]:
         if whole > _MOST_INFLATED * nbytes + _SLACK:
             raise BadDirectory(f"record {name} cannot have {whole} bytes that take {nbytes} deflated")
         found.append(Record(name, header, nbytes, crc32, method == _STORED, whole))
+    if at != len(directory):
+        raise BadDirectory(f"its directory is damaged: {count} records take {at} bytes of it, and it has {len(directory)}")
     return found
 
 

@@ -131,7 +131,7 @@ class TestDirectory:
 
     def test_whose_end_comes_too_soon_for_a_locator(self, tmp_path: Path) -> None:
         path = tmp_path / "file"
-        path.write_bytes(b"PK\6\7" + b"PK\5\6" + bytes(18))
+        path.write_bytes(b"PK\6\7" + b"PK\5\6" + bytes(8 + 4) + b"\4" + bytes(5))
         with path.open("rb") as file:
             assert entries(file) == []
 
