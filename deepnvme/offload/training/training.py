@@ -40,6 +40,7 @@ from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.transfer.block_cache import BlockCache
 from deepnvme.transfer.block_memory import PooledMemory
 
+from .absent_values import AbsentValues
 from .activations import TrainingActivations, unpack
 from .blocks.arena_memory import ArenaMemory
 from .blocks.frozen_parameters import ParameterMemory
@@ -639,13 +640,25 @@ class OffloadedTraining:
 
         Args:
             restore: Whether to give the parameters the values of the last completed step, in memory. Otherwise those in blocks
-                have none any more, and the others if there is no memory for a copy.
+                have none any more, and the others if there is no memory for a copy. The model's forward, its ``state_dict()``
+                and copies of it then raise RuntimeError, until ``model.load_state_dict()`` has loaded all values, or another
+                training is made of it with a ``checkpoint``. A UserWarning tells of steps that no :meth:`state_dict` has.
 
         Raises:
             OSError: From reading them. Nothing is closed then.
         """
         if self._closed or os.getpid() != self._process:
             return
+        if not restore and self.steps != self._saved_steps:
+            warnings.warn(
+                f"this OffloadedTraining is closed without restore=True: its {self.steps} steps are lost. save() keeps them, and"
+                f" close(restore=True) puts them into the {type(self.model).__name__}",
+                stacklevel=stack_level(),
+            )
+        self._close(restore)
+
+    def _close(self, restore: bool) -> None:
+        """Close without a warning. Raises like :meth:`close`."""
         uses, blocks = self._trained.uses, self._trained.blocks
         rest = blocks[-1].parameters
         restored: dict[torch.Tensor, torch.Tensor] = {}
@@ -670,6 +683,9 @@ class OffloadedTraining:
         self._schedule.cache.clear()
         for param, value in restored.items():
             param.data = value
+        absent = [param for block in blocks for param in block.parameters.absent_params() if param not in restored]
+        if absent:
+            AbsentValues(self.model, absent)
         if self._saver is not None:
             self._saver.close()
         self._dequantized.close()
@@ -697,7 +713,7 @@ class OffloadedTraining:
                 stacklevel=stack_level(),
             )
         self._closed_because = f"this training was closed: another one was made of its model at {other.made_at}: use that one"
-        self.close()
+        self._close(restore=False)
 
     def __enter__(self) -> OffloadedTraining:
         return self
