@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -70,7 +71,8 @@ class OffloadedOptimizer(Optimizer):
     **Again on the same path.** An optimizer that nobody has any more is collected, and its directory is free. One that is still
     there, as when a notebook's cell runs again, is closed if the same thread makes another one on its path: what it is asked for
     then raises RuntimeError, and says where the other one was made. A UserWarning tells of steps that no :meth:`state_dict` has.
-    An optimizer of another thread that runs, or of another process, is not closed: that raises StoreLocked.
+    An optimizer of another thread that runs, or of another process, is not closed: that raises StoreLocked. None is closed before
+    the other directories of the new one are locked.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -151,8 +153,8 @@ class OffloadedOptimizer(Optimizer):
         self._saved_steps = 0
         """How many steps the last state_dict() or load_state_dict() knew of."""
         self._warned = False
+        owner = DirectoryOwner("OffloadedOptimizer", give_way=weakref.WeakMethod(self._give_way))
         try:
-            owner = DirectoryOwner("OffloadedOptimizer", give_way=weakref.WeakMethod(self._give_way))
             self._store = TensorStore(_own_directories(nvme_path), checksum=checksum, config=config, owner=owner)
             # Only now: an optimizer that was there before may have had memory until here.
             if is_automatic(dram_budget):
@@ -171,7 +173,8 @@ class OffloadedOptimizer(Optimizer):
             self._loading = self.register_load_state_dict_pre_hook(opaque)
             self._runner.add(first)
             _logger.info("a step of %s, with its states in %s, %s", optimizer_class.__name__, nvme_path, self.estimate_writes())
-        except BaseException:
+        except BaseException as error:
+            owner.failures.append(f"{type(error).__name__}: {error}")
             self.close()
             raise
 
@@ -361,7 +364,7 @@ class OffloadedOptimizer(Optimizer):
                 f" {self.steps} steps are removed. state_dict() keeps them; another nvme_path keeps both optimizers",
                 stacklevel=stack_level(),
             )
-        self._runner.close(f"another one was made on '{directory}' at {other.made_at}: use that one, or give each its own path")
+        self._runner.close(functools.partial(_closed_for, other, directory))
         self._store.close()
 
     def __enter__(self) -> OffloadedOptimizer:
@@ -420,6 +423,17 @@ class OffloadedOptimizer(Optimizer):
     @property
     def _sub_groups(self) -> list[SubGroup]:
         return self._runner.sub_groups
+
+
+def _closed_for(other: DirectoryOwner, directory: Path) -> str:
+    """Return what an optimizer says that was closed when another one was made on one of its directories."""
+    if other.failures:
+        return (
+            f"this OffloadedOptimizer was closed for another one on '{directory}' at {other.made_at}, which could not be made"
+            f" ({other.failures[0]}): make it again, and load the states that were saved"
+        )
+    said = f"another one was made on '{directory}' at {other.made_at}: use that one, or give each its own path"
+    return f"this OffloadedOptimizer was closed: {said}"
 
 
 def _own_directories(
