@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from deepnvme._callers import stack_level
 from deepnvme._descriptions import places, readable, representation, usability
 from deepnvme._drive_wear import WriteEstimate
-from deepnvme._sizes import ByteCount, byte_count
+from deepnvme._sizes import byte_count
 from deepnvme.checkpoint.saving import save
-from deepnvme.memory.budget import MemoryBudget, budget_bytes
+from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.offload.activations.checkpointing import is_checkpointed, keep_for_backward, recompute_on_backward
 from deepnvme.offload.activations.saved_tensor import KeptTensor
@@ -131,8 +131,9 @@ class OffloadedTraining:
         activations: "memory" to have them stay there, beside the budget; or "nvme" to have :class:`save_on_disk` keep those that
             ``activation_budget`` has no room for; or "recompute" to have only the blocks' inputs kept so, and the rest computed
             again in the backward; or "auto" for what takes the least time: as "nvme", with some blocks computed again.
-        activation_budget: Bytes of the memory budget for activations, or a size such as "2GB", unless all stay in memory; None to
-            have them chosen by what the third step has measured, see :meth:`plan`, and a quarter until then.
+        activation_budget: Bytes of the memory budget for activations, or a size such as "2GB", or a share of the available memory
+            such as "10%", as for ``memory_budget``, unless all stay in memory; None to have them chosen by what the third step
+            has measured, see :meth:`plan`, and a quarter until then.
         master_weights: Whether parameters in bfloat16 and float16 have a float32 weight in the states.
         micro_batches: Backwards in a step, whose gradients are summed.
         accumulation: "vertical" to have :meth:`step` run each block for all micro-batches before the next one, so that it is read
@@ -173,7 +174,7 @@ class OffloadedTraining:
         parameters: str = "nvme",
         quantize: Scheme | None = None,
         activations: str = "memory",
-        activation_budget: ByteCount | None = None,
+        activation_budget: MemoryBudget | None = None,
         accumulation: str = "vertical",
         master_weights: bool = False,
         micro_batches: int = 1,
@@ -188,7 +189,8 @@ class OffloadedTraining:
     ) -> None:
         memory_budget = budget_bytes(memory_budget, "memory_budget")
         if activation_budget is not None:
-            activation_budget = byte_count(activation_budget, "activation_budget")
+            parse = byte_count if is_automatic(activation_budget) else budget_bytes  # None is what has it chosen
+            activation_budget = parse(activation_budget, "activation_budget")
         _check_choices(parameters, activations, accumulation, micro_batches, max_norm, clip_by)
         self.model = model
         self._optimizer_class, self._memory_budget = optimizer_class, memory_budget

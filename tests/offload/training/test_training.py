@@ -472,7 +472,8 @@ def test_a_backward_after_the_step_is_an_error(drive: Path) -> None:
         ({"micro_batches": 0}, "micro_batches must be positive"),
         ({"memory_budget": -1}, "memory_budget must not be negative"),
         ({"memory_budget": "much"}, "memory_budget must be a number of bytes.*'much'"),
-        ({"activation_budget": "50%"}, "activation_budget must be a number of bytes.*'50%': only memory budgets"),
+        ({"activation_budget": "101%"}, "activation_budget must be at most 100% of the available memory"),
+        ({"activation_budget": "auto"}, "activation_budget must be a number of bytes.*'auto': it has no automatic value"),
         ({"blocks": [nn.Linear(1, 1)]}, "is no module of the model"),
     ],
 )
@@ -480,6 +481,11 @@ def test_wrong_options_are_named(drive: Path, options: dict[str, Any], message: 
     with pytest.raises(ValueError, match=message):
         training_of(Model(), drive, **options)
     assert not list(drive.iterdir())
+
+
+def test_the_budget_of_activations_may_be_a_share_of_the_memory(drive: Path) -> None:
+    with training_of(Model(), drive, memory_budget="0.01%", activation_budget="0.001%", activations="nvme") as training:
+        training.step(*batch(0))
 
 
 class ForMatrices(torch.optim.SGD):
