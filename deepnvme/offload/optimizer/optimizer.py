@@ -35,6 +35,8 @@ from .sub_group import SubGroup
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
+    from deepnvme.profiles import AnyPath
+    from deepnvme.store.volumes import Directory
 
 _logger = logging.getLogger(__name__)
 
@@ -78,9 +80,10 @@ class OffloadedOptimizer(Optimizer):
         params: Parameters or parameter groups, as for any torch optimizer.
         optimizer_class: Any optimizer that updates each parameter independently of the others. ``fused=True``, if the class has
             it, is several times as fast.
-        nvme_path: One directory, several to stripe over, or a mapping from directory to weight. Locked while the optimizer is
-            open. With ``torch.distributed``, each rank makes and locks its own directory in them. Twice the bytes of the states
-            are reserved there at once, so that a failed step leaves the states of the step before.
+        nvme_path: One directory, several to stripe over, or a mapping from directory to weight. A leading "~" is the home
+            directory. Locked while the optimizer is open. With ``torch.distributed``, each rank makes and locks its own directory
+            in them. Twice the bytes of the states are reserved there at once, so that a failed step leaves the states of the step
+            before.
         dram_budget: Bytes of states that stay in memory, and of their gradients with ``offload_gradients``; or "8GB", or "25%" of
             the available memory, or "auto" for half of that, though no more than the pool has room for. Their first step and
             checkpoints go through the drive nevertheless. Further memory is needed for three sub-groups in flight (one read, one
@@ -105,6 +108,7 @@ class OffloadedOptimizer(Optimizer):
 
     Raises:
         ValueError: If an argument is out of range, or a parameter or the optimizer cannot be offloaded.
+        TypeError: If an argument is of another type than it should be.
         StoreLocked: If a directory is in use by somebody else, who is named.
         OutOfBuffers: If the sub-groups in flight, and those kept in memory, do not fit into what others leave of the buffer
             pool's budget.
@@ -131,6 +135,10 @@ class OffloadedOptimizer(Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         budget = budget_bytes(dram_budget, "dram_budget")
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+            raise TypeError(f"optimizer_class must be a torch optimizer's class, as torch.optim.AdamW, got {optimizer_class!r}")
+        if not isinstance(sub_group_size, int):
+            raise TypeError(f"sub_group_size must be a whole number of elements, got {sub_group_size!r}")
         closure = inspect.signature(optimizer_class.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise ValueError(
@@ -368,6 +376,7 @@ class OffloadedOptimizer(Optimizer):
         self._store.close()
 
     def __enter__(self) -> OffloadedOptimizer:
+        self._runner.guard.check_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -437,16 +446,29 @@ def _closed_for(other: DirectoryOwner, directory: Path) -> str:
 
 
 def _own_directories(
-    nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float],
-) -> dict[str | os.PathLike[str], float]:
+    nvme_path: AnyPath | Iterable[AnyPath] | Mapping[AnyPath, float],
+) -> dict[Directory, float]:
     """Return the directories to use, with their weights: with several ranks, a subdirectory ``rank<N>`` for each.
+
+    Raises TypeError, ValueError for what is no path or no weight.
 
     Args:
         nvme_path: One directory, several of equal weight, or a weight for each directory.
     """
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     own = f"rank{dist.get_rank()}" if many else ""
-    if isinstance(nvme_path, (str, os.PathLike)):
+    if isinstance(nvme_path, str | bytes | os.PathLike):
         nvme_path = [nvme_path]
+    if not isinstance(nvme_path, Iterable):
+        raise TypeError(f"nvme_path must be a directory, several, or a mapping from directory to weight, got {nvme_path!r}")
     weights = nvme_path if isinstance(nvme_path, Mapping) else dict.fromkeys(nvme_path, 1.0)
-    return {Path(path) / own: weight for path, weight in weights.items()}
+    found: dict[Directory, float] = {}
+    for path, weight in weights.items():
+        if not isinstance(path, str | bytes | os.PathLike):
+            raise TypeError(f"nvme_path must be a directory, several, or a mapping from directory to weight, got {path!r} in it")
+        if not os.fspath(path):
+            raise ValueError(f'nvme_path must not be empty, got {path!r}: write "." for the current directory')
+        if not isinstance(weight, int | float):
+            raise TypeError(f"nvme_path has the weight {weight!r} for {path!r}: it must be a number")
+        found[Path(os.path.expanduser(os.fsdecode(path))) / own] = weight
+    return found

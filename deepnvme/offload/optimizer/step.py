@@ -236,8 +236,10 @@ class StepRunner:
     def check_between_steps(self) -> None:
         """Raise RuntimeError if backward has stepped parameters and :meth:`step` has not ended the step yet.
 
-        A failed step that could not be undone is undone first; raises OSError if that fails again.
+        A failed step that could not be undone is undone first; raises OSError if that fails again. Raises RuntimeError also in a
+        forked child, or after :meth:`close`.
         """
+        self.guard.check_open()
         self._finish_undoing()
         self._check_nothing_is_stepped()
 
