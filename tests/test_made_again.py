@@ -21,6 +21,7 @@ import deepnvme
 from deepnvme import OffloadedOptimizer
 from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.offload import OffloadedTraining
+from deepnvme.offload.optimizer.step import StepRunner
 from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.streaming import WeightStore
 from deepnvme.swap import BufferPool, TensorStore
@@ -32,6 +33,7 @@ from torch import nn
 import deepnvme
 from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.offload import OffloadedTraining
+from deepnvme.offload.optimizer.step import StepRunner
 from deepnvme.streaming import WeightStore
 from deepnvme.tables import RowOptimizer, Table
 
@@ -288,6 +290,36 @@ def test_an_optimizer_of_another_thread_is_refused_while_that_runs(notebook: Not
     notebook.run("other = optimizer_of(Model())")
     with pytest.raises(RuntimeError, match="another one was made"):
         notebook["opt"].step()
+
+
+def test_an_optimizer_stays_if_another_one_cannot_have_all_directories(notebook: Notebook, drive: Path) -> None:
+    notebook.run(OPTIMIZER)
+    states = notebook["path"] / "states"
+    (drive / "file").touch()
+    with pytest.raises((NotADirectoryError, FileExistsError)):
+        OffloadedOptimizer(notebook["Model"]().parameters(), torch.optim.AdamW, nvme_path=[states, drive / "file" / "x"])
+    with TensorStore(drive / "store"), pytest.raises(StoreLocked, match="TensorStore"):
+        OffloadedOptimizer(notebook["Model"]().parameters(), torch.optim.AdamW, nvme_path=[states, drive / "store"])
+    notebook.run("train(model, opt, 1)")
+    assert notebook["opt"].steps == 3
+
+
+def test_an_optimizer_says_that_the_one_it_was_closed_for_could_not_be_made(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook.run(OPTIMIZER + "state = opt.state_dict()")
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room for the states")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepRunner, "add", fails)
+        with pytest.raises(OSError, match="no room"):
+            notebook.run("other = optimizer_of(Model())")
+    says = rf"closed for another one on '.*states' at {MADE}, which could not be made \(OSError: .*no room for the states\)"
+    with pytest.raises(RuntimeError, match=says):
+        notebook["opt"].step()
+    notebook.run("opt = optimizer_of(model)\nopt.load_state_dict(state)\ntrain(model, opt, 1)")
 
 
 def test_errors_of_an_optimizer_say_nothing_of_a_store(notebook: Notebook) -> None:

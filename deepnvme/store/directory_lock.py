@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -75,6 +75,8 @@ class DirectoryOwner:
     """Where in the user's program it was made."""
     thread: threading.Thread = field(default_factory=threading.current_thread)
     """The thread that has made it."""
+    failures: list[str] = field(default_factory=list)
+    """Why it could not be made, once that is so. Others may have been closed for it before."""
 
     def __str__(self) -> str:
         return f"the {self.kind} of this process ({os.getpid()}) that was made at {self.made_at}"
@@ -158,11 +160,9 @@ class DirectoryLock:
     def _close_holder(self, file: io.FileIO) -> None:
         """Close the object of this process that the file is locked for. Raises StoreLocked if that is not possible."""
         holder = next(iter(owners_of(file)), None)
-        close = None
-        if holder is not None and holder.kind == self._owner.kind and not holder.of_other_thread:
-            close = holder.close_for_successor() if holder.close_for_successor is not None else None
-        if close is None or holder is self._asked:
+        if holder is not None and holder is self._asked:
             raise locked_error(self.directory, holder) from None
+        close = _closing_of(holder, self._owner, self.directory)
         self._asked = holder
         try:
             close(self._owner, self.directory)
@@ -217,6 +217,40 @@ class DirectoryLock:
         for directory in reversed(self._made):
             with contextlib.suppress(OSError):  # not empty: another process uses it by now
                 os.rmdir(directory)
+
+
+def _closing_of(holder: DirectoryOwner | None, owner: DirectoryOwner, directory: Path) -> CloseForSuccessor:
+    """Return what closes the object that has a directory, for another one. Raises StoreLocked if it does not allow that."""
+    if holder is not None and holder.close_for_successor is not None and holder.kind == owner.kind and not holder.of_other_thread:
+        close = holder.close_for_successor()
+        if close is not None:
+            return close
+    raise locked_error(directory, holder) from None
+
+
+def lock_directories(directories: Iterable[Path], owner: DirectoryOwner, locks: list[DirectoryLock]) -> None:
+    """Lock directories for one object, and append each lock to ``locks`` when it is held, in any order.
+
+    Those that objects of this process have come last, and only if all of these can be closed for it: none is closed for an
+    object that cannot be made because another directory is not to be had.
+
+    Raises:
+        StoreLocked: If a directory has another owner.
+        OSError: If a directory or a lock cannot be created.
+    """
+    occupied = []
+    for directory in directories:
+        if is_locked_here(directory):
+            occupied.append(directory)
+        else:
+            locks.append(DirectoryLock(directory, owner))
+    if len(occupied) > 1:
+        gc.collect()
+        for directory in occupied:
+            for holder in owners_of(directory / LOCK_NAME):
+                _closing_of(holder, owner, directory)
+    for directory in occupied:
+        locks.append(DirectoryLock(directory, owner))
 
 
 _inherited: set[weakref.ref[io.FileIO]] = set()

@@ -18,7 +18,7 @@ from deepnvme.engine import Engine
 
 from . import data_file, manifest
 from .data_file import DataFile
-from .directory_lock import DirectoryLock, DirectoryOwner
+from .directory_lock import DirectoryLock, DirectoryOwner, lock_directories
 from .manifest import StoredTensor, StoreManifest, StoreMembership, load, membership
 
 Directory = str | os.PathLike[str]
@@ -169,10 +169,11 @@ class Volumes:
 
         Return the manifest that was found, or None.
         """
-        for directory in weights:
-            self._owners.append(DirectoryLock(directory, owner))
-        known, order = find_store(list(weights))
-        self._owners[:] = [self._owners[index] for index in order]
+        lock_directories(weights, owner, self._owners)
+        directories = list(weights)
+        known, order = find_store(directories)
+        by_directory = {locked.directory: locked for locked in self._owners}
+        self._owners[:] = [by_directory[directories[index]] for index in order]
         if known is None:
             for directory in weights:
                 data_file.remove(directory)

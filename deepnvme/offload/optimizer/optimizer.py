@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -34,6 +35,8 @@ from .sub_group import SubGroup
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
+    from deepnvme.profiles import AnyPath
+    from deepnvme.store.volumes import Directory
 
 _logger = logging.getLogger(__name__)
 
@@ -70,15 +73,17 @@ class OffloadedOptimizer(Optimizer):
     **Again on the same path.** An optimizer that nobody has any more is collected, and its directory is free. One that is still
     there, as when a notebook's cell runs again, is closed if the same thread makes another one on its path: what it is asked for
     then raises RuntimeError, and says where the other one was made. A UserWarning tells of steps that no :meth:`state_dict` has.
-    An optimizer of another thread that runs, or of another process, is not closed: that raises StoreLocked.
+    An optimizer of another thread that runs, or of another process, is not closed: that raises StoreLocked. None is closed before
+    the other directories of the new one are locked.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
         optimizer_class: Any optimizer that updates each parameter independently of the others. ``fused=True``, if the class has
             it, is several times as fast.
-        nvme_path: One directory, several to stripe over, or a mapping from directory to weight. Locked while the optimizer is
-            open. With ``torch.distributed``, each rank makes and locks its own directory in them. Twice the bytes of the states
-            are reserved there at once, so that a failed step leaves the states of the step before.
+        nvme_path: One directory, several to stripe over, or a mapping from directory to weight. A leading "~" is the home
+            directory. Locked while the optimizer is open. With ``torch.distributed``, each rank makes and locks its own directory
+            in them. Twice the bytes of the states are reserved there at once, so that a failed step leaves the states of the step
+            before.
         dram_budget: Bytes of states that stay in memory, and of their gradients with ``offload_gradients``; or "8GB", or "25%" of
             the available memory, or "auto" for half of that, though no more than the pool has room for. Their first step and
             checkpoints go through the drive nevertheless. Further memory is needed for three sub-groups in flight (one read, one
@@ -103,6 +108,7 @@ class OffloadedOptimizer(Optimizer):
 
     Raises:
         ValueError: If an argument is out of range, or a parameter or the optimizer cannot be offloaded.
+        TypeError: If an argument is of another type than it should be.
         StoreLocked: If a directory is in use by somebody else, who is named.
         OutOfBuffers: If the sub-groups in flight, and those kept in memory, do not fit into what others leave of the buffer
             pool's budget.
@@ -129,6 +135,10 @@ class OffloadedOptimizer(Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         budget = budget_bytes(dram_budget, "dram_budget")
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+            raise TypeError(f"optimizer_class must be a torch optimizer's class, as torch.optim.AdamW, got {optimizer_class!r}")
+        if not isinstance(sub_group_size, int):
+            raise TypeError(f"sub_group_size must be a whole number of elements, got {sub_group_size!r}")
         closure = inspect.signature(optimizer_class.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise ValueError(
@@ -151,8 +161,8 @@ class OffloadedOptimizer(Optimizer):
         self._saved_steps = 0
         """How many steps the last state_dict() or load_state_dict() knew of."""
         self._warned = False
+        owner = DirectoryOwner("OffloadedOptimizer", close_for_successor=weakref.WeakMethod(self._close_for_successor))
         try:
-            owner = DirectoryOwner("OffloadedOptimizer", close_for_successor=weakref.WeakMethod(self._close_for_successor))
             self._store = TensorStore(_own_directories(nvme_path), checksum=checksum, config=config, owner=owner)
             # Only now: an optimizer that was there before may have had memory until here.
             if is_automatic(dram_budget):
@@ -171,7 +181,8 @@ class OffloadedOptimizer(Optimizer):
             self._loading = self.register_load_state_dict_pre_hook(opaque)
             self._runner.add(first)
             _logger.info("%s with its states in %s %s", optimizer_class.__name__, nvme_path, self.estimate_writes())
-        except BaseException:
+        except BaseException as error:
+            owner.failures.append(f"{type(error).__name__}: {error}")
             self.close()
             raise
 
@@ -361,10 +372,11 @@ class OffloadedOptimizer(Optimizer):
                 f" {self.steps} steps are removed. state_dict() keeps them; another nvme_path keeps both optimizers",
                 stacklevel=stack_level(),
             )
-        self._runner.close(f"another one was made on '{directory}' at {other.made_at}: use that one, or give each its own path")
+        self._runner.close(functools.partial(_closed_for, other, directory))
         self._store.close()
 
     def __enter__(self) -> OffloadedOptimizer:
+        self._runner.guard.check_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -422,17 +434,41 @@ class OffloadedOptimizer(Optimizer):
         return self._runner.sub_groups
 
 
+def _closed_for(other: DirectoryOwner, directory: Path) -> str:
+    """Return what an optimizer says that was closed when another one was made on one of its directories."""
+    if other.failures:
+        return (
+            f"this OffloadedOptimizer was closed for another one on '{directory}' at {other.made_at}, which could not be made"
+            f" ({other.failures[0]}): make it again, and load the states that were saved"
+        )
+    said = f"another one was made on '{directory}' at {other.made_at}: use that one, or give each its own path"
+    return f"this OffloadedOptimizer was closed: {said}"
+
+
 def _own_directories(
-    nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float],
-) -> dict[str | os.PathLike[str], float]:
+    nvme_path: AnyPath | Iterable[AnyPath] | Mapping[AnyPath, float],
+) -> dict[Directory, float]:
     """Return the directories to use, with their weights: with several ranks, a subdirectory ``rank<N>`` for each.
+
+    Raises TypeError, ValueError for what is no path or no weight.
 
     Args:
         nvme_path: One directory, several of equal weight, or a weight for each directory.
     """
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     own = f"rank{dist.get_rank()}" if many else ""
-    if isinstance(nvme_path, (str, os.PathLike)):
+    if isinstance(nvme_path, str | bytes | os.PathLike):
         nvme_path = [nvme_path]
+    if not isinstance(nvme_path, Iterable):
+        raise TypeError(f"nvme_path must be a directory, several, or a mapping from directory to weight, got {nvme_path!r}")
     weights = nvme_path if isinstance(nvme_path, Mapping) else dict.fromkeys(nvme_path, 1.0)
-    return {Path(path) / own: weight for path, weight in weights.items()}
+    found: dict[Directory, float] = {}
+    for path, weight in weights.items():
+        if not isinstance(path, str | bytes | os.PathLike):
+            raise TypeError(f"nvme_path must be a directory, several, or a mapping from directory to weight, got {path!r} in it")
+        if not os.fspath(path):
+            raise ValueError(f'nvme_path must not be empty, got {path!r}: write "." for the current directory')
+        if not isinstance(weight, int | float):
+            raise TypeError(f"nvme_path has the weight {weight!r} for {path!r}: it must be a number")
+        found[Path(os.path.expanduser(os.fsdecode(path))) / own] = weight
+    return found

@@ -34,7 +34,7 @@ class UsabilityGuard:
     """Raises if the optimizer is closed, broken by a failed step, or used in a forked child."""
 
     def __init__(self) -> None:
-        self._closed: str | None = None
+        self._closed: Callable[[], str] | None = None
         self._users: list[None] = []  # one for each method that runs: appending and removing needs no lock
         self.broken: str | None = None
         """Why the optimizer cannot be used any more; None while it can."""
@@ -45,10 +45,10 @@ class UsabilityGuard:
         broken = "" if self.broken is None else "broken by a failed step"
         return state_text(self._closed is not None, self._process) or broken
 
-    def close(self, reason: str | None = None) -> None:
-        """Have all later checks but :meth:`check_process` fail. ``reason``: why it is closed, if its user has not closed it."""
+    def close(self, reason: Callable[[], str] | None = None) -> None:
+        """Have all later checks but :meth:`check_process` fail. ``reason``: says why, if its user has not closed it."""
         if self._closed is None:
-            self._closed = "this optimizer is closed" if reason is None else f"this OffloadedOptimizer was closed: {reason}"
+            self._closed = (lambda: "this optimizer is closed") if reason is None else reason
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -81,7 +81,7 @@ class UsabilityGuard:
         """Raise RuntimeError in a forked child, or after close()."""
         self.check_process()
         if self._closed is not None:
-            raise RuntimeError(self._closed)
+            raise RuntimeError(self._closed())
 
     def check_usable(self) -> None:
         """Raise RuntimeError in a forked child, after close(), or after a step that failed and cannot be undone."""
@@ -217,13 +217,13 @@ class StepRunner:
                 stacklevel=5,
             )
 
-    def close(self, reason: str | None = None) -> None:
+    def close(self, reason: Callable[[], str] | None = None) -> None:
         """Undo what backward has stepped, then release all memory and remove the hooks. The store is not closed.
 
         If undoing raises OSError, nothing is closed.
 
         Args:
-            reason: What later calls say, if not the user has closed it.
+            reason: Returns what later calls say, if not the user has closed it.
         """
         self._take_all_back()
         self.guard.close(reason)
@@ -236,8 +236,10 @@ class StepRunner:
     def check_between_steps(self) -> None:
         """Raise RuntimeError if backward has stepped parameters and :meth:`step` has not ended the step yet.
 
-        A failed step that could not be undone is undone first; raises OSError if that fails again.
+        A failed step that could not be undone is undone first; raises OSError if that fails again. Raises RuntimeError also in a
+        forked child, or after :meth:`close`.
         """
+        self.guard.check_open()
         self._finish_undoing()
         self._check_nothing_is_stepped()
 

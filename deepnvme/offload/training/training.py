@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from deepnvme._callers import stack_level
 from deepnvme._descriptions import path_list, representation, size_for_people, state_text
 from deepnvme._drive_wear import WriteEstimate
-from deepnvme._sizes import ByteCount, byte_count
+from deepnvme._sizes import byte_count
 from deepnvme.checkpoint.saving import save
-from deepnvme.memory.budget import MemoryBudget, budget_bytes
+from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.offload.activations.checkpointing import is_checkpointed, keep_for_backward, recompute_on_backward
 from deepnvme.offload.activations.saved_tensor import KeptTensor
@@ -39,6 +39,7 @@ from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.transfer.block_cache import BlockCache
 from deepnvme.transfer.block_memory import PooledMemory
 
+from .absent_values import AbsentValues
 from .activations import TrainingActivations, unpack
 from .blocks.arena_memory import ArenaMemory
 from .blocks.frozen_parameters import ParameterMemory
@@ -130,8 +131,9 @@ class OffloadedTraining:
         activations: "memory" to have them stay there, beside the budget; or "nvme" to have :class:`save_on_disk` keep those that
             ``activation_budget`` has no room for; or "recompute" to have only the blocks' inputs kept so, and the rest computed
             again in the backward; or "auto" for what takes the least time: as "nvme", with some blocks computed again.
-        activation_budget: Bytes of the memory budget for activations, or a size such as "2GB", unless all stay in memory; None to
-            have them chosen by what the third step has measured, see :meth:`plan`, and a quarter until then.
+        activation_budget: Bytes of the memory budget for activations, or a size such as "2GB", or a share of the available memory
+            such as "10%", as for ``memory_budget``, unless all stay in memory; None to have them chosen by what the third step
+            has measured, see :meth:`plan`, and a quarter until then.
         master_weights: Whether parameters in bfloat16 and float16 have a float32 weight in the states.
         micro_batches: Backwards in a step, whose gradients are summed.
         accumulation: "vertical" to have :meth:`step` run each block for all micro-batches before the next one, so that it is read
@@ -172,7 +174,7 @@ class OffloadedTraining:
         parameters: str = "nvme",
         quantize: Scheme | None = None,
         activations: str = "memory",
-        activation_budget: ByteCount | None = None,
+        activation_budget: MemoryBudget | None = None,
         accumulation: str = "vertical",
         master_weights: bool = False,
         micro_batches: int = 1,
@@ -187,7 +189,8 @@ class OffloadedTraining:
     ) -> None:
         memory_budget = budget_bytes(memory_budget, "memory_budget")
         if activation_budget is not None:
-            activation_budget = byte_count(activation_budget, "activation_budget")
+            parse = byte_count if is_automatic(activation_budget) else budget_bytes  # None is what has it chosen
+            activation_budget = parse(activation_budget, "activation_budget")
         _check_choices(parameters, activations, accumulation, micro_batches, max_norm, clip_by)
         self.model = model
         self._optimizer_class, self._memory_budget = optimizer_class, memory_budget
@@ -639,13 +642,25 @@ class OffloadedTraining:
 
         Args:
             restore: Whether to give the parameters the values of the last completed step, in memory. Otherwise those in blocks
-                have none any more, and the others if there is no memory for a copy.
+                have none any more, and the others if there is no memory for a copy. The model's forward, its ``state_dict()``
+                and copies of it then raise RuntimeError, until ``model.load_state_dict()`` has loaded all values, or another
+                training is made of it with a ``checkpoint``. A UserWarning tells of steps that no :meth:`state_dict` has.
 
         Raises:
             OSError: From reading them. Nothing is closed then.
         """
         if self._closed or os.getpid() != self._process:
             return
+        if not restore and self.steps != self._saved_steps:
+            warnings.warn(
+                f"this OffloadedTraining is closed without restore=True: its {self.steps} steps are lost. save() keeps them, and"
+                f" close(restore=True) puts them into the {type(self.model).__name__}",
+                stacklevel=stack_level(),
+            )
+        self._close(restore)
+
+    def _close(self, restore: bool) -> None:
+        """Close without a warning. Raises like :meth:`close`."""
         uses, blocks = self._trained.uses, self._trained.blocks
         rest = blocks[-1].parameters
         restored: dict[torch.Tensor, torch.Tensor] = {}
@@ -670,6 +685,9 @@ class OffloadedTraining:
         self._schedule.cache.clear()
         for param, value in restored.items():
             param.data = value
+        absent = [param for block in blocks for param in block.parameters.absent_params() if param not in restored]
+        if absent:
+            AbsentValues(self.model, absent)
         if self._saver is not None:
             self._saver.close()
         self._dequantized.close()
@@ -686,7 +704,7 @@ class OffloadedTraining:
                 stacklevel=stack_level(),
             )
         self._closed_because = f"this training was closed: another one was made of its model at {other.made_at}: use that one"
-        self.close()
+        self._close(restore=False)
 
     def __enter__(self) -> OffloadedTraining:
         return self

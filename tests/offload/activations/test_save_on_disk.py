@@ -213,10 +213,11 @@ def test_a_tensor_of_any_kind_keeps_its_meaning(activations: save_on_disk, name:
 
 @pytest.mark.filterwarnings("ignore:.*barrier.*|.*device_id.*")
 def test_a_dtensor_comes_back_as_one(activations: save_on_disk, gloo: Any) -> None:
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate
 
     local = torch.arange(10000.0)
-    found = passed_on(activations, distribute_tensor(local.clone(), gloo, [Replicate()]))
+    # Without a collective: gloo's thread may hold its tensor for some 20 ms after it, and what is still held is not read.
+    found = passed_on(activations, DTensor.from_local(local.clone(), gloo, [Replicate()], run_check=False))
     assert isinstance(found, DTensor)
     assert torch.equal(found.to_local(), local)
     assert activations.report().bytes_written >= local.nbytes

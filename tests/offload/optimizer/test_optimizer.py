@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
 import time
 from collections.abc import Iterable
@@ -945,3 +946,41 @@ def test_options_that_make_no_sense(options: dict[str, Any], said: str, drive: P
     with pytest.raises(ValueError, match=said):
         optimizer_in(drive, parameters(), torch.optim.AdamW, **options)
     assert not (drive / "states").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"nvme_path": None}, TypeError, "nvme_path must be a directory, several, or a mapping .*, got None"),
+        ({"nvme_path": [3]}, TypeError, "nvme_path must be a directory, .*, got 3 in it"),
+        ({"nvme_path": {"a": "1GB"}}, TypeError, "nvme_path has the weight '1GB' for 'a'"),
+        ({"nvme_path": ""}, ValueError, "nvme_path must not be empty"),
+        ({"optimizer_class": "AdamW"}, TypeError, "optimizer_class must be a torch optimizer's class.* got 'AdamW'"),
+        ({"sub_group_size": "1MB"}, TypeError, "sub_group_size must be a whole number of elements, got '1MB'"),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_type_are_named(options: dict[str, Any], error: type[Exception], said: str, drive: Path) -> None:
+    given: dict[str, Any] = {"optimizer_class": torch.optim.AdamW, "nvme_path": drive / "states", **options}
+    with pytest.raises(error, match=said):
+        deepnvme.OffloadedOptimizer(parameters(), **given)
+
+
+def test_paths_may_be_bytes_or_below_the_home_directory(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(drive))
+    paths: Any = [os.fsencode(drive / "bytes"), "~/home"]
+    with deepnvme.OffloadedOptimizer(parameters(), torch.optim.AdamW, nvme_path=paths):
+        assert {"bytes", "home"} <= set(os.listdir(drive))
+
+
+def test_a_closed_optimizer_says_so_everywhere(drive: Path) -> None:
+    params = parameters()
+    optimizer = optimizer_in(drive, params, torch.optim.AdamW)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.close()
+    more = {"params": [torch.nn.Parameter(torch.ones(4))]}
+    for use in (optimizer.__enter__, lambda: optimizer.add_param_group(more), lambda: optimizer.state[params[0]]):
+        with pytest.raises(RuntimeError, match="this optimizer is closed"):
+            use()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from deepnvme.offload.training import OffloadedTraining
 
 from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
-from ...support.offloaded_training import assert_same_model
+from ...support.offloaded_training import assert_same_model, assert_same_values
 
 WIDTH, ROWS, WORDS = 64, 8, 90
 
@@ -471,7 +472,8 @@ def test_a_backward_after_the_step_is_an_error(drive: Path) -> None:
         ({"micro_batches": 0}, "micro_batches must be positive"),
         ({"memory_budget": -1}, "memory_budget must not be negative"),
         ({"memory_budget": "much"}, "memory_budget must be a number of bytes.*'much'"),
-        ({"activation_budget": "50%"}, "activation_budget must be a number of bytes.*'50%': only memory budgets"),
+        ({"activation_budget": "101%"}, "activation_budget must be at most 100% of the available memory"),
+        ({"activation_budget": "auto"}, "activation_budget must be a number of bytes.*'auto': it has no automatic value"),
         ({"blocks": [nn.Linear(1, 1)]}, "is no module of the model"),
     ],
 )
@@ -479,6 +481,11 @@ def test_wrong_options_are_named(drive: Path, options: dict[str, Any], message: 
     with pytest.raises(ValueError, match=message):
         training_of(Model(), drive, **options)
     assert not list(drive.iterdir())
+
+
+def test_the_budget_of_activations_may_be_a_share_of_the_memory(drive: Path) -> None:
+    with training_of(Model(), drive, memory_budget="0.01%", activation_budget="0.001%", activations="nvme") as training:
+        training.step(*batch(0))
 
 
 class ForMatrices(torch.optim.SGD):
@@ -569,6 +576,60 @@ def test_close_can_give_the_parameters_back(drive: Path) -> None:
     model(*batch(0)).backward()
     with pytest.raises(RuntimeError, match="closed"):
         training.step(*batch(0))
+
+
+def closed_model(drive: Path) -> Model:
+    """Its values have gone with its training."""
+    model = Model()
+    says = r"closed without restore=True: its 1 steps are lost\. save\(\) keeps them"
+    with pytest.warns(UserWarning, match=says), training_of(model, drive) as training:
+        training.step(*batch(0))
+    return model
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda model: model(*batch(0)), lambda model: model.blocks[1](torch.ones(2, WIDTH)), nn.Module.state_dict, copy.deepcopy],
+    ids=["forward", "forward of a block", "state_dict", "copy"],
+)
+def test_a_model_whose_values_are_gone_says_so(drive: Path, use: Callable[[Model], object]) -> None:
+    model = closed_model(drive)
+    with pytest.raises(RuntimeError, match=r"this Model have no values any more: .* closed without restore=True"):
+        use(model)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_model_whose_values_are_gone_gets_others(drive: Path, assign: bool) -> None:
+    model, expected = closed_model(drive), Model()
+    values = copy.deepcopy(expected.state_dict())
+    some = {name: value for name, value in values.items() if not name.startswith("blocks.2.norm")}
+    model.load_state_dict(some, strict=False, assign=assign)
+    with pytest.raises(RuntimeError, match="no values any more"):
+        model(*batch(0))
+    model.load_state_dict(values, assign=assign)
+    for each in (model, copy.deepcopy(model)):
+        assert_same_values(each.state_dict(), expected.state_dict())
+        each(*batch(0)).backward()
+    model.load_state_dict(expected.state_dict())  # a forward counts its calls
+    with training_of(model, drive) as training:
+        assert_same_model(training, expected)
+
+
+def test_a_model_whose_values_are_gone_is_trained_from_a_checkpoint(drive: Path) -> None:
+    model, values = closed_model(drive), Model().state_dict()
+    with training_of(model, drive, checkpoint=values) as training:
+        assert_same_values(training.state_dict()["model"], values)
+        training.step(*batch(0))
+        training.close(restore=True)
+    model(*batch(0)).backward()
+
+
+def test_steps_that_were_saved_are_no_loss_when_a_training_ends(drive: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings(), training_of(Model(), drive) as training:
+        warnings.simplefilter("error")
+        training.step(*batch(0))
+        training.save(tmp_path / "saved.pt")
+        training.close()
 
 
 def test_a_scheduler_sets_the_learning_rate(drive: Path) -> None:

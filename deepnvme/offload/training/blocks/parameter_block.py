@@ -207,6 +207,11 @@ class ParameterBlock(VersionedBlock):
         """Return where the parameters are while they are without memory."""
         return {absent.data_ptr() for absent in self._absent}
 
+    def absent_params(self) -> list[nn.Parameter]:
+        """Return the parameters that are without memory."""
+        pairs = zip(self.params, self._absent, strict=True)
+        return [param for param, absent in pairs if param.numel() and param.data_ptr() == absent.data_ptr()]
+
     def view_of(self, tensor: torch.Tensor) -> tuple[bool, View] | None:
         """Return how a tensor looks at the block's memory; None if it looks elsewhere, or the block has none.
 
