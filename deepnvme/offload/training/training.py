@@ -651,16 +651,18 @@ class OffloadedTraining:
         """
         if self._closed or os.getpid() != self._process:
             return
+        self._close(restore)
         if not restore and self.steps != self._saved_steps:
             warnings.warn(
                 f"this OffloadedTraining is closed without restore=True: its {self.steps} steps are lost. save() keeps them, and"
                 f" close(restore=True) puts them into the {type(self.model).__name__}",
                 stacklevel=stack_level(),
             )
-        self._close(restore)
 
     def _close(self, restore: bool) -> None:
         """Close without a warning. Raises like :meth:`close`."""
+        if self._closed or os.getpid() != self._process:
+            return
         uses, blocks = self._trained.uses, self._trained.blocks
         rest = blocks[-1].parameters
         restored: dict[torch.Tensor, torch.Tensor] = {}
@@ -709,8 +711,11 @@ class OffloadedTraining:
     def __enter__(self) -> OffloadedTraining:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._close(restore=False)  # what was raised says enough
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an OffloadedTraining owns files and cannot be copied or pickled; use state_dict()")

@@ -316,6 +316,7 @@ def test_blocks_may_be_checkpointed_on_disk(drive: Path, tmp_path: Path, micro_b
             for step in range(3):
                 training.step(batch(step))
             found.append(state_of(training))
+            training.close(restore=True)
     assert_same_values(*found)
     with torch.no_grad():
         model(batch(0))  # the module is as before

@@ -587,6 +587,15 @@ def closed_model(drive: Path) -> Model:
     return model
 
 
+def test_an_error_within_the_context_is_not_drowned_by_a_warning_of_lost_steps(drive: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(KeyError), training_of(Model(), drive) as training:
+            training.step(*batch(0))
+            raise KeyError
+    assert training.closed
+
+
 @pytest.mark.parametrize(
     "use",
     [lambda model: model(*batch(0)), lambda model: model.blocks[1](torch.ones(2, WIDTH)), nn.Module.state_dict, copy.deepcopy],
