@@ -38,14 +38,12 @@ class PackageManager:
         return as_root(command) if self.query else command
 
 
-_DEBIAN = {"libaio": "libaio-dev", "liburing": "liburing-dev", "compiler": "g++", "python": "python3-dev"}
-_FEDORA = {"libaio": "libaio-devel", "liburing": "liburing-devel", "compiler": "gcc-c++", "python": "python3-devel"}
-_ARCH = {"libaio": "libaio", "liburing": "liburing", "compiler": "gcc", "python": "python"}
-_CONDA = {"libaio": "libaio", "liburing": "liburing", "compiler": "gxx", "python": "python"}
+_DEBIAN = {"compiler": "g++", "python": "python3-dev"}
+_FEDORA = {"compiler": "gcc-c++", "python": "python3-devel"}
+_ARCH = {"compiler": "gcc", "python": "python"}
+_CONDA = {"compiler": "gxx", "python": "python"}
 
 _WITHOUT_MANAGER = {
-    "libaio": "install libaio's header and library",
-    "liburing": "install liburing's header and library",
     "compiler": "install GCC 11 or Clang 14, or later",
     "python": "install Python's header files",
 }
@@ -67,7 +65,7 @@ def manager() -> PackageManager | None:
 
 
 def remedy(package: str) -> str:
-    """How to get ``package`` ("libaio", "liburing", "compiler", "python"): a command, or what to look for."""
+    """How to get ``package`` ("compiler", "python"): a command, or what to look for."""
     found = manager()
     return found.install_command(package) if found else _WITHOUT_MANAGER[package]
 

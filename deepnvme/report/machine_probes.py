@@ -65,7 +65,7 @@ def backends() -> tuple[list[Fact], str | None]:
     obstacles = tuple(builder.obstacles())
     if sys.platform != "linux" or (build is None and obstacles):
         return [Fact(name, "unusable", status="NO", problems=obstacles) for name in ("io_uring", "libaio", "threads")], None
-    facts = [_backend(backend, builder, build) for backend in builder.backends()]
+    facts = [_backend(backend) for backend in builder.backends()]
     facts.append(Fact("threads", "usable", status="OKAY"))
     return facts, next(fact.name for fact in facts if fact.status == "OKAY")
 
@@ -137,27 +137,13 @@ def _ahead_of_time(builder: OpBuilder) -> str:
     return f"{builder.BUILD_VAR}=1 pip install --force-reinstall --no-deps . (where the sources are)"
 
 
-_PACKAGES = {"io_uring": "liburing", "libaio": "libaio"}
-
-
-def _backend(backend: Backend, builder: AsyncIOBuilder, build: Path | None) -> Fact:
-    """Return whether a backend is in the existing ``build`` of the op, or would be in a new one, and the kernel accepts it."""
-    value, problem, package = "compiled out", "", _PACKAGES[backend.name]
-    if build is None and not backend.library:
-        reason = f"would be compiled out, {package}'s header or library is not usable ({backend.library.reason})"
-        problem = f"{reason}: {packages.remedy(package)}"
-    elif build is not None and backend.name not in builder.compiled_in(build):
-        prebuilt, steps = bool(builder.is_prebuilt()), []
-        if not backend.library:
-            without_compiler = not isinstance(toolchain.find(), toolchain.Toolchain)
-            steps.append(packages.remedy("compiler" if without_compiler else package))
-        if prebuilt:
-            steps.append(_ahead_of_time(builder))
-        problem = f"compiled out of the op that is {'installed' if prebuilt else 'in the cache'}: {', then '.join(steps)}"
-    elif not backend.kernel:
+def _backend(backend: Backend) -> Fact:
+    """Return whether the kernel accepts a backend."""
+    value, problem = "usable", ""
+    if not backend.kernel:
         remedy = {"io_uring": _uring_remedy, "libaio": _aio_remedy}[backend.name](backend.kernel.reason)
         value, problem = "refused", f"refused by the kernel, {backend.kernel.reason}: {remedy}"
-    return Fact.checked(backend.name, value if problem else "usable", "", problem, good="OKAY", bad="NO")
+    return Fact.checked(backend.name, value, "", problem, good="OKAY", bad="NO")
 
 
 def _uring_remedy(reason: str) -> str:
@@ -193,7 +179,6 @@ def _compiled_with() -> Fact:
     compiler = re.search(rb"GCC: \([^)]*\) [\d.]+|[\w ]*clang version [\d.]+", library.read_bytes())
     parts = ["ahead of time" if builder.is_prebuilt() else "at first use"]
     parts += [compiler[0].decode(errors="replace")] if compiler else []
-    parts += [package for backend, package in _PACKAGES.items() if backend in builder.compiled_in(library)]
     return Fact(name, ", ".join(parts), named=key)
 
 
