@@ -5,6 +5,7 @@ Only small test programs are compiled, and torch is not imported, so that all of
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import re
@@ -83,7 +84,7 @@ def environment(gds: GdsProbe) -> list[Fact]:
         Fact.checked("torch version", torch.version if torch else None, "", without_torch, bad="FAIL"),
         Fact("deepnvme install path", str(Path(__file__).parents[1])),
         Fact("deepnvme info", __version__, named="deepnvme_version"),
-        _compiled_with(),
+        _op_in_use(),
         _compiler(),
         # A missing torch is reported above.
         Fact.checked("torch cuda version", torch.cuda if torch else None, "", gds.without_cuda() if torch else "", bad=""),
@@ -168,18 +169,30 @@ def _aio_remedy(reason: str) -> str:
     return "a container's profile must allow io_setup, io_submit and io_getevents (docker run --security-opt seccomp=unconfined)"
 
 
-def _compiled_with() -> Fact:
-    """Return what the op's existing build was compiled with."""
-    name, key = "deepnvme op compiled w.", "op_compiled_with"
+def _op_in_use() -> Fact:
+    """Return where the op that is loaded here comes from, and what it was compiled with."""
+    name, key = "deepnvme op in use", "op_in_use"
     builder = AsyncIOBuilder()
     library = builder.existing_build()
     if library is None:
-        return Fact(name, None, "not compiled yet", named=key)
+        return Fact(name, None, "none yet: it is compiled at first use", named=key)
     # Every object file says in its .comment section what compiled it.
     compiler = re.search(rb"GCC: \([^)]*\) [\d.]+|[\w ]*clang version [\d.]+", library.read_bytes())
-    parts = ["ahead of time" if builder.is_prebuilt() else "at first use"]
-    parts += [compiler[0].decode(errors="replace")] if compiler else []
-    return Fact(name, ", ".join(parts), named=key)
+    tag = _wheel_tag()
+    origin = "compiled at first use"
+    if builder.is_prebuilt():
+        origin = f"prebuilt, of the wheel for {tag}" if tag else "compiled while installing"
+    return Fact(name, ", ".join([origin, *([compiler[0].decode(errors="replace")] if compiler else [])]), named=key)
+
+
+def _wheel_tag() -> str | None:
+    """Return the platform of the published wheel that this package was installed from; None if it was not."""
+    try:
+        text = importlib.metadata.distribution("deepnvme").read_text("WHEEL")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = re.search(r"^Tag: \S+-((?:many|musl)linux\S*)$", text or "", re.MULTILINE)
+    return found[1] if found else None
 
 
 def _compiler() -> Fact:

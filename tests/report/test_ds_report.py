@@ -170,7 +170,7 @@ def test_a_backend_that_the_installed_op_lacks_is_compiled_out_whatever_this_mac
     assert "compiled out of the op that is installed: " in facts["io_uring"].problems[0]
     assert "DS_BUILD_AIO=1 pip install" in facts["io_uring"].problems[0]
     assert facts["libaio"].value != "compiled out"
-    assert {fact.key: fact.value for fact in machine_probes.environment(GDS)}["op_compiled_with"] == "ahead of time, libaio"
+    assert {fact.key: fact.value for fact in machine_probes.environment(GDS)}["op_in_use"] == "compiled while installing"
 
 
 def test_a_backend_that_the_installed_op_has_needs_no_headers_and_no_compiler(
@@ -358,7 +358,7 @@ def test_the_text_has_deepspeeds_table() -> None:
     assert "\nop name ................ installed .. compatible\n" in text
     assert "\nninja .................. [OKAY]\n" in text
     assert "\nutils .................. [YES] ...... [OKAY]\n" in text
-    for name in ("torch install path", "torch version", "deepnvme info", "deepnvme op compiled w.", "nvcc version"):
+    for name in ("torch install path", "torch version", "deepnvme info", "deepnvme op in use", "nvcc version"):
         assert f"\n{name} ..." in text
     assert "\nshared memory (/dev/shm) size .... " in text
 
