@@ -32,6 +32,8 @@ ARCHITECTURES = ("x86_64", "aarch64")
 GLIBC = "2.28"
 LARGEST = 5_000_000
 """Most bytes of a wheel."""
+FLAGS = {"CXXFLAGS": "-O2", "LDFLAGS": "-s"}
+"""Zig compiles its C++ library anew for each way to optimise and to strip, so the same for all that is compiled."""
 OPS = ("deepnvme/ops/aio/async_io_op", "deepnvme/ops/gds/gds_op")
 
 _BUILD = """
@@ -86,13 +88,22 @@ def environment_of(python: Path, directory: Path, *packages: str) -> Path:
     return made
 
 
+def prepare_compiler(architecture: str, directory: Path) -> None:
+    """Compile a small program for an architecture. The first makes Zig compile its C++ library, which takes a minute."""
+    program = directory / f"{architecture}.cpp"
+    program.write_text("#include <iostream>\nint main() { std::cout << 1; }\n")
+    target = f"{architecture}-linux-gnu.{GLIBC}"
+    flags = ("-target", target, "-std=c++20", *FLAGS["CXXFLAGS"].split(), *FLAGS["LDFLAGS"].split())
+    run(sys.executable, "-m", "ziglang", "c++", *flags, program, "-o", directory / architecture)
+
+
 def build(sources: Path, python: Path, version: str, architecture: str, work: Path) -> Path:
     """Return a wheel with both ops, compiled for an architecture, of the unpacked source distribution."""
     compiler = f"{sys.executable} -m ziglang {{}} -target {architecture}-linux-gnu.{GLIBC}"
     environment = {
         "CC": compiler.format("cc"),
         "CXX": compiler.format("c++"),
-        "LDFLAGS": "-s",
+        **FLAGS,
         "DS_BUILD_AIO": "1",
         "DS_BUILD_GDS": "1",
         # What setuptools takes for the platform and for the names of the modules.
@@ -160,6 +171,8 @@ def main() -> None:
             archive.extractall(work, filter="data")
         shutil.copy2(sdist, out)
         print(sdist.name, flush=True)
+        for architecture in options.arch or ARCHITECTURES:
+            prepare_compiler(architecture, work)
         for version, python in found.items():
             builder = environment_of(python, work / f"build-{version}", "setuptools>=77", "pybind11>=2.12")
             for architecture in options.arch or ARCHITECTURES:
