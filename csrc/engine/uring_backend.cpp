@@ -30,9 +30,8 @@ UringBackend::UringBackend(unsigned capacity, bool defer) : under_way_by_index_(
     require_operations();
     listen();
     // An older kernel, or a filter, may allow the set-up and refuse the rest.
-    const int submitted = ring_.submit();
+    const int submitted = ring_.submit(0, /*look=*/true);
     if (submitted < 0) throw IoError(-submitted, "io_uring_enter", "");
-    ring_.submit(0, /*look=*/true);
     int refused = 0;
     ring_.collect([&](const io_uring::Completion& first) {
         refused = std::max(0, -first.result);

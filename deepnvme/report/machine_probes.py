@@ -58,8 +58,7 @@ def ops() -> list[Op]:
 def backends() -> tuple[list[Fact], str | None]:
     """Return the backends of async_io, fastest first, and the name of the one that "auto" selects.
 
-    Both are of the op that would be loaded or, if there is none yet, of the one that would be compiled here. The name is None if
-    the op can be neither loaded nor compiled.
+    The name is None if the op can be neither loaded nor compiled.
     """
     builder = AsyncIOBuilder()
     build = builder.existing_build()
@@ -154,6 +153,8 @@ def _uring_remedy(reason: str) -> str:
         return packages.as_root("sysctl -w kernel.io_uring_disabled=0")
     if "ENOMEM" in reason:
         return "ulimit -l unlimited"
+    if "5.6" in reason:
+        return "use Linux 5.6 or later"
     if "ENOSYS" in reason and disabled is None:
         return "use Linux 5.6 or later, or a container profile that allows it (docker run --security-opt seccomp=unconfined)"
     return (
