@@ -1,4 +1,4 @@
-"""TensorNVMe's offloaders and writer. TensorNVMe is not installed: what it documents, and what ColossalAI calls, is called here."""
+"""TensorNVMe's offloaders and writer, without TensorNVMe: what it documents is called here, and what ColossalAI calls."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from deepnvme.integrations import tensornvme as ours
 from deepnvme.integrations.tensornvme import AsyncFileWriter, DiskOffloader, Offloader, get_backends, probe_backend
+from deepnvme.integrations.tensornvme.async_file_io import DescriptorWriter
 
 from ..support.faulty_filesystem import FaultyFilesystem, faulty_filesystem, obstacle
 from ..support.interpreters import Interpreters
@@ -463,6 +464,30 @@ def test_part_of_a_tensor_under_a_key(drive: Path) -> None:
         assert target.count_nonzero() == 10
 
 
+def test_slices_of_one_tensor_are_written_and_read_at_a_time(drive: Path) -> None:
+    called: list[str] = []
+    with Offloader(drive / "file", 4) as offloader:
+        base, target = torch.rand(40), torch.zeros(40)
+        for i in range(4):
+            offloader.async_write(base[i * 10 : i * 10 + 10], str(i), lambda: called.append("written"))
+        assert called == []
+        for i in range(4):
+            offloader.async_read(target[i * 10 : i * 10 + 10], str(i), lambda: called.append("read"))
+        assert called == ["written"] * 4
+        offloader.async_write(target, "whole")
+        assert called == ["written"] * 4 + ["read"] * 4
+        assert torch.equal(target, base)
+
+
+def test_a_read_and_what_its_callback_starts_are_synchronized_together(drive: Path) -> None:
+    with DiskOffloader(drive) as offloader:
+        x, y = torch.rand(5), torch.rand(6)
+        offloader.sync_write(x)
+        offloader.async_read(x, lambda: offloader.async_write(y))
+        offloader.synchronize()
+        assert memory(y) == 0
+
+
 # A failing drive
 
 
@@ -665,10 +690,7 @@ def test_a_writer_that_is_dropped_has_written(drive: Path, interpreters: Interpr
 @pytest.mark.parametrize("by_name", [False, True])
 def test_the_older_form_takes_a_file_object(drive: Path, by_name: bool) -> None:
     with open(drive / "file", "wb") as file:
-        if by_name:
-            writer = AsyncFileWriter(fp=file, n_entries=191, backend="pthread")
-        else:
-            writer = AsyncFileWriter(file)
+        writer = AsyncFileWriter(fp=file, n_entries=191, backend="pthread") if by_name else AsyncFileWriter(file)
         assert writer.fp is file
         assert writer.fd == file.fileno()
         save(writer, states(), None, raw=False)
@@ -719,6 +741,15 @@ def test_the_native_writer_takes_addresses(enabled: None, drive: Path) -> None:
         writer.synchronize()
     assert called == ["tensor", "raw"]
     assert torch.equal(torch.frombuffer(bytearray((drive / "file").read_bytes()), dtype=torch.int64), tensor.repeat(2))
+
+
+def test_a_native_writer_that_is_dropped_has_written(drive: Path) -> None:
+    tensor = torch.rand(3_000_000)
+    with open(drive / "file", "wb") as file:
+        writer = DescriptorWriter(file.fileno())
+    writer.write(tensor.data_ptr(), tensor.nbytes, 0)
+    del writer
+    assert torch.equal(torch.frombuffer(bytearray((drive / "file").read_bytes()), dtype=torch.float32), tensor)
 
 
 def test_what_a_writer_refuses(drive: Path) -> None:

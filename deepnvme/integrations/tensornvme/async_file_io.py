@@ -10,10 +10,12 @@ from typing import IO
 
 import torch
 
-from deepnvme._descriptions import path_list, representation, state_text
+from deepnvme._descriptions import path_list, representation
 from deepnvme._lazy import public_names
+from deepnvme.checkpoint.file_io import shared_engine
+from deepnvme.engine import File
 
-from .backends import engine_with
+from .backends import settings_with
 from .operations import Callback, Operations
 
 __all__ = ["AsyncFileWriter"]
@@ -27,7 +29,8 @@ _NEEDED_UNCHANGED = frozenset({"tensor"})
 class DescriptorWriter:
     """Writes memory to offsets of an open file, in the background. Contract: ``tensornvme._C.AsyncFileWriter``.
 
-    Errors of writes are raised by the method that waits for them. Not thread-safe.
+    Errors of writes are raised by the method that waits for them. If it is dropped, or the interpreter exits, all writes are
+    waited for, and an error is only reported on stderr. Not thread-safe.
 
     Args:
         fd: Descriptor of an open file, which stays the caller's and may be closed at once.
@@ -42,11 +45,11 @@ class DescriptorWriter:
     """
 
     def __init__(self, fd: int, n_entries: int = 16, backend: str | None = "aio") -> None:
-        self._path = _path_of(fd)
-        self._process = os.getpid()
+        self.path = _path_of(fd)
         self._operations = Operations()
-        self._engine = engine_with(self._path, n_entries, backend)
-        self._file = self._engine.open(self._path, "r+")
+        self._engine = shared_engine(self.path, settings_with(self.path, n_entries, backend))
+        self._file = self._engine.open(self.path, "r+")
+        weakref.finalize(self, _finish, self._operations, self._file, os.getpid())
 
     def write(self, buffer: int, n_bytes: int, offset: int, callback: Callback | None = None) -> None:
         """Start writing memory by its address.
@@ -82,20 +85,6 @@ class DescriptorWriter:
     def synchronize(self) -> None:
         """Wait for all writes, and call their callbacks. Raises the OSError of the first that failed."""
         self._operations.finish_all()
-
-    def close(self) -> None:
-        """Wait for all writes, then close the file. Idempotent; no effect in a forked child.
-
-        Raises:
-            OSError: The error of the first write that failed, or of closing. The file is closed all the same.
-        """
-        if os.getpid() != self._process:
-            return
-        try:
-            self.synchronize()
-        finally:
-            self._engine.close()
-            self._file.close()
 
     def start(
         self, tensor: torch.Tensor, offset: int, callback: Callback | None, subjects: frozenset[object] = frozenset()
@@ -159,7 +148,8 @@ class AsyncFileWriter:
             if owned is not None:
                 os.close(owned)
             raise
-        self._end = weakref.finalize(self, _close, self.io, owned)
+        if owned is not None:
+            weakref.finalize(self, os.close, owned)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Start writing bytes, and return how many. Those of another object than ``bytes`` are copied first."""
@@ -224,9 +214,7 @@ class AsyncFileWriter:
         self.io.synchronize()
 
     def __repr__(self) -> str:
-        return representation(
-            self, lambda: path_list([self.io._path]), lambda: f"offset={self.offset}", lambda: state_text(False, self.io._process)
-        )
+        return representation(self, lambda: path_list([self.io.path]), lambda: f"offset={self.offset}")
 
 
 def bytes_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
@@ -252,10 +240,16 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _close(writer: DescriptorWriter, fd: int | None) -> None:
-    """Finish a writer that was dropped."""
-    try:
-        writer.close()
-    finally:
-        if fd is not None:
-            os.close(fd)
+def _finish(operations: Operations, file: File, process: int) -> None:
+    """Wait for all writes, then close the file; nothing in a forked child. Raises the first error."""
+    if os.getpid() != process:
+        return
+    first: OSError | None = None
+    while operations:
+        try:
+            operations.finish_all()
+        except OSError as error:
+            first = first or error
+    file.close()
+    if first is not None:
+        raise first

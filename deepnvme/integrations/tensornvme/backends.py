@@ -1,13 +1,18 @@
-"""TensorNVMe's names of backends, and the engine that has the backend of such a name."""
+"""TensorNVMe's names of backends, and the settings of an engine that has the backend of such a name."""
 
 from __future__ import annotations
 
-import os
 import warnings
 
-from deepnvme.engine import Backend, Engine
+from deepnvme._lazy import public_names
+from deepnvme.config import AioConfig
+from deepnvme.engine import Backend
 from deepnvme.ops import load_async_io
-from deepnvme.profiles import create_engine, settings_for
+from deepnvme.profiles import settings_for
+
+__all__ = ["get_backends", "probe_backend"]
+
+__dir__ = public_names(__name__)
 
 _ENGINE_NAMES: dict[str, Backend] = {"uring": "io_uring", "aio": "libaio", "pthread": "threads"}
 
@@ -25,14 +30,14 @@ def probe_backend(backend: str) -> bool:
     return backend in _ENGINE_NAMES and load_async_io().backends()[_ENGINE_NAMES[backend]] is None
 
 
-def engine_with(path: str, n_entries: int, backend: str | None) -> Engine:
-    """Return a new engine for a file, with the settings of its drive and the backend asked for.
+def settings_with(path: str, n_entries: int, backend: str | None) -> AioConfig:
+    """Return the settings of the drive that a file is on, with the backend asked for.
 
-    If that backend does not work here, the engine has another, and there is a RuntimeWarning: TensorNVMe's default is ``uring``,
-    which many containers do not allow.
+    If that backend does not work here, it is ``auto``, and there is a RuntimeWarning: TensorNVMe's default is ``uring``, which
+    many containers do not allow.
 
     Args:
-        path: The file, or the directory it is in.
+        path: The file.
         n_entries: Only checked: the drive's settings say how many blocks are under way.
         backend: TensorNVMe's name of the backend; None for the first that works.
 
@@ -52,6 +57,6 @@ def engine_with(path: str, n_entries: int, backend: str | None) -> Engine:
         else:
             text = f"TensorNVMe's backend {backend!r} does not work here ({obstacle}): using another"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
-    settings = settings_for(os.path.abspath(path))
+    settings = settings_for(path)
     poll = settings.poll and chosen in ("auto", "io_uring")
-    return create_engine(settings.model_copy(update={"backend": chosen, "poll": poll}), from_user=False)
+    return settings.model_copy(update={"backend": chosen, "poll": poll})

@@ -9,7 +9,7 @@ import uuid
 import weakref
 from collections.abc import Hashable, Sequence
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,10 +19,14 @@ from deepnvme._lazy import public_names
 from deepnvme.engine import Engine, File
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.tensor_bytes import flat_bytes
+from deepnvme.profiles import create_engine
 from deepnvme.store.extents import ExtentMap
 
-from .backends import engine_with
+from .backends import settings_with
 from .operations import Callback, Operation, Operations
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["DiskOffloader", "Offloader"]
 
@@ -30,7 +34,6 @@ __dir__ = public_names(__name__)
 
 Memory = torch.Tensor | torch.UntypedStorage
 """What is written and read. A storage is also freed when it is written, and allocated to be read into."""
-Self = TypeVar("Self", bound="TensorFile")
 
 
 class _Stored(NamedTuple):
@@ -69,10 +72,15 @@ class TensorFile:
         self._extents = ExtentMap()
         self._stored: dict[Hashable, _Stored] = {}
         self._reads, self._writes = Operations(), Operations()
-        self._engine = engine_with(self._path, n_entries, backend)
-        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
-        self._file = self._engine.open(self._path, "r+", whole_pages=True)
-        self._end = weakref.finalize(self, _remove, self._engine, self._file, self._path, self._process)
+        self._engine = create_engine(settings_with(self._path, n_entries, backend), from_user=False)
+        with defer_interrupts():
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+            try:
+                self._file = self._engine.open(self._path, "r+", whole_pages=True)
+            except BaseException:
+                os.unlink(self._path)
+                raise
+            self._end = weakref.finalize(self, _remove, self._engine, self._file, self._path, self._process)
 
     def sync_write_events(self) -> None:
         """Wait for all writes, and call their callbacks. Raises the OSError of the first that failed."""
@@ -84,8 +92,9 @@ class TensorFile:
 
     def synchronize(self) -> None:
         """Wait for all writes and reads, and call their callbacks. Raises the OSError of the first that failed."""
-        self._writes.finish_all()
-        self._reads.finish_all()
+        while self._writes or self._reads:  # their callbacks may start others
+            self._writes.finish_all()
+            self._reads.finish_all()
 
     def close(self) -> None:
         """Synchronize, then remove the file with all that is in it. Idempotent.
@@ -101,7 +110,7 @@ class TensorFile:
         finally:
             self._end()
 
-    def __enter__(self: Self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -114,7 +123,7 @@ class TensorFile:
 
     def _write(self, key: Hashable, memory: Sequence[Memory], callback: Callback | None = None) -> Operation:
         """Start writing under a key, in place of what is there."""
-        self._finish_before(key, memory)
+        self._finish_before(key, memory, writing=True)
         sizes = list(map(_nbytes, memory))
         if not all(sizes):
             raise RuntimeError("a tensor without memory cannot be written: it is empty, or has been offloaded already")
@@ -135,7 +144,7 @@ class TensorFile:
 
     def _read(self, key: Hashable, memory: Sequence[Memory], callback: Callback | None = None) -> Operation:
         """Start reading what is under a key. Its space is free when it has been read; after an error it can be read again."""
-        self._finish_before(key, memory)
+        self._finish_before(key, memory, writing=False)
         stored = self._stored.get(key)
         if stored is None:
             raise RuntimeError("nothing is stored for this: it was not written, or has been read since")
@@ -156,13 +165,18 @@ class TensorFile:
                 callback=callback,
             )
 
-    def _finish_before(self, key: Hashable, memory: Sequence[Memory]) -> None:
-        """Finish what must have ended before another transfer uses this key or memory. Raises ValueError if it is closed."""
+    def _finish_before(self, key: Hashable, memory: Sequence[Memory], writing: bool) -> None:
+        """Finish what must have ended before this transfer begins. Raises ValueError if the offloader is closed.
+
+        These are transfers of the same key or memory. But tensors that only share a storage, such as slices of a flat one, may be
+        written at a time, or read at a time, as long as the storage is not freed or allocated.
+        """
         if not self._end.alive:
             raise ValueError(f"this {type(self).__name__} is closed")
         subjects = _subjects(key, memory)
-        self._writes.finish_all(subjects)
-        self._reads.finish_all(subjects)
+        same = _subjects(key, [each for each in memory if isinstance(each, torch.UntypedStorage)])
+        self._writes.finish_all(same if writing else subjects)
+        self._reads.finish_all(subjects if writing else same)
 
 
 class Offloader(TensorFile):
@@ -346,7 +360,7 @@ def _nbytes(memory: Memory) -> int:
 
 
 def _subjects(key: Hashable, memory: Sequence[Memory]) -> frozenset[object]:
-    """Return what no two transfers under way may have in common: the key and the storages."""
+    """Return the key and the storages, in a form that tells them apart: what transfers may have in common."""
     storages = (each if isinstance(each, torch.UntypedStorage) else each.untyped_storage() for each in memory)
     return frozenset({("key", key), *(storage._cdata for storage in storages)})
 

@@ -36,6 +36,9 @@ class Operations:
     def __init__(self) -> None:
         self._under_way: list[Operation] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._under_way)
+
     def start(
         self,
         begin: Callable[[], Future],
