@@ -3,7 +3,7 @@
     import deepnvme.integrations.tensornvme as d
     d.enable()                                  # ``import tensornvme`` then imports these classes
 
-TensorNVMe need not be installed, and is never imported. Contract: hpcaitech/TensorNVMe 0.1.
+TensorNVMe need not be installed, and is never imported. Contract: hpcaitech/TensorNVMe at commit cb5c3a9f.
 """
 
 from typing import TYPE_CHECKING
