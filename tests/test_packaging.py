@@ -232,11 +232,9 @@ def test_the_makefile_says_what_it_installs_before_it_does(tmp_path: Path, torch
 
 
 def test_a_compiler_of_several_words_is_understood_and_a_missing_one_named(bare_machine: Path) -> None:
-    log = bare_machine / "log"
-    (bare_machine / "ccache").write_text(f'#!/bin/sh\necho "$1" >> {log}\n')
+    (bare_machine / "ccache").write_text("#!/bin/sh\n")
     (bare_machine / "ccache").chmod(0o755)
-    prepare(PATH=str(bare_machine), CXX="ccache g++")
-    assert log.read_text().split() == ["g++", "g++"]
+    assert "compiler" not in prepare(PATH=str(bare_machine), CXX="ccache g++").stderr
     done = prepare(PATH=str(bare_machine), CXX="no-such g++")
     assert (done.returncode, done.stderr) == (1, "CXX=no-such g++ is not found: correct or unset CXX\n")
 

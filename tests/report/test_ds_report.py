@@ -179,7 +179,7 @@ def test_whether_the_op_is_a_published_wheels_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tags: str, said: str
 ) -> None:
     library = tmp_path / "async_io_op.so"
-    library.write_bytes(AsyncIOBuilder().source_hash().encode() + b"clang version 22.1.8\0")
+    library.write_bytes(AsyncIOBuilder().source_hash().encode() + b"\0clang version 22.1.8\0")
     monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
     installed = types.SimpleNamespace(read_text=lambda name: f"Wheel-Version: 1.0\n{tags}")
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
