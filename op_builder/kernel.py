@@ -12,17 +12,20 @@ import sys
 from .toolchain import Attempt
 
 _IO_URING_SETUP = 425  # the same on every architecture but alpha
+_FEATURES, _OF_LINUX_5_6 = 5, 1 << 3  # a field of struct io_uring_params, and its IORING_FEAT_RW_CUR_POS
 _IO_SETUP = {"x86_64": (206, 207), "aarch64": (0, 1), "riscv64": (0, 1), "loongarch64": (0, 1), "ppc64le": (227, 228),
              "s390x": (243, 244)}  # fmt: skip
 
 
 def io_uring() -> Attempt:
     """Set up a ring of two entries, and drop it. Never raises."""
-    parameters = (ctypes.c_uint8 * 120)()  # struct io_uring_params, all zero
+    parameters = (ctypes.c_uint32 * 30)()  # struct io_uring_params, all zero
     result = _syscall("io_uring_setup", _IO_URING_SETUP, ctypes.c_uint(2), parameters)
     if isinstance(result, Attempt):
         return result
     os.close(result)
+    if not parameters[_FEATURES] & _OF_LINUX_5_6:
+        return Attempt(False, "io_uring_setup works, but is of a kernel before Linux 5.6, without read and write")
     return Attempt(True)
 
 

@@ -1,8 +1,7 @@
 """The C++20 compiler: which one is used, and whether it compiles and links small programs.
 
-Asking is cheap enough for every load: what succeeded is remembered in the build cache for as long as the compiler, the
-environment and the headers and libraries concerned stay as they were. Failures are asked again, so a package installed
-in the meantime is noticed.
+Asking is cheap enough for every load: what succeeded is remembered in the build cache for as long as the compiler and the
+environment stay as they were. Failures are asked again, so a compiler installed in the meantime is noticed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,8 +58,6 @@ class Toolchain:
     version: str
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
-    include_dirs: tuple[str, ...]
-    library_dirs: tuple[str, ...]
     identity: str
     """Digest of everything above, of the environment and of what the compiler says of itself (with ``-march=native``
     that includes the processor), so that a build made elsewhere is not mistaken for one that runs here."""
@@ -81,35 +78,23 @@ class Toolchain:
         except OSError as error:
             return Attempt(False, f"the probe could not be written: {error}")
 
-    def has_library(self, name: str, header: str, expression: str) -> Attempt:
-        """Whether ``header`` is found, and a program that evaluates ``expression`` links with ``-l<name>``."""
-        watched = [Path(place, header) for place in self.include_dirs]
-        watched += [Path(place, f"lib{name}.{kind}") for place in self.library_dirs for kind in ("so", "a")]
-        source = f"#include <{header}>\nint main() {{ return {expression} != 0; }}\n"
-        return self._remembered(source, (name,), watched)
-
-    def _remembered(self, source: str, libraries: tuple[str, ...], watched: Iterable[Path]) -> Attempt:
-        """Try a program once. A success is remembered in the cache for as long as the watched files stay as they are."""
-        states = [(str(path), _state(path)) for path in watched]
-        key = hashlib.sha256(repr((self.identity, source, libraries, states)).encode()).hexdigest()[:32]
-        if key not in _attempts:
-            if _is_remembered(key):
-                _attempts[key] = Attempt(True)
-            else:
-                _attempts[key] = self.try_program(source, libraries)
-                if _attempts[key]:
-                    _remember(key)
-        return _attempts[key]
+    def compiles_cxx20(self) -> Attempt:
+        """Whether C++20 compiles and links; tried unless the cache remembers that it did."""
+        key = hashlib.sha256(repr((self.identity, _CXX20_PROGRAM)).encode()).hexdigest()[:32]
+        if _is_remembered(key):
+            return Attempt(True)
+        attempt = self.try_program(_CXX20_PROGRAM)
+        if attempt:
+            _remember(key)
+        return attempt
 
 
-_attempts: dict[str, Attempt] = {}
 _found: dict[tuple[str | None, ...], Toolchain] = {}
 
 
 def forget() -> None:
     """Look for everything again, as another process would."""
     _found.clear()
-    _attempts.clear()
 
 
 def find() -> Toolchain | Attempt:
@@ -147,32 +132,24 @@ def _flags(name: str) -> list[str]:
 
 
 def _examine(command: list[str], compile_flags: list[str], link_flags: list[str]) -> Toolchain | Attempt:
-    """Return a compiler with its version and search directories; a failed Attempt if it does not compile C++20."""
+    """Return a compiler with its version; a failed Attempt if it does not compile C++20."""
     path = shutil.which(command[0])
     if path is None:
         return Attempt(False, "not found")
     said = _output([*command, *compile_flags, "-v", "-E", "-x", "c++", os.devnull])
     if isinstance(said, Attempt):
         return said
-    searched = _output([*command, *compile_flags, "-print-search-dirs"])
     version = re.search(r"^.*\bversion \d.*$", said, re.MULTILINE)
-    includes = re.search(r"#include <\.\.\.>.*?\n(.*?)\nEnd of search list", said, re.DOTALL)
-    libraries = re.search(r"^libraries: =?(.*)$", searched, re.MULTILINE) if isinstance(searched, str) else None
-    library_dirs = [flag[2:] for flag in link_flags if flag.startswith("-L") and len(flag) > 2]
-    library_dirs += os.environ.get("LIBRARY_PATH", "").split(os.pathsep)
-    library_dirs += libraries[1].split(os.pathsep) if libraries else ()
-    facts = (command, _state(Path(path).resolve()), said, searched, compile_flags, link_flags,
+    facts = (command, _state(Path(path).resolve()), said, compile_flags, link_flags,
              [os.environ.get(name) for name in _ENVIRONMENT])  # fmt: skip
     toolchain = Toolchain(
         command=tuple(command),
         version=version[0].strip() if version else shlex.join(command),
         compile_flags=tuple(compile_flags),
         link_flags=tuple(link_flags),
-        include_dirs=tuple(line.strip() for line in includes[1].splitlines()) if includes else (),
-        library_dirs=tuple(dict.fromkeys(os.path.normpath(place) for place in library_dirs if place)),
         identity=hashlib.sha256(repr(facts).encode()).hexdigest(),
     )
-    return toolchain if (attempt := toolchain._remembered(_CXX20_PROGRAM, (), ())) else attempt
+    return toolchain if (attempt := toolchain.compiles_cxx20()) else attempt
 
 
 def _output(command: list[str]) -> str | Attempt:

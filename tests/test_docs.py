@@ -232,6 +232,7 @@ PACKAGES = (
     "deepnvme",
     "deepnvme.checkpoint",
     "deepnvme.integrations.deepspeed",
+    "deepnvme.integrations.tensornvme",
     "deepnvme.io",
     "deepnvme.offload",
     "deepnvme.ops.op_builder",

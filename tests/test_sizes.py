@@ -153,8 +153,9 @@ NOT_HERE = {
 }
 """Public parameters that sound like bytes and are not tested here, each with the reason."""
 _SOUNDS_LIKE_BYTES = re.compile(r"(^|_)(bytes|nbytes|budget|shard_size|block_size|chunk_size|record_size|buffer_size)$")
-_ELSEWHERE = ("__main__", "ops", "tune", "report", "swap.zero", "io", "integrations.deepspeed")
-"""Modules that are programs, or whose functions are DeepSpeed's, or command lines, whose sizes are tested with them."""
+_ELSEWHERE = ("__main__", "ops", "tune", "report", "swap.zero", "io", "integrations.deepspeed", "integrations.tensornvme")
+"""Modules that are programs, or whose functions are DeepSpeed's or TensorNVMe's, or command lines, whose sizes are
+tested with them."""
 
 
 def public_modules() -> Iterator[ModuleType]:

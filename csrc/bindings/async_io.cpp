@@ -16,15 +16,11 @@ py::dict backends() {
     py::dict reasons;
     for (const auto& choice : backend_choices()) {
         py::object reason = py::none();
-        if (!choice.make) {
-            reason = py::str(choice.why_not);
-        } else {
-            try {
-                py::gil_scoped_release release;
-                choice.make(1);
-            } catch (const IoError& error) {
-                reason = py::str(error.what());
-            }
+        try {
+            py::gil_scoped_release release;
+            choice.make(1);
+        } catch (const IoError& error) {
+            reason = py::str(error.what());
         }
         reasons[py::str(choice.name)] = reason;
     }

@@ -70,11 +70,10 @@ public:
 // Makes a backend for at most `capacity` operations under way. Throws IoError when the kernel refuses.
 using BackendFactory = std::function<std::unique_ptr<Backend>(unsigned capacity)>;
 
-// A backend that this build knows by name.
+// A backend by its name. Every build has all of them; the kernel may refuse one.
 struct BackendChoice {
     std::string name;
-    BackendFactory make;   // empty when compiled out
-    std::string why_not;   // the reason it was compiled out
+    BackendFactory make;
     BackendFactory make_polling = nullptr;  // one that heeds Operation::polled; empty where there is none
 };
 

@@ -118,10 +118,6 @@ Engine::Engine(EngineOptions options)
     std::string tried;
     for (const auto& choice : backend_choices()) {
         if (options_.backend != "auto" && options_.backend != choice.name) continue;
-        if (!choice.make) {
-            if (options_.backend != "auto") throw std::runtime_error("backend " + choice.name + " is " + choice.why_not);
-            continue;
-        }
         const BackendFactory& make = options_.poll ? choice.make_polling : choice.make;
         if (!make && options_.backend == "auto") continue;
         if (!make) throw std::invalid_argument("poll needs the backend io_uring or auto, got '" + choice.name + "'");

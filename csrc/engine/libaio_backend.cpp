@@ -1,10 +1,9 @@
-// Linux kernel AIO through libaio.
-#include "engine/backend.h"
-
-#ifdef DEEPNVME_HAVE_LIBAIO
-
-#include <libaio.h>
+// Linux AIO, which is called libaio as in DeepSpeed and fio. That library's part is little more than five system calls, so these
+// are made here, and there is no library to find.
+#include <linux/aio_abi.h>
 #include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,15 +11,18 @@
 
 #include "core/error.h"
 #include "core/wake_event.h"
+#include "engine/backend.h"
 
 namespace deepnvme {
 
 namespace {
 
+constexpr std::uint16_t kPoll = 5;  // Linux 4.18; a distribution's header may be older
+
 class Context {
 public:
     explicit Context(unsigned capacity) {
-        const int error = -::io_setup(static_cast<int>(capacity), &context_);
+        const int error = ::syscall(SYS_io_setup, capacity, &context_) < 0 ? errno : 0;
         // EAGAIN: fs.aio-max-nr is used up.
         if (error) throw IoError(error, "io_setup for " + std::to_string(capacity) + " events (see fs.aio-max-nr)", "");
     }
@@ -29,12 +31,22 @@ public:
     Context& operator=(const Context&) = delete;
 
     // Blocks until all that is under way has ended. False if the kernel refuses.
-    bool destroy() noexcept { return !context_ || ::io_destroy(std::exchange(context_, nullptr)) == 0; }
+    bool destroy() noexcept { return !context_ || ::syscall(SYS_io_destroy, std::exchange(context_, 0)) == 0; }
 
-    io_context_t get() const noexcept { return context_; }
+    // Each returns a number, or -errno.
+    long submit(long count, iocb** blocks) noexcept { return result(::syscall(SYS_io_submit, context_, count, blocks)); }
+    long wait(long most, io_event* events) noexcept {
+        return result(::syscall(SYS_io_getevents, context_, 1L, most, events, nullptr));
+    }
+    long cancel(iocb* block) noexcept {
+        io_event unused;
+        return result(::syscall(SYS_io_cancel, context_, block, &unused));
+    }
 
 private:
-    io_context_t context_ = nullptr;
+    static long result(long returned) noexcept { return returned < 0 ? -errno : returned; }
+
+    aio_context_t context_ = 0;
 };
 
 class LibaioBackend final : public Backend {
@@ -53,7 +65,7 @@ public:
         for (std::size_t i = 0; i < count; ++i) batch_[i] = prepare(*operations[i]);
         std::size_t taken = 0;
         while (taken < count) {
-            const int submitted = ::io_submit(context_.get(), static_cast<long>(count - taken), batch_.data() + taken);
+            const long submitted = context_.submit(static_cast<long>(count - taken), batch_.data() + taken);
             if (submitted > 0) {
                 taken += static_cast<std::size_t>(submitted);
             } else if (submitted == -EAGAIN || submitted == -EINTR || submitted == 0) {
@@ -78,13 +90,14 @@ public:
         }
         if (!listening_) listen();
         const std::size_t room = std::min(events_.size(), completions.size());
-        const int got = ::io_getevents(context_.get(), 1, static_cast<long>(room), events_.data(), nullptr);
+        const long got = context_.wait(static_cast<long>(room), events_.data());
         if (got == -EINTR) return 0;
-        if (got < 0) throw IoError(-got, "io_getevents", "");
+        if (got < 0) throw IoError(static_cast<int>(-got), "io_getevents", "");
         std::size_t count = 0;
-        for (int i = 0; i < got; ++i) {
-            if (events_[i].obj == &wake_block_) listening_ = false;
-            else completions[count++] = {static_cast<Operation*>(events_[i].data), static_cast<long>(events_[i].res)};
+        for (long i = 0; i < got; ++i) {
+            const io_event& event = events_[static_cast<std::size_t>(i)];
+            if (event.data == 0) listening_ = false;
+            else completions[count++] = {reinterpret_cast<Operation*>(static_cast<std::uintptr_t>(event.data)), event.res};
         }
         if (!listening_) event_.clear();
         return count;
@@ -92,8 +105,7 @@ public:
 
     // The kernel refuses it for reads and writes of files, up to now. Where it does not, the completion comes as ever.
     bool cancel(Operation& operation) noexcept override {
-        io_event unused;
-        ::io_cancel(context_.get(), &blocks_[operation.index], &unused);
+        context_.cancel(&blocks_[operation.index]);
         return true;
     }
 
@@ -103,26 +115,28 @@ public:
 
 private:
     iocb* prepare(Operation& operation) {
-        iocb* block = &blocks_[operation.index];
-        const auto offset = static_cast<long long>(operation.offset);
-        switch (operation.kind) {
-            case Operation::Kind::read:
-                ::io_prep_pread(block, operation.fd, operation.memory, operation.length, offset);
-                break;
-            case Operation::Kind::write:
-                ::io_prep_pwrite(block, operation.fd, operation.memory, operation.length, offset);
-                break;
-            case Operation::Kind::sync: ::io_prep_fsync(block, operation.fd); break;
+        iocb& block = blocks_[operation.index] = {};
+        block.aio_data = reinterpret_cast<std::uintptr_t>(&operation);
+        block.aio_fildes = static_cast<std::uint32_t>(operation.fd);
+        if (operation.kind == Operation::Kind::sync) {
+            block.aio_lio_opcode = IOCB_CMD_FSYNC;
+        } else {
+            block.aio_lio_opcode = operation.kind == Operation::Kind::read ? IOCB_CMD_PREAD : IOCB_CMD_PWRITE;
+            block.aio_buf = reinterpret_cast<std::uintptr_t>(operation.memory);
+            block.aio_nbytes = operation.length;
+            block.aio_offset = static_cast<std::int64_t>(operation.offset);
         }
-        block->data = &operation;
-        return block;
+        return &block;
     }
 
     void listen() {
-        ::io_prep_poll(&wake_block_, event_.fd(), POLLIN);
+        wake_block_ = {};  // its completion is told from an operation's by its data, which are null
+        wake_block_.aio_lio_opcode = kPoll;
+        wake_block_.aio_fildes = static_cast<std::uint32_t>(event_.fd());
+        wake_block_.aio_buf = POLLIN;
         iocb* block = &wake_block_;
-        const int submitted = ::io_submit(context_.get(), 1, &block);
-        if (submitted != 1) throw IoError(submitted < 0 ? -submitted : EAGAIN, "io_submit of a poll (Linux 4.19 has it)", "");
+        const long submitted = context_.submit(1, &block);
+        if (submitted != 1) throw IoError(submitted < 0 ? static_cast<int>(-submitted) : EAGAIN, "io_submit of a poll (Linux 4.19 has it)", "");
         listening_ = true;
     }
 
@@ -141,5 +155,3 @@ private:
 std::unique_ptr<Backend> make_libaio_backend(unsigned capacity) { return std::make_unique<LibaioBackend>(capacity); }
 
 }  // namespace deepnvme
-
-#endif

@@ -6,11 +6,7 @@
 //
 // The kernel could also be asked to return only when something has completed. But then it would not look at the ordinary ring
 // meanwhile: a block that is queued while another is under way would wait for that one's end.
-#ifdef DEEPNVME_HAVE_LIBURING
-
 #include <sys/stat.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <array>
 #include <cerrno>
@@ -19,6 +15,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/error.h"
 #include "core/poll_queues.h"
 #include "engine/uring_backend.h"
 
@@ -37,22 +34,9 @@ bool may_be_polled(int fd) noexcept {
     }
 }
 
-// Before liburing 2.2 a submission with nothing to submit does not enter the kernel, which is where it polls.
-template <class R>
-int submit_and_get_events(R& ring) noexcept {
-    if constexpr (requires { io_uring_submit_and_get_events(&ring); }) {
-        return io_uring_submit_and_get_events(&ring);
-    } else {
-        const int submitted = ::io_uring_submit(&ring);
-        if (submitted < 0) return submitted;
-        const long entered = ::syscall(__NR_io_uring_enter, ring.ring_fd, 0, 0, IORING_ENTER_GETEVENTS, nullptr, 0);
-        return entered < 0 ? -errno : submitted;
-    }
-}
-
 class PollingBackend final : public Backend {
 public:
-    explicit PollingBackend(unsigned capacity) : ordinary_(capacity, /*defer=*/false), polled_ring_(capacity, /*defer=*/false, IORING_SETUP_IOPOLL) {
+    explicit PollingBackend(unsigned capacity) : ordinary_(capacity, /*defer=*/false), polled_ring_(capacity, /*defer=*/false, io_uring::kPolled) {
         refused_.reserve(capacity);  // so that nothing is allocated while operations are under way
     }
 
@@ -110,10 +94,10 @@ private:
             refused_.push_back(&operation);
             return true;
         }
-        io_uring_sqe* sqe = ::io_uring_get_sqe(polled_ring_.get());
-        if (!sqe) return false;
-        prepare(sqe, operation);
-        sqe->user_data = reinterpret_cast<std::uintptr_t>(&operation);
+        io_uring::Submission* next = polled_ring_.entry();
+        if (!next) return false;
+        prepare(*next, operation);
+        next->user_data = reinterpret_cast<std::uintptr_t>(&operation);
         ++polled_in_flight_;
         return true;
     }
@@ -128,19 +112,17 @@ private:
     // Start what was queued, and have the kernel look once for completions.
     void submit_and_poll() noexcept {
         if (polled_in_flight_ == 0) return;
-        const int entered = submit_and_get_events(*polled_ring_.get());
+        const int entered = polled_ring_.submit(0, /*look=*/true);
         if (entered < 0 && !Ring::is_transient(-entered)) enter_error_ = -entered;
     }
 
     std::size_t collect(std::span<Completion> completions) noexcept {
         std::size_t count = 0;
-        unsigned head;
-        io_uring_cqe* cqe;
-        io_uring_for_each_cqe(polled_ring_.get(), head, cqe) {
-            if (count == completions.size()) break;
-            completions[count++] = {reinterpret_cast<Operation*>(static_cast<std::uintptr_t>(cqe->user_data)), cqe->res};
-        }
-        ::io_uring_cq_advance(polled_ring_.get(), static_cast<unsigned>(count));
+        polled_ring_.collect([&](const io_uring::Completion& ended) {
+            if (count == completions.size()) return false;
+            completions[count++] = {reinterpret_cast<Operation*>(static_cast<std::uintptr_t>(ended.user_data)), ended.result};
+            return true;
+        });
         polled_in_flight_ -= count;
         return count;
     }
@@ -158,5 +140,3 @@ private:
 std::unique_ptr<Backend> make_polling_backend(unsigned capacity) { return std::make_unique<PollingBackend>(capacity); }
 
 }  // namespace deepnvme
-
-#endif

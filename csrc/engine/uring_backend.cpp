@@ -1,10 +1,10 @@
-#ifdef DEEPNVME_HAVE_LIBURING
-
 #include "engine/uring_backend.h"
 
 #include <poll.h>
 
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <memory>
@@ -30,20 +30,24 @@ UringBackend::UringBackend(unsigned capacity, bool defer) : under_way_by_index_(
     require_operations();
     listen();
     // An older kernel, or a filter, may allow the set-up and refuse the rest.
-    const int submitted = ::io_uring_submit(ring_.get());
+    const int submitted = ring_.submit(0, /*look=*/true);
     if (submitted < 0) throw IoError(-submitted, "io_uring_enter", "");
-    io_uring_cqe* cqe = nullptr;
-    if (::io_uring_peek_cqe(ring_.get(), &cqe) == 0 && cqe->res < 0) throw IoError(-cqe->res, "io_uring poll", "");
+    int refused = 0;
+    ring_.collect([&](const io_uring::Completion& first) {
+        refused = std::max(0, -first.result);
+        return false;  // what is no error is told to the first reap
+    });
+    if (refused) throw IoError(refused, "io_uring poll", "");
 }
 
 std::size_t UringBackend::submit(std::span<Operation* const> operations) {
     std::size_t taken = 0;
     for (Operation* operation : operations) {
-        io_uring_sqe* sqe = entry();
-        if (!sqe) break;
-        prepare(sqe, *operation);
-        sqe->user_data = std::uint64_t{++taken_} << 32 | operation->index;
-        under_way_by_index_[operation->index] = {operation, sqe->user_data};
+        io_uring::Submission* next = entry();
+        if (!next) break;
+        prepare(*next, *operation);
+        next->user_data = std::uint64_t{++taken_} << 32 | operation->index;
+        under_way_by_index_[operation->index] = {operation, next->user_data};
         ++taken;
     }
     under_way_ += taken;
@@ -52,7 +56,7 @@ std::size_t UringBackend::submit(std::span<Operation* const> operations) {
 
 void UringBackend::flush() {
     if (!listening_ && poll_error_ == 0) listen();
-    note_error(::io_uring_submit(ring_.get()));
+    note_error(ring_.submit());
     if (enter_error_) throw IoError(enter_error_, "io_uring_enter", "");
 }
 
@@ -68,11 +72,12 @@ std::size_t UringBackend::reap(std::span<Completion> completions) {
 bool UringBackend::cancel(Operation& operation) noexcept {
     const UnderWay& found = under_way_by_index_[operation.index];
     if (found.operation != &operation) return true;
-    io_uring_sqe* sqe = entry();
-    if (!sqe) return false;
-    ::io_uring_prep_rw(IORING_OP_ASYNC_CANCEL, sqe, -1, nullptr, 0, 0);
-    sqe->addr = found.tag;
-    sqe->user_data = kCancel;
+    io_uring::Submission* next = entry();
+    if (!next) return false;
+    next->opcode = io_uring::kAsyncCancel;
+    next->fd = -1;
+    next->address = found.tag;
+    next->user_data = kCancel;
     return true;
 }
 
@@ -88,22 +93,19 @@ bool UringBackend::stop() noexcept {
 // Block as reap does; return how many operations ended, and note errors. All that is taken from the ring is accounted for.
 std::size_t UringBackend::wait(std::span<Completion> completions) noexcept {
     if (!listening_ && poll_error_ == 0) listen();
-    const bool at_hand = ready() && ::io_uring_sq_ready(ring_.get()) == 0;
-    const int entered = at_hand ? 0 : ::io_uring_submit_and_wait(ring_.get(), 1);
+    const bool at_hand = ready() && ring_.queued() == 0;
+    const int entered = at_hand ? 0 : ring_.submit(/*wait_for=*/1);
     std::size_t count = 0;
-    unsigned head, seen = 0;
-    io_uring_cqe* cqe;
-    io_uring_for_each_cqe(ring_.get(), head, cqe) {
-        if (cqe->user_data == kWake) {
-            woken(cqe->res);
-        } else if (cqe->user_data != kCancel) {
-            if (count == completions.size()) break;
-            UnderWay& ended = under_way_by_index_[static_cast<std::uint32_t>(cqe->user_data)];
-            completions[count++] = {std::exchange(ended.operation, nullptr), cqe->res};
+    const unsigned seen = ring_.collect([&](const io_uring::Completion& ended) {
+        if (ended.user_data == kWake) {
+            woken(ended.result);
+        } else if (ended.user_data != kCancel) {
+            if (count == completions.size()) return false;
+            UnderWay& found = under_way_by_index_[static_cast<std::uint32_t>(ended.user_data)];
+            completions[count++] = {std::exchange(found.operation, nullptr), ended.result};
         }
-        ++seen;
-    }
-    ::io_uring_cq_advance(ring_.get(), seen);
+        return true;
+    });
     under_way_ -= count;
     note_error(entered);
     // The kernel is short of memory and nothing is under way that would end the shortage: don't spin on it.
@@ -113,12 +115,8 @@ std::size_t UringBackend::wait(std::span<Completion> completions) noexcept {
 
 // Linux 5.1 has io_uring, 5.6 the reads and writes used here.
 void UringBackend::require_operations() {
-    io_uring_probe* probe = ::io_uring_get_probe_ring(ring_.get());
-    const bool has_all = probe && ::io_uring_opcode_supported(probe, IORING_OP_READ) &&
-                         ::io_uring_opcode_supported(probe, IORING_OP_WRITE) &&
-                         ::io_uring_opcode_supported(probe, IORING_OP_FSYNC);
-    ::io_uring_free_probe(probe);
-    if (!has_all) throw IoError(EOPNOTSUPP, "io_uring read and write (Linux 5.6 has them)", "");
+    if (!ring_.supports({io_uring::kRead, io_uring::kWrite, io_uring::kFsync}))
+        throw IoError(EOPNOTSUPP, "io_uring read and write (Linux 5.6 has them)", "");
 }
 
 // Told by the next flush or reap. The kernel says only once that it has lost a completion (EBADR).
@@ -127,17 +125,20 @@ void UringBackend::note_error(int entered) noexcept {
 }
 
 // Null while the kernel takes nothing. The last is left to the poll.
-io_uring_sqe* UringBackend::entry() noexcept {
-    if (::io_uring_sq_space_left(ring_.get()) < 2) note_error(::io_uring_submit(ring_.get()));
-    return ::io_uring_sq_space_left(ring_.get()) < 2 ? nullptr : ::io_uring_get_sqe(ring_.get());
+io_uring::Submission* UringBackend::entry() noexcept {
+    if (ring_.space_left() < 2) note_error(ring_.submit());
+    return ring_.space_left() < 2 ? nullptr : ring_.entry();
 }
 
 // Goes out with the next submission.
 void UringBackend::listen() noexcept {
-    io_uring_sqe* sqe = ::io_uring_get_sqe(ring_.get());
-    if (!sqe) return;
-    ::io_uring_prep_poll_add(sqe, event_.fd(), POLLIN);
-    sqe->user_data = kWake;
+    io_uring::Submission* next = ring_.entry();
+    if (!next) return;
+    constexpr std::uint32_t kEvents = POLLIN;
+    next->opcode = io_uring::kPollAdd;
+    next->fd = event_.fd();
+    next->operation_flags = std::endian::native == std::endian::big ? std::rotl(kEvents, 16) : kEvents;
+    next->user_data = kWake;
     listening_ = true;
 }
 
@@ -150,5 +151,3 @@ void UringBackend::woken(int result) noexcept {
 std::unique_ptr<Backend> make_uring_backend(unsigned capacity) { return std::make_unique<UringBackend>(capacity); }
 
 }  // namespace deepnvme
-
-#endif

@@ -1,4 +1,4 @@
-// io_uring through liburing: a ring whose completions the drive reports by interrupts.
+// io_uring: a ring whose completions the drive reports by interrupts.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ public:
     void wake() noexcept override { event_.signal(); }
 
     // Whether reap would not block.
-    bool ready() noexcept { return ::io_uring_cq_ready(ring_.get()) > 0; }
+    bool ready() noexcept { return ring_.ready() > 0; }
 
 private:
     struct UnderWay {
@@ -40,7 +40,7 @@ private:
     std::size_t wait(std::span<Completion> completions) noexcept;
     void require_operations();
     void note_error(int entered) noexcept;
-    io_uring_sqe* entry() noexcept;
+    io_uring::Submission* entry() noexcept;
     void listen() noexcept;
     void woken(int result) noexcept;
 

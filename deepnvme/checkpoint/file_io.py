@@ -59,7 +59,7 @@ def shared_engine(path: Path, config: AioConfig | None = None) -> Engine:
         TypeError: If ``config`` is something else than an AioConfig.
         ValueError: If DEEPNVME_PROFILE has an unknown value.
         OSError: If the path cannot be reached, naming it; or if the kernel refuses the backend that ``config`` names.
-        RuntimeError: If that backend was compiled out, or the op cannot be built.
+        RuntimeError: If the op cannot be built.
     """
     with naming_file(path, instead=True):
         settings = settings_for([path], config)

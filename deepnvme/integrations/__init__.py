@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from . import graphbolt as graphbolt
     from . import metrics as metrics
     from . import sglang as sglang
+    from . import tensornvme as tensornvme
     from . import transformers as transformers
     from . import transformers_training as transformers_training
 
@@ -25,5 +26,5 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = from_modules(
         __name__,
         {},
-        ("accelerate", "deepspeed", "graphbolt", "metrics", "sglang", "transformers", "transformers_training"),
+        ("accelerate", "deepspeed", "graphbolt", "metrics", "sglang", "tensornvme", "transformers", "transformers_training"),
     )

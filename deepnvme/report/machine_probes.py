@@ -5,6 +5,7 @@ Only small test programs are compiled, and torch is not imported, so that all of
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import re
@@ -57,15 +58,14 @@ def ops() -> list[Op]:
 def backends() -> tuple[list[Fact], str | None]:
     """Return the backends of async_io, fastest first, and the name of the one that "auto" selects.
 
-    Both are of the op that would be loaded or, if there is none yet, of the one that would be compiled here. The name is None if
-    the op can be neither loaded nor compiled.
+    The name is None if the op can be neither loaded nor compiled.
     """
     builder = AsyncIOBuilder()
     build = builder.existing_build()
     obstacles = tuple(builder.obstacles())
     if sys.platform != "linux" or (build is None and obstacles):
         return [Fact(name, "unusable", status="NO", problems=obstacles) for name in ("io_uring", "libaio", "threads")], None
-    facts = [_backend(backend, builder, build) for backend in builder.backends()]
+    facts = [_backend(backend) for backend in builder.backends()]
     facts.append(Fact("threads", "usable", status="OKAY"))
     return facts, next(fact.name for fact in facts if fact.status == "OKAY")
 
@@ -83,7 +83,7 @@ def environment(gds: GdsProbe) -> list[Fact]:
         Fact.checked("torch version", torch.version if torch else None, "", without_torch, bad="FAIL"),
         Fact("deepnvme install path", str(Path(__file__).parents[1])),
         Fact("deepnvme info", __version__, named="deepnvme_version"),
-        _compiled_with(),
+        _op_in_use(),
         _compiler(),
         # A missing torch is reported above.
         Fact.checked("torch cuda version", torch.cuda if torch else None, "", gds.without_cuda() if torch else "", bad=""),
@@ -137,27 +137,13 @@ def _ahead_of_time(builder: OpBuilder) -> str:
     return f"{builder.BUILD_VAR}=1 pip install --force-reinstall --no-deps . (where the sources are)"
 
 
-_PACKAGES = {"io_uring": "liburing", "libaio": "libaio"}
-
-
-def _backend(backend: Backend, builder: AsyncIOBuilder, build: Path | None) -> Fact:
-    """Return whether a backend is in the existing ``build`` of the op, or would be in a new one, and the kernel accepts it."""
-    value, problem, package = "compiled out", "", _PACKAGES[backend.name]
-    if build is None and not backend.library:
-        reason = f"would be compiled out, {package}'s header or library is not usable ({backend.library.reason})"
-        problem = f"{reason}: {packages.remedy(package)}"
-    elif build is not None and backend.name not in builder.compiled_in(build):
-        prebuilt, steps = bool(builder.is_prebuilt()), []
-        if not backend.library:
-            without_compiler = not isinstance(toolchain.find(), toolchain.Toolchain)
-            steps.append(packages.remedy("compiler" if without_compiler else package))
-        if prebuilt:
-            steps.append(_ahead_of_time(builder))
-        problem = f"compiled out of the op that is {'installed' if prebuilt else 'in the cache'}: {', then '.join(steps)}"
-    elif not backend.kernel:
+def _backend(backend: Backend) -> Fact:
+    """Return whether the kernel accepts a backend."""
+    value, problem = "usable", ""
+    if not backend.kernel:
         remedy = {"io_uring": _uring_remedy, "libaio": _aio_remedy}[backend.name](backend.kernel.reason)
         value, problem = "refused", f"refused by the kernel, {backend.kernel.reason}: {remedy}"
-    return Fact.checked(backend.name, value if problem else "usable", "", problem, good="OKAY", bad="NO")
+    return Fact.checked(backend.name, value, "", problem, good="OKAY", bad="NO")
 
 
 def _uring_remedy(reason: str) -> str:
@@ -167,6 +153,8 @@ def _uring_remedy(reason: str) -> str:
         return packages.as_root("sysctl -w kernel.io_uring_disabled=0")
     if "ENOMEM" in reason:
         return "ulimit -l unlimited"
+    if "5.6" in reason:
+        return "use Linux 5.6 or later"
     if "ENOSYS" in reason and disabled is None:
         return "use Linux 5.6 or later, or a container profile that allows it (docker run --security-opt seccomp=unconfined)"
     return (
@@ -182,19 +170,30 @@ def _aio_remedy(reason: str) -> str:
     return "a container's profile must allow io_setup, io_submit and io_getevents (docker run --security-opt seccomp=unconfined)"
 
 
-def _compiled_with() -> Fact:
-    """Return what the op's existing build was compiled with."""
-    name, key = "deepnvme op compiled w.", "op_compiled_with"
+def _op_in_use() -> Fact:
+    """Return where the op that is loaded here comes from, and what it was compiled with."""
+    name, key = "deepnvme op in use", "op_in_use"
     builder = AsyncIOBuilder()
     library = builder.existing_build()
     if library is None:
-        return Fact(name, None, "not compiled yet", named=key)
+        return Fact(name, None, "none yet: it is compiled at first use", named=key)
     # Every object file says in its .comment section what compiled it.
     compiler = re.search(rb"GCC: \([^)]*\) [\d.]+|[\w ]*clang version [\d.]+", library.read_bytes())
-    parts = ["ahead of time" if builder.is_prebuilt() else "at first use"]
-    parts += [compiler[0].decode(errors="replace")] if compiler else []
-    parts += [package for backend, package in _PACKAGES.items() if backend in builder.compiled_in(library)]
-    return Fact(name, ", ".join(parts), named=key)
+    tag = _wheel_tag()
+    origin = "compiled at first use"
+    if builder.is_prebuilt():
+        origin = f"prebuilt, of the wheel for {tag}" if tag else "compiled while installing"
+    return Fact(name, ", ".join([origin, *([compiler[0].decode(errors="replace")] if compiler else [])]), named=key)
+
+
+def _wheel_tag() -> str | None:
+    """Return the platform of the published wheel that this package was installed from; None if it was not."""
+    try:
+        text = importlib.metadata.distribution("deepnvme").read_text("WHEEL")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = re.search(r"^Tag: \S+-((?:many|musl)linux\S*)$", text or "", re.MULTILINE)
+    return found[1] if found else None
 
 
 def _compiler() -> Fact:

@@ -9,13 +9,15 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from ..support.system_calls import answering
 
 PAGE = 4096
 
@@ -195,22 +197,36 @@ def test_more_than_the_ring_holds_is_taken_as_room_is_made(testing: ModuleType, 
         assert len(reap(bare, 7)) == 7
 
 
-SHIM = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <liburing.h>
-#include <stdio.h>
-int io_uring_queue_init(unsigned entries, struct io_uring *ring, unsigned flags) {
-    if (flags & REFUSED) return -EINVAL;
-    struct io_uring_params parameters = {.flags = flags};
-    int result = io_uring_queue_init_params(entries, ring, &parameters);
-    if (result == 0) printf("%#x\\n", flags), fflush(stdout);
+@pytest.fixture
+def run_answered(testing: ModuleType, backends: list[Any], drive: Path) -> Callable[[str, str], str]:
+    """Runs a program of which io_uring's system calls are answered by some C; returns what is printed."""
+    if "io_uring" not in backends:
+        pytest.skip("needs io_uring")
+
+    def run(answer: str, program: str) -> str:
+        begin = f"""
+            import ctypes, errno, importlib.util, os, threading
+            spec = importlib.util.spec_from_file_location({testing.__name__.rpartition(".")[2]!r}, {testing.__file__!r})
+            testing = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(testing)
+            """
+        environment = {**os.environ, "LD_PRELOAD": str(answering(answer, drive))}
+        arguments = [sys.executable, "-c", textwrap.dedent(begin) + textwrap.dedent(program)]
+        ran = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=60)
+        assert (ran.returncode, ran.stderr) == (0, "")
+        return ran.stdout
+
+    return run
+
+
+OLDER = """
+static long answer(long number, long *a) {
+    const unsigned flags = number == SETUP ? ((unsigned *)a[1])[FLAGS] : 0;
+    if (flags & REFUSED) return refuse(EINVAL);
+    if (number == REGISTER && a[1] == REGISTER_RINGS && !REGISTERS) return refuse(EINVAL);
+    const long result = ask(number, a);
+    if (number == SETUP && result >= 0) printf("%#x\\n", flags), fflush(stdout);
     return result;
-}
-int io_uring_register_ring_fd(struct io_uring *ring) {
-    int (*real)(struct io_uring *) = (int (*)(struct io_uring *))dlsym(RTLD_NEXT, "io_uring_register_ring_fd");
-    return real && REGISTERS ? real(ring) : -EINVAL;
 }
 """
 
@@ -221,22 +237,13 @@ int io_uring_register_ring_fd(struct io_uring *ring) {
     ids=["of Linux 6.1", "of Linux 6.0", "of Linux 5.19", "before"],
 )
 def test_an_older_kernel_gets_a_ring_as_it_knows_it(
-    testing: ModuleType, backends: list[Any], drive: Path, refused: int, taken: int
+    run_answered: Callable[[str, str], str], file: int, drive: Path, refused: int, taken: int
 ) -> None:
-    """liburing's set-up is replaced by one that refuses what that kernel does not know, and the oldest to register a ring."""
-    if "io_uring" not in backends:
-        pytest.skip("needs io_uring")
+    """Flags that that kernel does not know are refused, and by the oldest to register a ring."""
     if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 1):
         pytest.skip("needs Linux 6.1, which knows them all")
-    (drive / "shim.c").write_text(SHIM)
-    shim = drive / "shim.so"
-    macros = [f"-DREFUSED={refused}", f"-DREGISTERS={int(taken != 0)}"]
-    subprocess.run(["cc", *macros, "-shared", "-fPIC", drive / "shim.c", "-o", shim, "-luring"], check=True)
-    program = textwrap.dedent(f"""
-        import errno, importlib.util, os, threading
-        spec = importlib.util.spec_from_file_location({testing.__name__.rpartition(".")[2]!r}, {testing.__file__!r})
-        testing = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(testing)
+    macros = f"#define REFUSED {refused}\n#define REGISTERS {int(taken != 0)}\n"
+    printed = run_answered(macros + OLDER, f"""
         bare = testing.BareBackend("io_uring", 4)
         others = []
         maker = threading.Thread(target=lambda: others.append(testing.BareBackend("io_uring", 4)))
@@ -250,37 +257,82 @@ def test_an_older_kernel_gets_a_ring_as_it_knows_it(
         assert bare.reap() == []
         bare.cancel(0)
         assert bare.reap() == [(0, -errno.ECANCELED)]
-        bare.submit(0, os.open({str(drive / "shim.c")!r}, os.O_RDONLY), length=4)
-        assert bare.reap() == [(0, 4)] and bare.memory(0).decode() == {SHIM[:4]!r}
-        """)
-    environment = {**os.environ, "LD_PRELOAD": str(shim)}
-    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert [int(line, 16) for line in ran.stdout.split()] == [taken, taken]
+        bare.submit(0, os.open({str(drive / "file")!r}, os.O_RDONLY), length=4)
+        assert bare.reap() == [(0, 4)] and bare.memory(0).decode() == "xxxx"
+        """)  # fmt: skip
+    assert [int(line, 16) for line in printed.split()] == [taken, taken]
 
 
-FULL = """
-#include <errno.h>
-#include <liburing.h>
-int refusing;
-int io_uring_submit(struct io_uring *ring) { return refusing ? -EBUSY : io_uring_submit_and_wait(ring, 0); }
+TWO_MAPPINGS = """
+static long answer(long number, long *a) {
+    const long result = ask(number, a);
+    if (number == SETUP) ((unsigned *)a[1])[FEATURES] &= ~ONE_MAPPING;
+    return result;
+}
+"""
+NO_PROBE = """
+static long answer(long number, long *a) {
+    return number == REGISTER && a[1] == PROBE ? refuse(EINVAL) : ask(number, a);
+}
 """
 
 
-def test_a_cancel_for_which_the_ring_has_no_entry_left_can_be_asked_for_again(
-    testing: ModuleType, backends: list[Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (TWO_MAPPINGS, "io_uring of Linux 5.4 and later"),
+        (NO_PROBE, "io_uring read and write (Linux 5.6 has them)"),
+    ],
+    ids=["before Linux 5.4", "before Linux 5.6"],
+)
+def test_a_kernel_that_is_too_old_is_refused_with_what_it_lacks(
+    run_answered: Callable[[str, str], str], answer: str, sentence: str
 ) -> None:
-    """liburing's submission is replaced by one that the kernel refuses for a while, so that entries fill up."""
-    if "io_uring" not in backends:
-        pytest.skip("needs io_uring")
-    (tmp_path / "shim.c").write_text(FULL)
-    shim = tmp_path / "shim.so"
-    subprocess.run(["cc", "-shared", "-fPIC", tmp_path / "shim.c", "-o", shim, "-luring"], check=True)
-    program = textwrap.dedent(f"""
-        import ctypes, errno, importlib.util, os
-        spec = importlib.util.spec_from_file_location({testing.__name__.rpartition(".")[2]!r}, {testing.__file__!r})
-        testing = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(testing)
+    printed = run_answered(answer, """
+        before = len(os.listdir("/proc/self/fd"))
+        try:
+            testing.BareBackend("io_uring", 4)
+        except OSError as error:
+            print(error.errno, str(error).partition(": ")[2])
+        assert len(os.listdir("/proc/self/fd")) == before
+        """)  # fmt: skip
+    assert printed == f"{errno.EOPNOTSUPP} {sentence}\n"
+
+
+ONE_AT_A_TIME = """
+static long answer(long number, long *a) {
+    if (number == ENTER && (unsigned)a[2] > 1) a[2] = 1;
+    return ask(number, a);
+}
+"""
+
+
+def test_entries_that_the_kernel_has_not_taken_go_out_with_the_next_submission(
+    run_answered: Callable[[str, str], str], file: int, drive: Path
+) -> None:
+    run_answered(ONE_AT_A_TIME, f"""
+        bare = testing.BareBackend("io_uring", 7)
+        file = os.open({str(drive / "file")!r}, os.O_RDONLY)
+        for _ in range(3):
+            assert all(bare.submit(index, file, length=index + 1) for index in range(7))
+            bare.flush()
+            reaped = []
+            while len(reaped) < 7:
+                reaped += bare.reap()
+            assert sorted(reaped) == [(index, index + 1) for index in range(7)]
+        assert bare.stop()
+        """)  # fmt: skip
+
+
+FULL = """
+int refusing;
+static long answer(long number, long *a) { return number == ENTER && refusing ? refuse(EBUSY) : ask(number, a); }
+"""
+
+
+def test_a_cancel_for_which_the_ring_has_no_entry_left_can_be_asked_for_again(run_answered: Callable[[str, str], str]) -> None:
+    """The kernel takes nothing for a while, so that entries fill up."""
+    run_answered(FULL, """
         def reap():
             while not (reaped := bare.reap()):  # cancels complete as well
                 pass
@@ -304,7 +356,4 @@ def test_a_cancel_for_which_the_ring_has_no_entry_left_can_be_asked_for_again(
         assert reap() == [(2, 4)]
         assert bare.submit(3, empty)
         assert bare.stop()
-        """)
-    environment = {**os.environ, "LD_PRELOAD": str(shim)}
-    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, ran.stderr) == (0, "")
+        """)  # fmt: skip

@@ -61,7 +61,7 @@ public:
             if (choice.name == name && make)
                 backend_ = name == "threads" ? make_device_backend(capacity, device_) : make(capacity);
         }
-        if (!backend_) throw std::invalid_argument("no backend '" + name + "' in this build");
+        if (!backend_) throw std::invalid_argument("no backend '" + name + (polling ? "' that polls" : "'"));
     }
     ~BareBackend() { device_->release(); }
 

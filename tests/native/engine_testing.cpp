@@ -59,8 +59,8 @@ py::tuple plan_of(std::uint64_t offset, std::uint64_t length, std::uint64_t addr
 
 BackendFactory real_backend(const std::string& name) {
     for (const auto& choice : backend_choices())
-        if (choice.name == name && choice.make) return choice.make;
-    throw py::value_error("no backend '" + name + "' in this build");
+        if (choice.name == name) return choice.make;
+    throw py::value_error("no backend '" + name + "'");
 }
 
 // Holds every backend made with it until released.

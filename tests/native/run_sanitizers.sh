@@ -7,16 +7,6 @@ work=$(mktemp -d "${1:-$root}/.sanitizers.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
 flags=(-std=c++20 -O1 -g -fno-omit-frame-pointer -pthread -ffp-contract=off -Wall -Wextra "-I$root/csrc" "-I$root/tests/native")
-libraries=()
-for library in uring:LIBURING:liburing.h aio:LIBAIO:libaio.h; do
-    IFS=: read -r name macro header <<<"$library"
-    if echo "#include <$header>" | "${CXX:-c++}" -E -x c++ - >/dev/null 2>&1; then
-        flags+=("-DDEEPNVME_HAVE_$macro=1")
-        libraries+=("-l$name")
-    else
-        echo "without $name: $header was not found"
-    fi
-done
 
 for sanitizer in address,undefined thread; do
     echo "== $sanitizer"
@@ -26,8 +16,8 @@ for sanitizer in address,undefined thread; do
     # Linked, so that it is there when the engine opens libcuda.
     driver="$work/$sanitizer/libcuda.so.1"
     "${CXX:-c++}" "${flags[@]}" "-fsanitize=$sanitizer" -shared -fPIC -Wl,-soname,libcuda.so.1 "$root/tests/device/stand_in_cuda.cpp" -o "$driver"
-    "${CXX:-c++}" "-fsanitize=$sanitizer" -pthread "$work/$sanitizer"/*.o "$driver" -Xlinker -rpath -Xlinker "$work/$sanitizer" "${libraries[@]}" \
-        -ldl -o "$work/$sanitizer/stress"
+    "${CXX:-c++}" "-fsanitize=$sanitizer" -pthread "$work/$sanitizer"/*.o "$driver" -Xlinker -rpath -Xlinker "$work/$sanitizer" -ldl \
+        -o "$work/$sanitizer/stress"
     "${CXX:-c++}" "${flags[@]}" "-fsanitize=$sanitizer" -fno-sanitize-recover=all "$root"/csrc/tables/*.cpp "$root/tests/native/table_stress.cpp" \
         -o "$work/$sanitizer/table_stress"
     TSAN_OPTIONS="halt_on_error=1" ASAN_OPTIONS="detect_leaks=1" "$work/$sanitizer/table_stress"

@@ -137,17 +137,3 @@ def compiler() -> str:
     if found is None:
         pytest.skip("needs a C++ compiler")
     return found
-
-
-@pytest.fixture
-def hide_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Makes the compiler find a broken header instead of the real one; returns the directory to repair that in."""
-    directory = tmp_path / "hidden"
-    directory.mkdir()
-    monkeypatch.setenv("CPPFLAGS", f"-I{directory}")
-
-    def hide(header: str) -> Path:
-        (directory / header).write_text("#error this header is hidden\n")
-        return directory
-
-    return hide

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import importlib.metadata
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import resource
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from deepnvme.report import directory_probes, machine_probes
 from deepnvme.report import ds_report as report
 from deepnvme.report.facts import Fact
 from deepnvme.version import __version__
+
+from ..support.system_calls import answering
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -113,22 +117,27 @@ def test_a_backend_that_the_kernel_refuses_is_reported_with_the_errno(
     if os.uname().machine != "x86_64":
         pytest.skip("needs x86_64, whose system call numbers it knows")
     fact = document(prelude=REFUSE + f"refuse({number}, {code})")["backends"][backend]
-    if fact["value"] == "compiled out":
-        pytest.skip(f"needs the headers of {backend}")
     assert fact["status"] == "NO"
     assert name in fact["problems"][0]
     assert remedy in fact["problems"][0]
 
 
-def test_a_backend_without_headers_is_compiled_out_and_the_next_is_taken(tmp_path: Path) -> None:
-    for header in ("liburing.h", "libaio.h"):
-        (tmp_path / header).write_text("#error hidden\n")
-    found = document(CPPFLAGS=f"-I{tmp_path}")
-    for name, package in (("io_uring", "liburing"), ("libaio", "libaio")):
-        assert found["backends"][name]["value"] == "compiled out"
-        assert package in found["backends"][name]["problems"][0].rpartition(": ")[2]
-    assert found["selected_backend"] == "threads"
-    assert found["ops"]["async_io"]["compatible"]
+OF_LINUX_5_4 = """
+static long answer(long number, long *a) {
+    const long result = ask(number, a);
+    if (number == SETUP) ((unsigned *)a[1])[FEATURES] = ONE_MAPPING;
+    return result;
+}
+"""
+
+
+def test_a_kernel_whose_io_uring_lacks_reads_and_writes_is_reported_and_the_next_backend_is_taken(tmp_path: Path) -> None:
+    found = document(LD_PRELOAD=str(answering(OF_LINUX_5_4, tmp_path)))
+    if "failed with" in str(found["backends"]["io_uring"]["problems"]):
+        pytest.skip("needs a kernel that has io_uring")
+    assert found["backends"]["io_uring"]["status"] == "NO"
+    assert found["backends"]["io_uring"]["problems"][0].endswith("without read and write: use Linux 5.6 or later")
+    assert found["selected_backend"] != "io_uring"
 
 
 def test_without_a_compiler_the_op_is_not_compatible_and_the_report_goes_on(tmp_path: Path) -> None:
@@ -142,45 +151,40 @@ def test_without_a_compiler_it_alone_is_named_and_only_once(tmp_path: Path) -> N
     text = run(PATH=str(tmp_path), CXX="").stdout
     assert text.count("no C++20 compiler") == 1
     assert "install GCC 11 or Clang 14" in text
-    assert "liburing" not in text
     assert "libaio" not in text.replace("\nlibaio ....", "")
     assert "\nthreads .......................... unusable [NO]\n" in text
     assert "auto takes" not in text
 
 
-Prebuilt = Callable[[bytes], None]
-
-
-@pytest.fixture
-def prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prebuilt:
-    """Has the installation hold an op with that content, made from the sources as they are."""
-
-    def make(content: bytes) -> None:
-        library = tmp_path / "async_io_op.so"
-        library.write_bytes(AsyncIOBuilder().source_hash().encode() + content)
-        monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
-
-    return make
-
-
-def test_a_backend_that_the_installed_op_lacks_is_compiled_out_whatever_this_machine_has(prebuilt: Prebuilt) -> None:
-    prebuilt(b"LibaioBackend")
-    facts = {fact.key: fact for fact in machine_probes.backends()[0]}
-    assert (facts["io_uring"].value, facts["io_uring"].status) == ("compiled out", "NO")
-    assert "compiled out of the op that is installed: " in facts["io_uring"].problems[0]
-    assert "DS_BUILD_AIO=1 pip install" in facts["io_uring"].problems[0]
-    assert facts["libaio"].value != "compiled out"
-    assert {fact.key: fact.value for fact in machine_probes.environment(GDS)}["op_compiled_with"] == "ahead of time, libaio"
-
-
-def test_a_backend_that_the_installed_op_has_needs_no_headers_and_no_compiler(
-    prebuilt: Prebuilt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prebuilt(b"LibaioBackend UringBackend")
+def test_an_installed_op_has_every_backend_and_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "async_io_op.so"
+    library.write_bytes(AsyncIOBuilder().source_hash().encode())
+    monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
     monkeypatch.setenv("PATH", "/nowhere")
     facts, selected = machine_probes.backends()
-    assert not any(fact.value in ("compiled out", "unusable") for fact in facts)
+    assert [fact.key for fact in facts] == ["io_uring", "libaio", "threads"]
+    assert {fact.value for fact in facts} <= {"usable", "refused"}
     assert selected is not None
+    assert {fact.key: fact.value for fact in machine_probes.environment(GDS)}["op_in_use"] == "compiled while installing"
+
+
+@pytest.mark.parametrize(
+    ("tags", "said"),
+    [
+        ("Tag: cp312-cp312-manylinux_2_28_x86_64\n", "prebuilt, of the wheel for manylinux_2_28_x86_64"),
+        ("Tag: cp312-cp312-linux_x86_64\n", "compiled while installing"),
+    ],
+)
+def test_whether_the_op_is_a_published_wheels_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tags: str, said: str
+) -> None:
+    library = tmp_path / "async_io_op.so"
+    library.write_bytes(AsyncIOBuilder().source_hash().encode() + b"\0clang version 22.1.8\0")
+    monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
+    installed = types.SimpleNamespace(read_text=lambda name: f"Wheel-Version: 1.0\n{tags}")
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    facts = {fact.key: fact.value for fact in machine_probes.environment(GDS)}
+    assert facts["op_in_use"] == f"{said}, clang version 22.1.8"
 
 
 GDS = GdsProbe(Found(), Found(), Found(), Found("/lib/libcufile.so.0", "1.14"), Found(), torch_cuda="13.0", mismatch="")
@@ -358,7 +362,7 @@ def test_the_text_has_deepspeeds_table() -> None:
     assert "\nop name ................ installed .. compatible\n" in text
     assert "\nninja .................. [OKAY]\n" in text
     assert "\nutils .................. [YES] ...... [OKAY]\n" in text
-    for name in ("torch install path", "torch version", "deepnvme info", "deepnvme op compiled w.", "nvcc version"):
+    for name in ("torch install path", "torch version", "deepnvme info", "deepnvme op in use", "nvcc version"):
         assert f"\n{name} ..." in text
     assert "\nshared memory (/dev/shm) size .... " in text
 

@@ -14,7 +14,7 @@ from typing import Any
 import deepnvme
 
 _PACKAGE = Path(deepnvme.__file__).parent
-_PARTS = ("memory", "transfer", "store", "offload", "integrations/deepspeed/swap_tensor")
+_PARTS = ("memory", "transfer", "store", "offload", "integrations/deepspeed/swap_tensor", "integrations/tensornvme")
 INTERRUPTED = tuple(str(_PACKAGE / part) for part in _PARTS)
 
 
@@ -35,8 +35,9 @@ def lost_in_finalizers() -> Iterator[None]:
 
 
 class interrupt_at:
-    """Ctrl-C where the package's code for memory, stores and swapping begins a line for the n-th time. Lines of ``with`` are left
-    out: there is such a moment between the end of the block and its being left, in which the interpreter never is interrupted."""
+    """Ctrl-C where the package's code for memory, stores and swapping, or TensorNVMe's classes, begins a line for the n-th time.
+    Lines of ``with`` are left out: there is such a moment between the end of the block and its being left, in which the
+    interpreter never is interrupted."""
 
     def __init__(self, number: int) -> None:
         self._left = number
