@@ -114,7 +114,7 @@ class _Display(Protocol):
         """Show how far it is."""
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove what is shown, as the operation has ended."""
 
 
 def _speed(nbytes: int, seconds: float) -> str:

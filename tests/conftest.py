@@ -21,6 +21,7 @@ from deepnvme.ops.op_builder import AsyncIOBuilder
 
 from .native import EngineTestingBuilder
 from .support.disks import MIB, Disk, loop_disk, memory_disk
+from .support.faulty_filesystem import FaultyFilesystem, Mode, faulty_filesystem, obstacle
 from .support.interpreters import Interpreters
 from .support.machine import machine
 
@@ -123,6 +124,21 @@ def drive(io_dir: Path) -> Iterator[Path]:
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)
+
+
+def made_disk(drive: Path, mode: Mode) -> Iterator[FaultyFilesystem]:
+    """A file system that fails on command; the test is skipped where there is none."""
+    missing = obstacle()
+    if missing is not None:
+        pytest.skip(missing)
+    with faulty_filesystem(drive, mode) as disk:
+        yield disk
+
+
+@pytest.fixture
+def direct_disk(drive: Path) -> Iterator[FaultyFilesystem]:
+    """Sees each read and write as it is made."""
+    yield from made_disk(drive, "direct")
 
 
 @pytest.fixture(scope="session", autouse=True)

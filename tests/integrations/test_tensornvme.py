@@ -24,7 +24,7 @@ from deepnvme.integrations import tensornvme as ours
 from deepnvme.integrations.tensornvme import AsyncFileWriter, DiskOffloader, Offloader, get_backends, probe_backend
 from deepnvme.integrations.tensornvme.async_file_io import DescriptorWriter
 
-from ..support.faulty_filesystem import FaultyFilesystem, faulty_filesystem, obstacle
+from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.interpreters import Interpreters
 from ..support.interrupts import interrupt_at
 
@@ -44,16 +44,6 @@ def enabled() -> Iterator[None]:
     ours.enable()
     yield
     ours.disable()
-
-
-@pytest.fixture
-def direct_disk(drive: Path) -> Iterator[FaultyFilesystem]:
-    """Sees each read and write as it is made."""
-    missing = obstacle()
-    if missing is not None:
-        pytest.skip(missing)
-    with faulty_filesystem(drive, "direct") as disk:
-        yield disk
 
 
 def memory(tensor: torch.Tensor) -> int:

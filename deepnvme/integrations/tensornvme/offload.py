@@ -48,7 +48,7 @@ class _Stored(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes in the file."""
+        """Bytes that the tensors have in the file, each padded to whole pages."""
         return sum(map(padded, self.sizes))
 
     def offsets(self) -> list[int]:
