@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import deepnvme
@@ -152,8 +153,8 @@ def test_a_backward_in_the_context_gives_the_same_bits(activations: save_on_disk
 # What is saved, and what not
 
 
-def passed_on(activations: save_on_disk, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as it comes back after autograd has saved it, and nothing else has kept it."""
+def passed_on(activations: save_on_disk, tensor: torch.Tensor, freed: Callable[[], bool] = lambda: True) -> torch.Tensor:
+    """A tensor as it comes back after autograd has saved it, nothing else has kept it, and it was freed."""
     class Keep(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -171,6 +172,10 @@ def passed_on(activations: save_on_disk, tensor: torch.Tensor) -> torch.Tensor:
         y = Keep.apply(start, tensor)
         z = Keep.apply(y, torch.empty(256 * KIB, dtype=torch.uint8))  # has the first written
     del tensor
+    deadline = time.monotonic() + 10
+    while not freed():
+        assert time.monotonic() < deadline, "something keeps the tensor in memory"
+        time.sleep(0.001)
     z.backward()
     return found[1]
 
@@ -216,8 +221,10 @@ def test_a_dtensor_comes_back_as_one(activations: save_on_disk, gloo: Any) -> No
     from torch.distributed.tensor import DTensor, Replicate
 
     local = torch.arange(10000.0)
-    # Without a collective: gloo's thread may hold its tensor for some 20 ms after it, and what is still held is not read.
-    found = passed_on(activations, DTensor.from_local(local.clone(), gloo, [Replicate()], run_check=False))
+    wrapped = [DTensor.from_local(local.clone(), gloo, [Replicate()], run_check=False)]
+    # Threads of gloo or the engine may hold it for some milliseconds, and what is still held is not read.
+    freed = StorageWeakRef(wrapped[0].to_local().untyped_storage()).expired
+    found = passed_on(activations, wrapped.pop(), freed)
     assert isinstance(found, DTensor)
     assert torch.equal(found.to_local(), local)
     assert activations.report().bytes_written >= local.nbytes
