@@ -91,8 +91,8 @@ def check_archive(value: io.BytesIO) -> None:
         Damaged: If the archive or its pickle is damaged, or the pickle could end the process: torch's ``weights_only``
             unpickles tuples nested to any depth, and hashing these recurses in C.
     """
-    data = value.getbuffer()
-    if bytes(data[:4]) != b"PK\3\4":
+    data = value.getvalue()  # no copy; if a traceback holds its getbuffer(), collecting garbage crashes Python before 3.12.2
+    if data[:4] != b"PK\3\4":
         raise pickle.UnpicklingError("it is no archive of torch.save.")
     pickles = [record for record in entries(value) if record.inner_name == "data.pkl"]
     if len(pickles) != 1:
@@ -100,7 +100,7 @@ def check_archive(value: io.BytesIO) -> None:
     (stream,) = pickles
     if not stream.stored:
         raise Damaged("its pickle is compressed, which torch.save never does")
-    begin = data_of(bytes(data[stream.header : stream.header + LOCAL_HEADER.size]), stream.header)
-    why = why_wasteful(bytes(data[begin : begin + stream.nbytes]))
+    begin = data_of(data[stream.header : stream.header + LOCAL_HEADER.size], stream.header)
+    why = why_wasteful(data[begin : begin + stream.nbytes])
     if why is not None:
         raise Damaged(f"its pickle {why}")
