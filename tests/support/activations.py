@@ -67,6 +67,16 @@ class Training:
         assert not held, f"still held: {held}"
 
 
+def hooks_are_set() -> bool:
+    """Whether tensors that autograd saves in this thread are packed by hooks."""
+    output: Any = torch.ones(1, requires_grad=True).exp()
+    try:
+        output.grad_fn._raw_saved_result.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    except RuntimeError:  # it has some
+        return True
+    return False
+
+
 def held_by(activations: save_on_disk) -> dict[str, Any]:
     """What the store of activations holds, by kind; empty if it is nothing."""
     store = activations._shared_store()

@@ -20,4 +20,5 @@ def needs_torch(major: int, minor: int, what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif((major, minor) > VERSION, reason=f"needs torch {major}.{minor}: {what}")
 
 
+shares_are_counted = needs_torch(2, 7, "a gradient that nobody else has, when autograd tells of it")
 fsdp_on_cpu = needs_torch(2, 7, "FSDP2 without a GPU")

@@ -422,7 +422,8 @@ class ActivationStore:
         if os.getpid() != self._process:
             return
         self._end_transfers()
-        self._ended.set()
+        with defer_interrupts():  # Ctrl-C within set() would leave the event's lock taken
+            self._ended.set()
         helper = self._helper
         if helper is not None:
             helper.join()

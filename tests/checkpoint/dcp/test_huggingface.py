@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from deepnvme.checkpoint import CorruptCheckpoint, NVMeHuggingFaceReader, NVMeHuggingFaceWriter
+from deepnvme.checkpoint import CorruptCheckpoint
 
 from ...support.distributed_states import Into, assert_equal, request
 from ...support.torch_versions import ALONE
@@ -24,6 +24,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
 
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
+from deepnvme.checkpoint import NVMeHuggingFaceReader, NVMeHuggingFaceWriter
 from deepnvme.checkpoint.dcp import huggingface as dcp_huggingface
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")

@@ -22,7 +22,7 @@ import torch
 
 from deepnvme.offload import checkpoint_on_disk, save_on_disk
 
-from ...support.activations import KIB, SAVED, Training, files_below, held_by, training_in
+from ...support.activations import KIB, SAVED, Training, files_below, held_by, hooks_are_set, training_in
 from ...support.disks import MIB, Disk
 from ...support.engines import FailedTransfer, FailingDrive, failing, transfers_are
 from ...support.interpreters import REPOSITORY, Interpreters
@@ -184,12 +184,7 @@ def test_a_directory_that_cannot_be_made_is_an_error_of_entering_and_no_hook_sta
         with pytest.raises(NotADirectoryError) as caught, activations:
             pass
         assert str(caught.value.filename).startswith(str(drive / "file"))
-        assert not hooks_left()
-
-
-def hooks_left() -> bool:
-    """Whether tensors that autograd saves in this thread are packed."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        assert not hooks_are_set()
 
 
 # Reading fails.
@@ -295,7 +290,7 @@ def test_an_exception_in_the_forward_leaves_nothing(training: Training, place: i
     for _ in range(3):
         with pytest.raises(FloatingPointError) as caught:
             training.forward()
-        assert not hooks_left()
+        assert not hooks_are_set()
         del caught
         training.check_nothing_is_held()
     training.model = sound
@@ -384,7 +379,7 @@ def test_close_within_the_context_ends_saving_and_the_next_context_saves_again(t
         training.activations.close()
         with pytest.raises(RuntimeError, match="cannot be saved: their directory was closed"):
             training.model[4:](first)
-    assert not hooks_left()
+    assert not hooks_are_set()
     training.step()
 
 

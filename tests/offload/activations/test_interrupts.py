@@ -25,7 +25,7 @@ import deepnvme
 from deepnvme.offload.activations import saving
 
 from ...faults.torture.interruption import Interruption
-from ...support.activations import Training, files_below, held_by, training_in
+from ...support.activations import Training, files_below, held_by, hooks_are_set, training_in
 from ...support.engines import failing
 
 PACKAGE = Path(deepnvme.__file__).parent
@@ -93,7 +93,7 @@ def interrupt(number: int, operation: Callable[[], object]) -> str:
 
 def check(training: Training) -> None:
     """Nothing is held; another thread does not wait for a lock; and steps are as ever."""
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not hooks_are_set()
     seen: list[Any] = []
     thread = threading.Thread(target=lambda: seen.append(held_by(training.activations)), daemon=True)
     thread.start()
@@ -155,7 +155,7 @@ def test_ctrl_c_while_a_context_is_entered_leaves_it_or_it_is_entered(training: 
     assert len(places.found) > 30
     for number in range(1, len(places.found) + 1):
         interrupt(number, enter)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, f"a hook stays after point {number}"
+        assert not hooks_are_set(), f"a hook stays after point {number}"
         assert held_by(training.activations) == {}
         with training.activations:
             assert len(held_by(training.activations)["contexts"]) == 1

@@ -223,7 +223,7 @@ def test_a_dtensor_comes_back_as_one(activations: save_on_disk, gloo: Any) -> No
     local = torch.arange(10000.0)
     wrapped = [DTensor.from_local(local.clone(), gloo, [Replicate()], run_check=False)]
     # Threads of gloo or the engine may hold it for some milliseconds, and what is still held is not read.
-    freed = StorageWeakRef(wrapped[0].to_local().untyped_storage()).expired
+    freed = StorageWeakRef(wrapped[0]._local_tensor.untyped_storage()).expired
     found = passed_on(activations, wrapped.pop(), freed)
     assert isinstance(found, DTensor)
     assert torch.equal(found.to_local(), local)

@@ -22,6 +22,7 @@ from deepnvme.store.tensor_store import TensorStore
 from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
 from ...support.offloaded_training import assert_same_values, state_of
+from ...support.torch_versions import shares_are_counted
 
 WIDTH, ROWS = 48, 8
 TORCH = (str(Path(torch.__file__).parent),)
@@ -467,6 +468,7 @@ def test_an_error_ends_the_other_functions_where_they_pause() -> None:
     assert threads_of_micro_batches() == threads
 
 
+@shares_are_counted
 def test_memory_of_a_gradient_that_nobody_else_has_is_not_copied() -> None:
     alone, shared = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(4, 8))
     found = {}

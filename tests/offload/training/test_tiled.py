@@ -21,6 +21,7 @@ from deepnvme.safetensors import save_file
 from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
 from ...support.offloaded_training import assert_same_model
+from ...support.torch_versions import shares_are_counted
 
 WIDTH, HIDDEN, WORDS = 32, 384, 400
 TILE = 96 * WIDTH * 4
@@ -210,6 +211,7 @@ def test_tied_tiles_may_be_used_in_part(drive: Path, micro_batches: int) -> None
 # Memory
 
 
+@shares_are_counted
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize(("activations", "checkpointed"), [("memory", False), ("memory", True), ("recompute", False)])
 @pytest.mark.parametrize("tied", [False, True])

@@ -14,9 +14,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from ....support.activations import KIB, Training, files_below, held_by
+from ....support.activations import KIB, Training, files_below, held_by, hooks_are_set
 from ....support.engines import transfers_through
 from ....support.interrupts import lost_in_finalizers
 from .. import Leaked, Wrong, streams
@@ -47,7 +45,7 @@ def attack(random: randoms.Random, directory: Path) -> None:
 
 def _check(training: Training) -> None:
     """Nothing is held, by any lock either; and a step is as ever."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if hooks_are_set():
         raise Wrong("hooks are still there")
     streams.in_another_thread(lambda: held_by(training.activations))
     training.check_nothing_is_held()
