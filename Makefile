@@ -16,6 +16,7 @@
 #
 # PYTHON is the interpreter to start from, VENV the environment to make, or one that is there; its torch is used, or that of PYTHON.
 # TORCH is what pip installs where neither has one (with numpy, whose absence torch complains of). DIR is a directory on the drive.
+# WHEELS are options of packaging/build_wheels.py.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,6 +25,7 @@ DEEPSPEED ?= deepspeed==0.19.8
 DIR ?= .
 HOURS ?= 1
 SEED ?= 1
+WHEELS ?=
 
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check
@@ -75,7 +77,7 @@ torture: $(VENV)/installed-for-tests
 
 # Its own environment, with any Python: Zig's compiler is a package.
 wheels: $(VENV)/wheels/installed
-	$(VENV)/wheels/bin/python packaging/build_wheels.py --out dist
+	$(VENV)/wheels/bin/python packaging/build_wheels.py --out dist $(WHEELS)
 
 $(VENV)/wheels/installed: packaging/build_wheels.py
 	$(PYTHON) -m venv $(VENV)/wheels

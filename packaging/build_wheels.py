@@ -101,8 +101,8 @@ def prepare_compiler(architecture: str, directory: Path) -> None:
 def add_headers(python: Path, version: str, directory: Path) -> None:
     """Put Debian's configuration of Python where its headers include it from, for each architecture.
 
-    It lies beside this machine's C library, which is not looked into when compiling for another. Raises SystemExit if Python has no
-    headers.
+    It lies beside this machine's C library, which is not looked into when compiling for another. Raises SystemExit if Python has
+    no headers.
     """
     program = "import sysconfig as s; print(s.get_config_h_filename(), s.get_config_var('MULTIARCH'))"
     configuration, multiarch = run(python, "-c", program).split()
