@@ -22,7 +22,7 @@ from deepnvme.store.tensor_store import TensorStore
 from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
 from ...support.offloaded_training import assert_same_values, state_of
-from ...support.torch_versions import shares_are_counted
+from ...support.torch_versions import needs_torch, shares_are_counted
 
 WIDTH, ROWS = 48, 8
 TORCH = (str(Path(torch.__file__).parent),)
@@ -253,6 +253,7 @@ def test_a_number_of_draws_that_changes_is_learnt(drive: Path, model: Model) -> 
         assert torch.equal(horizontal, vertical)  # type: ignore[arg-type]
 
 
+@needs_torch(2, 7, "dropout that draws more numbers for more elements")
 def test_draws_that_keep_changing_are_warned_of(drive: Path, model: Model) -> None:
     with training_of(model, drive) as training:
         for step in range(3):
