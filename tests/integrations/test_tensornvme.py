@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -798,3 +799,63 @@ def test_tensors_on_a_gpu(drive: Path, pinned: bool) -> None:
         tensor.zero_()
     writer.synchronize()
     assert_saved(drive / "file", states())
+
+
+def test_a_tensor_that_has_no_bytes_of_its_own_leaves_what_is_stored(drive: Path) -> None:
+    with Offloader(str(drive / "file"), 4) as offloader:
+        kept = torch.arange(10).to(torch.complex64) * 1j
+        offloader.sync_write(kept, "key")
+        with pytest.raises(RuntimeError, match="conj"):
+            offloader.sync_write((kept + 1).conj(), "key")
+        found = torch.zeros_like(kept)
+        offloader.sync_read(found, "key")
+    assert torch.equal(found, kept)
+
+
+def test_what_there_is_no_memory_for_can_be_read_again(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.arange(100.0), torch.arange(50.0)]
+    allocate = torch.UntypedStorage.resize_
+
+    def too_little(storage: torch.UntypedStorage, nbytes: int) -> None:
+        if nbytes == 200:
+            raise RuntimeError("not enough memory")
+        allocate(storage, nbytes)
+
+    with DiskOffloader(str(drive)) as offloader:
+        offloader.sync_writev(tensors)
+        monkeypatch.setattr(torch.UntypedStorage, "resize_", too_little)
+        with pytest.raises(RuntimeError, match="not enough memory"):
+            offloader.sync_readv(tensors)
+        monkeypatch.undo()
+        assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0]
+        offloader.sync_readv(tensors)
+    assert torch.equal(tensors[0], torch.arange(100.0))
+    assert torch.equal(tensors[1], torch.arange(50.0))
+
+
+@pytest.mark.parametrize("data", [5, [1, 2]])
+def test_what_is_no_bytes_is_not_written(drive: Path, data: Any) -> None:
+    with pytest.raises(TypeError):
+        AsyncFileWriter(str(drive / "file")).write(data)
+
+
+def test_an_unchanged_program_runs_by_the_launcher(drive: Path) -> None:
+    (drive / "program.py").write_text(
+        "import sys, torch, tensornvme\n"
+        "x = torch.arange(10.0)\n"
+        "offloader = tensornvme.DiskOffloader(sys.argv[1])\n"
+        "offloader.sync_write(x)\n"
+        "print(x.untyped_storage().nbytes())\n"
+        "offloader.sync_read(x)\n"
+        "print(x.sum().item())\n"
+    )
+    command = [sys.executable, "-m", "deepnvme.integrations.tensornvme", drive / "program.py", drive / "offload"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.stdout.split() == ["0", "45.0"], done.stderr
+
+
+def test_the_launcher_wants_a_program() -> None:
+    command = [sys.executable, "-m", "deepnvme.integrations.tensornvme"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2
+    assert "there is no program to run" in done.stderr

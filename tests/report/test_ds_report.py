@@ -160,6 +160,7 @@ def test_an_installed_op_has_every_backend_and_needs_no_compiler(tmp_path: Path,
     library = tmp_path / "async_io_op.so"
     library.write_bytes(AsyncIOBuilder().source_hash().encode())
     monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
+    monkeypatch.setattr(jit, "load_obstacle", lambda library: "")
     monkeypatch.setenv("PATH", "/nowhere")
     facts, selected = machine_probes.backends()
     assert [fact.key for fact in facts] == ["io_uring", "libaio", "threads"]
@@ -181,10 +182,37 @@ def test_whether_the_op_is_a_published_wheels_is_said(
     library = tmp_path / "async_io_op.so"
     library.write_bytes(AsyncIOBuilder().source_hash().encode() + b"\0clang version 22.1.8\0")
     monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
+    monkeypatch.setattr(jit, "load_obstacle", lambda library: "")
     installed = types.SimpleNamespace(read_text=lambda name: f"Wheel-Version: 1.0\n{tags}")
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
     facts = {fact.key: fact.value for fact in machine_probes.environment(GDS)}
     assert facts["op_in_use"] == f"{said}, clang version 22.1.8"
+
+
+def test_an_op_that_was_installed_and_does_not_load_is_not_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "async_io_op.so"
+    library.write_bytes(AsyncIOBuilder().source_hash().encode())
+    monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
+    (fact,) = (fact for fact in machine_probes.environment(GDS) if fact.key == "op_in_use")
+    assert fact.text.startswith("none") or str(fact.value).startswith("compiled at first use")
+    assert fact.problems[0].startswith(f"the op that was installed does not load: {library}: ")
+
+
+def test_a_compiler_is_not_missed_where_the_op_is_prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "async_io_op.so"
+    library.write_bytes(AsyncIOBuilder().source_hash().encode())
+    monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
+    monkeypatch.setattr(jit, "load_obstacle", lambda library: "")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    (fact,) = (fact for fact in machine_probes.environment(GDS) if fact.key == "cxx_compiler")
+    assert (fact.status, fact.problems) == ("", ())
+
+
+def test_clang_is_named_beside_what_gcc_made_of_the_c_library(tmp_path: Path) -> None:
+    library = tmp_path / "op.so"
+    library.write_bytes(b"\0GCC: (Debian 12.2.0-14) 12.2.0\0Debian clang version 14.0.6\0")
+    assert machine_probes._compiler_of(library) == "Debian clang version 14.0.6"
 
 
 GDS = GdsProbe(Found(), Found(), Found(), Found("/lib/libcufile.so.0", "1.14"), Found(), torch_cuda="13.0", mismatch="")

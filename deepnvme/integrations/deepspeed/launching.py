@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from deepnvme.integrations.running import run_program
 
 from . import enabling
 
@@ -77,10 +78,4 @@ def main() -> None:
     launch = parse(sys.argv[1:], os.environ)
     if launch.enable is not None:
         enabling.enable(**launch.enable)
-    sys.argv = launch.program
-    if launch.is_module:
-        runpy.run_module(launch.program[0], run_name="__main__", alter_sys=True)
-    else:
-        if not getattr(sys.flags, "safe_path", False):  # with safe_path, sys.path[0] is not the launcher's folder
-            sys.path[0] = os.path.dirname(os.path.realpath(launch.program[0]))
-        runpy.run_path(launch.program[0], run_name="__main__")
+    run_program(launch.program, launch.is_module)

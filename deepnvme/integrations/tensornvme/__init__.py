@@ -3,6 +3,8 @@
     import deepnvme.integrations.tensornvme as d
     d.enable()                                  # ``import tensornvme`` then imports these classes
 
+``python -m deepnvme.integrations.tensornvme SCRIPT`` runs a program after that, unchanged.
+
 TensorNVMe need not be installed, and is never imported. Contract: hpcaitech/TensorNVMe at commit cb5c3a9f.
 """
 

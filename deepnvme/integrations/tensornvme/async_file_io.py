@@ -22,8 +22,8 @@ __all__ = ["AsyncFileWriter"]
 
 __dir__ = public_names(__name__)
 
-_NEEDED_UNCHANGED = frozenset({"tensor"})
-"""What :meth:`DescriptorWriter.sync_h2d` waits for: writes from memory that the training may change."""
+_UNCOPIED = frozenset({"uncopied tensor"})
+"""Marks writes from a tensor's own memory: ``sync_h2d`` waits for these, so that training may change the tensor."""
 
 
 class DescriptorWriter:
@@ -37,6 +37,7 @@ class DescriptorWriter:
         n_entries: Accepted and checked; the settings of the drive say how many blocks are under way.
         backend: ``uring``, ``aio`` or ``pthread``. If it does not work here, another is used, with a RuntimeWarning. None for the
             first that works.
+        n_tasks: Accepted without effect.
 
     Raises:
         RuntimeError: For an unknown backend.
@@ -44,7 +45,7 @@ class DescriptorWriter:
         OSError: If the file cannot be opened again to read and write it.
     """
 
-    def __init__(self, fd: int, n_entries: int = 16, backend: str | None = "aio") -> None:
+    def __init__(self, fd: int, n_entries: int = 16, backend: str | None = "aio", n_tasks: int | None = None) -> None:
         self.path = _path_of(fd)
         self._operations = Operations()
         self._engine = shared_engine(self.path, settings_with(self.path, n_entries, backend))
@@ -67,7 +68,7 @@ class DescriptorWriter:
     ) -> None:
         """Start writing a tensor, which may be changed after :meth:`sync_h2d`. See :meth:`AsyncFileWriter.write_tensor`."""
         if pinned is None:
-            self.start(tensor, offset, callback, _NEEDED_UNCHANGED)
+            self.start(tensor, offset, callback, _UNCOPIED)
             return
         if pinned.shape != tensor.shape or pinned.dtype != tensor.dtype or not pinned.is_cpu:
             wanted, got = (f"{each.dtype} of shape {tuple(each.shape)}" for each in (tensor, pinned))
@@ -80,7 +81,7 @@ class DescriptorWriter:
 
     def sync_h2d(self) -> None:
         """Wait for the writes of tensors that were not copied. Raises the OSError of the first that failed."""
-        self._operations.finish_all(_NEEDED_UNCHANGED)
+        self._operations.finish_all(_UNCOPIED)
 
     def synchronize(self) -> None:
         """Wait for all writes, and call their callbacks. Raises the OSError of the first that failed."""
@@ -89,25 +90,28 @@ class DescriptorWriter:
     def start(
         self, tensor: torch.Tensor, offset: int, callback: Callback | None, subjects: frozenset[object] = frozenset()
     ) -> None:
-        """Start writing a tensor, which is kept until it is written."""
+        """Start writing a tensor at an offset in bytes. Returns at once, and keeps the tensor until it is written.
+
+        Not part of TensorNVMe's contract.
+        """
         self._operations.start(lambda: self._engine.write(tensor, self._file, offset), subjects, _nothing, _nothing, callback)
 
 
 class AsyncFileWriter:
-    """Writes one file in the background, each piece behind the one before.
+    """Writes one file from its start, in the background, each piece directly after the one before.
 
     The errors of writes are raised by :meth:`synchronize`, or :meth:`sync_before_step`. If the writer is dropped, or the
     interpreter exits, without synchronizing, all writes are waited for and an error is only reported on stderr. Bytes are on
     stable storage after an ``fsync`` of the file, not before. Not thread-safe. Contract: ``tensornvme.async_file_io``.
 
     Args:
-        path: The file. It is made, or emptied if it is there. Or a file object that is open for writing, as older versions of
-            TensorNVMe take it, or by the name ``fp``: it is not closed, and written from its start.
+        path: Path of the file, which is created or emptied. Or, for callers of older TensorNVMe versions, a binary file object
+            open for writing; it is written from its start and never closed.
         n_entries: Accepted and checked; the settings of the drive say how many blocks are under way.
         backend: ``uring``, ``aio`` or ``pthread``. If it does not work here, another is used, with a RuntimeWarning. None for the
             first that works.
         n_tasks: Accepted without effect.
-        fp: See ``path``.
+        fp: The same file object, by keyword.
 
     Attributes:
         fd: Descriptor of the file.
@@ -152,15 +156,15 @@ class AsyncFileWriter:
             weakref.finalize(self, os.close, owned)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Start writing bytes, and return how many. Those of another object than ``bytes`` are copied first."""
-        kept = bytes(data)
+        """Start writing bytes, and return how many. A bytearray or memoryview is copied first: it may be changed at once."""
+        kept = data if isinstance(data, bytes) else bytes(memoryview(data))
         address = ctypes.cast(ctypes.c_char_p(kept), ctypes.c_void_p).value
         assert address is not None
         self.write_raw(kept, address, len(kept), self.offset)
         return len(kept)
 
     def write_raw(self, py_ref: object, buffer: int, n_bytes: int, offset: int) -> None:
-        """Start writing host memory by its address. :attr:`offset` goes on by ``n_bytes``.
+        """Start writing host memory, given by its address, and advance :attr:`offset` by ``n_bytes``.
 
         Args:
             py_ref: What the memory belongs to. Kept until it is written, and not to be changed until then.
@@ -181,8 +185,8 @@ class AsyncFileWriter:
 
         Args:
             tensor: CPU or CUDA tensor of any dtype. One that is not contiguous is copied.
-            pinned: CPU tensor of its shape and dtype. The tensor is copied to it at once, and it is written in its place: then
-                the tensor may be changed now, and ``pinned`` must not be until :meth:`synchronize`.
+            pinned: CPU tensor of the same shape and dtype. The tensor is copied to it before this returns, and the copy is
+                written: the tensor may be changed at once, ``pinned`` only after :meth:`synchronize`.
 
         Raises:
             ValueError: If ``pinned`` has another shape or dtype, or is not on the CPU.
@@ -227,7 +231,7 @@ def bytes_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
 
 
 def _path_of(fd: int) -> str:
-    """Return a path of an open file: its name, for messages, if it still has one."""
+    """Return the path that an open file has now, or ``/proc/self/fd/N`` if it was renamed, removed or cannot be looked up."""
     link = f"/proc/self/fd/{fd}"
     with contextlib.suppress(OSError):
         path = os.readlink(link)

@@ -27,14 +27,20 @@ def get_backends() -> set[str]:
 
 def probe_backend(backend: str) -> bool:
     """Return whether a backend works here; False for an unknown name."""
-    return backend in _ENGINE_NAMES and load_async_io().backends()[_ENGINE_NAMES[backend]] is None
+    return backend in _ENGINE_NAMES and _obstacle(backend) is None
+
+
+def _obstacle(backend: str) -> str | None:
+    """Return why one of TensorNVMe's backends does not work here; None if it does."""
+    obstacle: str | None = load_async_io().backends()[_ENGINE_NAMES[backend]]
+    return obstacle
 
 
 def settings_with(path: str, n_entries: int, backend: str | None) -> AioConfig:
     """Return the settings of the drive that a file is on, with the backend asked for.
 
-    If that backend does not work here, it is ``auto``, and there is a RuntimeWarning: TensorNVMe's default is ``uring``, which
-    many containers do not allow.
+    If that backend does not work here, the engine chooses, and there is a RuntimeWarning: TensorNVMe's default is ``uring``,
+    which many containers do not allow.
 
     Args:
         path: The file.
@@ -51,11 +57,12 @@ def settings_with(path: str, n_entries: int, backend: str | None) -> AioConfig:
         raise RuntimeError(f"backend must be one of {', '.join(_ENGINE_NAMES)}, got {backend!r}")
     chosen: Backend = "auto"
     if backend is not None:
-        obstacle = load_async_io().backends()[_ENGINE_NAMES[backend]]
+        obstacle = _obstacle(backend)
         if obstacle is None:
             chosen = _ENGINE_NAMES[backend]
         else:
             text = f"TensorNVMe's backend {backend!r} does not work here ({obstacle}): using another"
+            # 4: this function, the base class's __init__, the class's own, and its caller
             warnings.warn(text, RuntimeWarning, stacklevel=4)
     settings = settings_for(path)
     poll = settings.poll and chosen in ("auto", "io_uring")

@@ -1,4 +1,4 @@
-"""Modules of the names ``tensornvme``, ``tensornvme.offload`` and so on, for programs that import TensorNVMe."""
+"""Stand-in modules named ``tensornvme``, ``tensornvme.offload`` and so on, for programs that import TensorNVMe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __dir__ = public_names(__name__)
 
 _CONTENTS: dict[str, dict[str, object]] = {
     "tensornvme": {"DiskOffloader": DiskOffloader},
-    "tensornvme.offload": {"DiskOffloader": DiskOffloader},
+    "tensornvme.offload": {"DiskOffloader": DiskOffloader, "Offloader": Offloader, "get_backends": get_backends},
     "tensornvme.async_file_io": {"AsyncFileWriter": AsyncFileWriter},
     "tensornvme._C": {
         "AsyncFileWriter": DescriptorWriter,

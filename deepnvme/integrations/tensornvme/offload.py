@@ -44,7 +44,7 @@ class _Stored(NamedTuple):
     sizes: list[int]
     """Bytes of each tensor."""
     storages: list[torch.UntypedStorage]
-    """The freed storages, kept so that none that is made later has the identity of one of them."""
+    """A DiskOffloader's freed storages. Kept, since their addresses are the key, and a new storage could get the same one."""
 
     @property
     def length(self) -> int:
@@ -60,10 +60,10 @@ class _Stored(NamedTuple):
 
 
 class TensorFile:
-    """A file of tensors, each under a key until it is read: what both offloaders are. Not thread-safe.
+    """Base of both offloaders: a file of tensors, each kept under a key until it is read. Not thread-safe.
 
-    A method that waits raises the error of a transfer that it waits for: besides ``sync_*`` and ``synchronize``, this is one that
-    uses a key or memory of which a transfer is under way. Callbacks are called by the method that waits, in its thread.
+    A transfer's error is raised, and its callback called, by the method that waits for it: ``sync_*``, ``synchronize``, or one
+    that uses a key or memory of a transfer that is still under way.
     """
 
     def __init__(self, filename: str | os.PathLike[str], n_entries: int, backend: str) -> None:
@@ -80,7 +80,7 @@ class TensorFile:
             except BaseException:
                 os.unlink(self._path)
                 raise
-            self._end = weakref.finalize(self, _remove, self._engine, self._file, self._path, self._process)
+            self._finalizer = weakref.finalize(self, _close_and_remove, self._engine, self._file, self._path, self._process)
 
     def sync_write_events(self) -> None:
         """Wait for all writes, and call their callbacks. Raises the OSError of the first that failed."""
@@ -108,7 +108,7 @@ class TensorFile:
         try:
             self.synchronize()
         finally:
-            self._end()
+            self._finalizer()
 
     def __enter__(self) -> Self:
         return self
@@ -118,27 +118,27 @@ class TensorFile:
 
     def __repr__(self) -> str:
         return representation(
-            self, lambda: path_list([self._path]), lambda: state_text(not self._end.alive, self._process)
+            self, lambda: path_list([self._path]), lambda: state_text(not self._finalizer.alive, self._process)
         )
 
     def _write(self, key: Hashable, memory: Sequence[Memory], callback: Callback | None = None) -> Operation:
-        """Start writing under a key, in place of what is there."""
+        """Start writing under a key, replacing what is there. Blocks only for earlier transfers that conflict."""
         self._finish_before(key, memory, writing=True)
         sizes = list(map(_nbytes, memory))
         if not all(sizes):
             raise RuntimeError("a tensor without memory cannot be written: it is empty, or has been offloaded already")
-        storages = [each for each in memory if isinstance(each, torch.UntypedStorage)]
+        storages = _resized(memory)
+        tensors = [flat_bytes(each) for each in memory]  # raises for a lazy conjugate: before what is stored is forgotten
         with defer_interrupts():
             if key in self._stored:
                 _forget(self._stored, self._extents, key)
             stored = _Stored(self._extents.take(sum(map(padded, sizes))), sizes, storages)
             self._stored[key] = stored
-            tensors = [flat_bytes(each) for each in memory]
             return self._writes.start(
                 lambda: self._engine.write_many(tensors, self._file, stored.offsets()),
                 _subjects(key, memory),
-                succeeded=functools.partial(_free, storages),
-                failed=functools.partial(_forget, self._stored, self._extents, key),
+                on_success=functools.partial(_free, storages),
+                on_failure=functools.partial(_forget, self._stored, self._extents, key),
                 callback=callback,
             )
 
@@ -148,41 +148,45 @@ class TensorFile:
         stored = self._stored.get(key)
         if stored is None:
             raise RuntimeError("nothing is stored for this: it was not written, or has been read since")
-        storages = [each for each in memory if isinstance(each, torch.UntypedStorage)]
+        storages = _resized(memory)
         sizes = [_nbytes(each) for each in memory]
         freed = bool(storages) and not any(sizes)
         if sizes != stored.sizes and not freed:
             raise RuntimeError(f"what is stored has {stored.sizes} bytes, the tensors to read it into have {sizes}")
         with defer_interrupts():
-            for storage, size in zip(storages, stored.sizes, strict=False):
-                storage.resize_(size)
+            if freed:
+                _allocate(storages, stored.sizes)
             tensors = [flat_bytes(each) for each in memory]
             return self._reads.start(
                 lambda: self._engine.read_many(tensors, self._file, stored.offsets()),
                 _subjects(key, memory),
-                succeeded=functools.partial(_forget, self._stored, self._extents, key),
-                failed=functools.partial(_free, storages),
+                on_success=functools.partial(_forget, self._stored, self._extents, key),
+                on_failure=functools.partial(_free, storages),
                 callback=callback,
             )
 
     def _finish_before(self, key: Hashable, memory: Sequence[Memory], writing: bool) -> None:
-        """Finish what must have ended before this transfer begins. Raises ValueError if the offloader is closed.
+        """Wait for earlier transfers that conflict with this one.
 
-        These are transfers of the same key or memory. But tensors that only share a storage, such as slices of a flat one, may be
-        written at a time, or read at a time, as long as the storage is not freed or allocated.
+        A write conflicts with reads of the same key or memory, and a read with writes of them. Two writes, or two reads, conflict
+        only if they have the same key, or free or allocate the same storage: slices of one tensor can be written at a time.
+
+        Raises:
+            ValueError: If the offloader is closed.
+            OSError: The error of a transfer waited for.
         """
-        if not self._end.alive:
+        if not self._finalizer.alive:
             raise ValueError(f"this {type(self).__name__} is closed")
         subjects = _subjects(key, memory)
-        same = _subjects(key, [each for each in memory if isinstance(each, torch.UntypedStorage)])
-        self._writes.finish_all(same if writing else subjects)
-        self._reads.finish_all(subjects if writing else same)
+        exclusive = _subjects(key, _resized(memory))
+        self._writes.finish_all(exclusive if writing else subjects)
+        self._reads.finish_all(subjects if writing else exclusive)
 
 
 class Offloader(TensorFile):
     """Tensors in one file, each or each list of them under a key. Contract: ``tensornvme._C.Offloader``.
 
-    An existing file is overwritten. It is removed in the end, also by the interpreter's exit.
+    An existing file is overwritten. The file is removed by :meth:`close`, with the last reference, or when the interpreter exits.
 
     Args:
         filename: The file.
@@ -264,8 +268,8 @@ class DiskOffloader(TensorFile):
     >>> offloader.sync_read(x)
 
     Args:
-        dir_name: Directory for the file, ``offload-`` with a random number. Made if missing. The file is removed in the end, also
-            by the interpreter's exit.
+        dir_name: Directory, made if missing, for the file ``offload-UUID``. The file is removed by :meth:`close`, with the last
+            reference, or when the interpreter exits.
         n_entries: Accepted and checked; the settings of the drive say how many blocks are under way.
         backend: ``uring``, ``aio`` or ``pthread``. If it does not work here, another is used, with a RuntimeWarning.
 
@@ -298,7 +302,7 @@ class DiskOffloader(TensorFile):
         """Start reading a tensor, into new memory. Reading it frees its space in the file.
 
         Args:
-            tensor: A tensor that was written by itself. Not to be touched until the read is waited for.
+            tensor: A tensor that was written alone, not in a list. Not to be touched until the read is waited for.
             callback: Called without arguments when the read is waited for, if it succeeded.
 
         Raises:
@@ -334,7 +338,12 @@ class DiskOffloader(TensorFile):
 
 
 def _checked(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors as a list. Raises RuntimeError, as TensorNVMe does, if one is not contiguous or not on the CPU."""
+    """Return the tensors as a list.
+
+    Raises:
+        RuntimeError: As TensorNVMe does, if there are none, or one is not dense, contiguous and on the CPU.
+        TypeError: If one is no tensor.
+    """
     checked = list(tensors)
     if not checked:
         raise RuntimeError("a list of tensors must not be empty")
@@ -359,10 +368,25 @@ def _nbytes(memory: Memory) -> int:
     return memory.nbytes() if isinstance(memory, torch.UntypedStorage) else memory.nbytes
 
 
+def _resized(memory: Sequence[Memory]) -> list[torch.UntypedStorage]:
+    """Return the storages that are freed when written, and allocated to be read: a DiskOffloader's; none of an Offloader's."""
+    return [each for each in memory if isinstance(each, torch.UntypedStorage)]
+
+
 def _subjects(key: Hashable, memory: Sequence[Memory]) -> frozenset[object]:
-    """Return the key and the storages, in a form that tells them apart: what transfers may have in common."""
+    """Return the key, marked as one, and the addresses of the storages: what :class:`Operations` finds conflicts by."""
     storages = (each if isinstance(each, torch.UntypedStorage) else each.untyped_storage() for each in memory)
     return frozenset({("key", key), *(storage._cdata for storage in storages)})
+
+
+def _allocate(storages: Sequence[torch.UntypedStorage], sizes: Sequence[int]) -> None:
+    """Allocate the memory of all storages, or of none: then the error is raised."""
+    try:
+        for storage, size in zip(storages, sizes, strict=True):
+            storage.resize_(size)
+    except BaseException:
+        _free(storages)
+        raise
 
 
 def _free(storages: Sequence[torch.UntypedStorage]) -> None:
@@ -371,13 +395,14 @@ def _free(storages: Sequence[torch.UntypedStorage]) -> None:
         storage.resize_(0)
 
 
+# Takes no offloader: an operation that referred to its offloader would keep it after the last reference is dropped.
 def _forget(entries: dict[Hashable, _Stored], extents: ExtentMap, key: Hashable) -> None:
     """Free the space of what is stored under a key."""
     stored = entries.pop(key)
     extents.give_back(stored.offset, stored.length)
 
 
-def _remove(engine: Engine, file: File, path: str, process: int) -> None:
+def _close_and_remove(engine: Engine, file: File, path: str, process: int) -> None:
     """Wait for all transfers and remove the file; nothing in a forked child."""
     if os.getpid() != process:
         return

@@ -17,20 +17,21 @@ class Operation:
 
     future: Future
     subjects: frozenset[object]
-    """What it uses, such as a key and storages: operations that share one must follow one another."""
-    succeeded: Callable[[], None]
-    """Called once if it has ended well, before the callback."""
-    failed: Callable[[], None]
-    """Called once if it has not, before the error is raised."""
+    """Keys and storages that it uses. Operations that share one must not overlap."""
+    on_success: Callable[[], None]
+    """Called once when the transfer is found to have succeeded, before the callback."""
+    on_failure: Callable[[], None]
+    """Called once when it is found to have failed, before its error is raised."""
     callback: Callback | None
-    """The user's, called once if it has ended well."""
+    """The user's function, called once after a success."""
 
 
 class Operations:
     """Operations under way, oldest first.
 
-    Each is finished by one call that waits for it, in that call's thread: its error is raised there and nowhere else, or its
-    callback called. If a call is interrupted or raises, those that it has not come to stay, for the next one. Not thread-safe.
+    Each is finished by exactly one call that waits for it, in that call's thread: the call raises the operation's error or calls
+    its callback. If the call is interrupted or raises, the operations that it has not reached stay under way, for the next call
+    to finish. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -43,40 +44,44 @@ class Operations:
         self,
         begin: Callable[[], Future],
         subjects: frozenset[object],
-        succeeded: Callable[[], None],
-        failed: Callable[[], None],
+        on_success: Callable[[], None],
+        on_failure: Callable[[], None],
         callback: Callback | None,
     ) -> Operation:
-        """Start a transfer and note it, both or neither if Ctrl-C comes. Arguments are the fields of the operation.
+        """Start a transfer and record it. Does not block. Ctrl-C is deferred, so that both happen or neither.
 
         Args:
-            begin: Starts the transfer. If it raises, ``failed`` is called.
+            begin: Starts the transfer and returns its future.
+            subjects, on_success, on_failure, callback: Fields of the operation.
+
+        Raises:
+            BaseException: What ``begin`` raises, after ``on_failure`` has been called.
         """
         with defer_interrupts():
             try:
                 future = begin()
             except BaseException:
-                failed()
+                on_failure()
                 raise
-            operation = Operation(future, subjects, succeeded, failed, callback)
+            operation = Operation(future, subjects, on_success, on_failure, callback)
             self._under_way.append(operation)
         return operation
 
     def finish(self, operation: Operation) -> None:
-        """Wait for an operation, then call its callback or raise its error. Ctrl-C interrupts the waiting only."""
+        """Wait for an operation, then call its callback or raise its error. Ctrl-C interrupts only the wait and the callback."""
         error = operation.future.exception()
         with defer_interrupts():
             self._under_way.remove(operation)
-            (operation.succeeded if error is None else operation.failed)()
+            (operation.on_success if error is None else operation.on_failure)()
         if error is not None:
             raise error
         if operation.callback is not None:
             operation.callback()
 
     def finish_all(self, subjects: frozenset[object] | None = None) -> None:
-        """Finish the operations that share one of the subjects, oldest first; all for None.
+        """Wait for all operations, or for those that share one of the subjects, oldest first, with those that callbacks start.
 
-        Those that callbacks start meanwhile are finished, too. The first error is raised at once: call it again for the others.
+        Stops at the first error and raises it; the others stay under way.
         """
         while True:
             chosen = (each for each in self._under_way if subjects is None or not subjects.isdisjoint(each.subjects))

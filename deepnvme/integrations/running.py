@@ -1,0 +1,24 @@
+"""Runs a program in this process as Python itself would: for the launchers of integrations."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+
+def run_program(program: Sequence[str], is_module: bool) -> None:
+    """Run a script or module as ``__main__``. Returns when it does; raises what it raises.
+
+    Args:
+        program: Its ``sys.argv``: the script's path, or the module's name, and the arguments.
+        is_module: Whether it is a module's name, as with ``python -m``.
+    """
+    sys.argv = list(program)
+    if is_module:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    else:
+        if not getattr(sys.flags, "safe_path", False):  # with safe_path, sys.path[0] is not the launcher's folder
+            sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
+        runpy.run_path(program[0], run_name="__main__")
