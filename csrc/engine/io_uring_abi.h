@@ -1,6 +1,6 @@
-// What the kernel and a process tell each other through an io_uring (Linux 5.1 and later; io_uring_setup(2), io_uring_enter(2)).
-// Written down here rather than taken from linux/io_uring.h, since a distribution's header may be older than the kernel that runs,
-// and the op is compiled on one machine for others. Only what is used.
+// Structures and constants of io_uring's system calls, io_uring_setup(2), io_uring_enter(2) and io_uring_register(2): only what is
+// used, under names like the kernel's. Written down here rather than taken from linux/io_uring.h, since the header of the machine
+// that compiles may be older than the kernel that runs the op.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 namespace deepnvme::io_uring {
 
 // System calls; the same numbers on every architecture but alpha.
-constexpr long kSetup = 425, kEnter = 426, kRegister = 427;
+constexpr long kSysSetup = 425, kSysEnter = 426, kSysRegister = 427;
 
-struct Submission {
+struct SubmissionEntry {
     std::uint8_t opcode;
     std::uint8_t flags;
     std::uint16_t priority;
@@ -22,17 +22,17 @@ struct Submission {
     std::uint64_t user_data;
     std::uint64_t unused[3];
 };
-static_assert(sizeof(Submission) == 64);
+static_assert(sizeof(SubmissionEntry) == 64);
 
-struct Completion {
+struct CompletionEntry {
     std::uint64_t user_data;
     std::int32_t result;
     std::uint32_t flags;
 };
-static_assert(sizeof(Completion) == 16);
+static_assert(sizeof(CompletionEntry) == 16);
 
-// Opcodes.
-constexpr std::uint8_t kFsync = 3, kPollAdd = 6, kAsyncCancel = 14, kRead = 22, kWrite = 23;
+// IORING_OP_*
+constexpr std::uint8_t kOpFsync = 3, kOpPollAdd = 6, kOpAsyncCancel = 14, kOpRead = 22, kOpWrite = 23;
 
 struct SubmissionOffsets {
     std::uint32_t head, tail, ring_mask, ring_entries, flags, dropped, array, unused;
@@ -43,30 +43,32 @@ struct CompletionOffsets {
     std::uint64_t user_address;
 };
 struct Parameters {
-    std::uint32_t submissions, completions, flags, sq_thread_cpu, sq_thread_idle, features, workqueue_fd, unused[3];
+    std::uint32_t sq_entries, cq_entries, flags, sq_thread_cpu, sq_thread_idle, features, workqueue_fd, unused[3];
     SubmissionOffsets submission_offsets;
     CompletionOffsets completion_offsets;
 };
 static_assert(sizeof(Parameters) == 120);
 
-// Of Parameters::flags.
-constexpr std::uint32_t kPolled = 1u << 0;         // completions are polled for; direct transfers only
-constexpr std::uint32_t kCooperative = 1u << 8;    // Linux 5.19: a completion does not interrupt the thread
-constexpr std::uint32_t kSingleIssuer = 1u << 12;  // Linux 6.0: one thread submits
-constexpr std::uint32_t kDeferring = 1u << 13;     // Linux 6.1: completions come when the thread waits for some
-// Of Parameters::features.
-constexpr std::uint32_t kOneMapping = 1u << 0;  // Linux 5.4: both rings are in one mapping
+// IORING_SETUP_*, of Parameters::flags
+constexpr std::uint32_t kSetupIoPoll = 1u << 0;         // completions are polled for; direct transfers only
+constexpr std::uint32_t kSetupCoopTaskrun = 1u << 8;    // Linux 5.19: a completion does not interrupt the thread
+constexpr std::uint32_t kSetupSingleIssuer = 1u << 12;  // Linux 6.0: only one thread submits
+constexpr std::uint32_t kSetupDeferTaskrun = 1u << 13;  // Linux 6.1: completions are posted when the thread waits for some
+// IORING_FEAT_*, of Parameters::features
+constexpr std::uint32_t kFeatSingleMmap = 1u << 0;  // Linux 5.4: one mapping has both rings
 
-// Offsets of mmap.
-constexpr std::int64_t kRings = 0, kSubmissions = 0x10000000;
+// IORING_OFF_SQ_RING, IORING_OFF_SQES: offsets of mmap
+constexpr std::int64_t kOffRings = 0, kOffSubmissions = 0x10000000;
 
-// Of the submission ring's flags, which the kernel sets.
-constexpr std::uint32_t kOverflown = 1u << 1, kHasWork = 1u << 2;
-// Of io_uring_enter.
-constexpr std::uint32_t kGetEvents = 1u << 0, kRegisteredRing = 1u << 4;
+// IORING_SQ_*, of the submission ring's flags, which the kernel sets
+constexpr std::uint32_t kSqCompletionOverflow = 1u << 1, kSqTaskrun = 1u << 2;
+// IORING_ENTER_*
+constexpr std::uint32_t kEnterGetEvents = 1u << 0, kEnterRegisteredRing = 1u << 4;
 
-// Operations of io_uring_register.
-constexpr std::uint32_t kProbe = 8, kRegisterRings = 20, kUnregisterRings = 21;
+// IORING_REGISTER_*, IORING_UNREGISTER_*
+constexpr std::uint32_t kRegisterProbe = 8, kRegisterRingFds = 20, kUnregisterRingFds = 21;
+// IO_URING_OP_SUPPORTED, of Probe::Operation::flags
+constexpr std::uint16_t kOpSupported = 1u << 0;
 
 struct RingUpdate {
     std::uint32_t offset;
@@ -77,7 +79,7 @@ struct RingUpdate {
 struct Probe {
     struct Operation {
         std::uint8_t opcode, unused;
-        std::uint16_t flags;  // bit 0: the kernel has it
+        std::uint16_t flags;
         std::uint32_t also_unused;
     };
     std::uint8_t last_opcode, count;

@@ -17,7 +17,7 @@ namespace deepnvme {
 
 namespace {
 
-constexpr std::uint16_t kPoll = 5;  // Linux 4.18; a distribution's header may be older
+constexpr std::uint16_t kPoll = 5;  // IOCB_CMD_POLL, Linux 4.19; a distribution's header may be older
 
 class Context {
 public:
@@ -30,10 +30,10 @@ public:
     Context(const Context&) = delete;
     Context& operator=(const Context&) = delete;
 
-    // Blocks until all that is under way has ended. False if the kernel refuses.
+    // Block until every operation has ended, then free the context. False if the kernel refuses.
     bool destroy() noexcept { return !context_ || ::syscall(SYS_io_destroy, std::exchange(context_, 0)) == 0; }
 
-    // Each returns a number, or -errno.
+    // Each returns a count, or -errno. wait() blocks until at least one operation has completed; the others do not block.
     long submit(long count, iocb** blocks) noexcept { return result(::syscall(SYS_io_submit, context_, count, blocks)); }
     long wait(long most, io_event* events) noexcept {
         return result(::syscall(SYS_io_getevents, context_, 1L, most, events, nullptr));
@@ -103,7 +103,7 @@ public:
         return count;
     }
 
-    // The kernel refuses it for reads and writes of files, up to now. Where it does not, the completion comes as ever.
+    // So far the kernel refuses to cancel reads and writes of files. The operation then completes as ever.
     bool cancel(Operation& operation) noexcept override {
         context_.cancel(&blocks_[operation.index]);
         return true;
@@ -136,7 +136,8 @@ private:
         wake_block_.aio_buf = POLLIN;
         iocb* block = &wake_block_;
         const long submitted = context_.submit(1, &block);
-        if (submitted != 1) throw IoError(submitted < 0 ? static_cast<int>(-submitted) : EAGAIN, "io_submit of a poll (Linux 4.19 has it)", "");
+        if (submitted != 1)
+            throw IoError(submitted < 0 ? static_cast<int>(-submitted) : EAGAIN, "io_submit of a poll (Linux 4.19 has it)", "");
         listening_ = true;
     }
 
@@ -147,7 +148,7 @@ private:
     iocb wake_block_{};
     bool listening_ = false;
     WakeEvent event_;
-    Context context_;  // last: nothing may complete into what is gone
+    Context context_;  // destroyed first: it waits for operations that use the members above
 };
 
 }  // namespace

@@ -4,8 +4,8 @@
 // page cache, no cancel, and no poll of an eventfd, by which a worker is woken. So there is an ordinary ring beside it. While
 // something is polled for, the thread asks both in turn and never sleeps; else it sleeps as with the ordinary ring alone.
 //
-// The kernel could also be asked to return only when something has completed. But then it would not look at the ordinary ring
-// meanwhile: a block that is queued while another is under way would wait for that one's end.
+// The kernel could also be asked to return only when something has completed. But then completions and wakes of the ordinary ring
+// would go unseen until then, and so would a block that is queued meanwhile.
 #include <sys/stat.h>
 
 #include <array>
@@ -36,7 +36,8 @@ bool may_be_polled(int fd) noexcept {
 
 class PollingBackend final : public Backend {
 public:
-    explicit PollingBackend(unsigned capacity) : ordinary_(capacity, /*defer=*/false), polled_ring_(capacity, /*defer=*/false, io_uring::kPolled) {
+    explicit PollingBackend(unsigned capacity)
+        : ordinary_(capacity, /*defer=*/false), polled_ring_(capacity, /*defer=*/false, /*polled=*/true) {
         refused_.reserve(capacity);  // so that nothing is allocated while operations are under way
     }
 
@@ -66,7 +67,7 @@ public:
             const bool ready = count < completions.size() && ordinary_.ready();
             if (ready) count += ordinary_.reap(completions.subspan(count));
             if (count > 0 || ready) return count;
-            if (enter_error_) throw IoError(enter_error_, "io_uring_enter of a polled ring", "");
+            if (polled_ring_.error()) throw IoError(polled_ring_.error(), "io_uring_enter of a polled ring", "");
         }
     }
 
@@ -75,9 +76,9 @@ public:
 
     bool stop() noexcept override {
         const bool ordinary_stopped = ordinary_.stop();
-        if (enter_error_ != EBADR) enter_error_ = 0;  // a completion is lost, and nobody could wait for it
+        polled_ring_.forget_error();
         std::array<Completion, 16> ended;
-        while (polled_in_flight_ > 0 && enter_error_ == 0) {
+        while (polled_in_flight_ > 0 && polled_ring_.error() == 0) {
             submit_and_poll();
             collect(ended);
         }
@@ -89,12 +90,12 @@ public:
 private:
     // False if the submission queue is full.
     bool queue_polled(Operation& operation) noexcept {
-        if (!may_be_polled_) may_be_polled_ = may_be_polled(operation.fd);
-        if (!*may_be_polled_) {
+        if (!drive_may_poll_) drive_may_poll_ = may_be_polled(operation.fd);
+        if (!*drive_may_poll_) {
             refused_.push_back(&operation);
             return true;
         }
-        io_uring::Submission* next = polled_ring_.entry();
+        io_uring::SubmissionEntry* next = polled_ring_.next_entry();
         if (!next) return false;
         prepare(*next, operation);
         next->user_data = reinterpret_cast<std::uintptr_t>(&operation);
@@ -109,16 +110,15 @@ private:
         return count;
     }
 
-    // Start what was queued, and have the kernel look once for completions.
+    // Submit what was queued, and poll the drive once. Does not block.
     void submit_and_poll() noexcept {
         if (polled_in_flight_ == 0) return;
-        const int entered = polled_ring_.submit(0, /*look=*/true);
-        if (entered < 0 && !Ring::is_transient(-entered)) enter_error_ = -entered;
+        polled_ring_.submit(0, /*get_events=*/true);
     }
 
     std::size_t collect(std::span<Completion> completions) noexcept {
         std::size_t count = 0;
-        polled_ring_.collect([&](const io_uring::Completion& ended) {
+        polled_ring_.collect([&](const io_uring::CompletionEntry& ended) {
             if (count == completions.size()) return false;
             completions[count++] = {reinterpret_cast<Operation*>(static_cast<std::uintptr_t>(ended.user_data)), ended.result};
             return true;
@@ -129,10 +129,11 @@ private:
 
     UringBackend ordinary_;
     Ring polled_ring_;
-    std::size_t polled_in_flight_ = 0;  // operations that the polled ring has
-    std::optional<bool> may_be_polled_;  // what the first drive says; those past kMostDrives share its workers
+    std::size_t polled_in_flight_ = 0;  // operations queued or submitted to the polled ring
+    // Whether the first operation's drive may have poll queues. A backend serves one drive, unless an engine has more than
+    // kMostDrives (engine.cpp): the others then share this answer.
+    std::optional<bool> drive_may_poll_;
     std::vector<Operation*> refused_;
-    int enter_error_ = 0;
 };
 
 }  // namespace

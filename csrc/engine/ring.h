@@ -1,4 +1,4 @@
-// An io_uring instance, by the kernel's own interface. It is used by the thread that makes it, and may be destroyed by any.
+// An io_uring instance, by its system calls. Only the thread that creates it may use it; any thread may destroy it.
 #pragma once
 
 #include <cerrno>
@@ -17,38 +17,40 @@ namespace deepnvme {
 
 class Ring {
 public:
-    // `defer`: whether completions may be held back until the thread waits for some. `extra_flags`: further set-up flags. Throws
-    // IoError.
-    explicit Ring(unsigned entries, bool defer = true, unsigned extra_flags = 0);
+    // `entries`: submissions that can be queued; the kernel rounds it up to a power of two. `defer`: let the kernel hold
+    // completions back until the thread waits; ready() does not count those. `polled`: the drive is polled for completions, by each
+    // submit() with `get_events`. Throws IoError where the kernel refuses.
+    Ring(unsigned entries, bool defer, bool polled = false);
     ~Ring();
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    // Whether the kernel has an operation. False where it cannot tell (before Linux 5.6).
+    // Whether the kernel supports all of these opcodes. False before Linux 5.6, which cannot be asked.
     bool supports(std::initializer_list<std::uint8_t> opcodes) const noexcept;
 
-    // An empty entry, which goes out with the next submission; null if the queue is full.
-    io_uring::Submission* entry() noexcept {
+    // An entry of zeros, which the next submit() submits; null if the queue is full. Does not block.
+    io_uring::SubmissionEntry* next_entry() noexcept {
         if (space_left() == 0) return nullptr;
-        io_uring::Submission* found = &submissions_[tail_++ & submission_mask_];
+        io_uring::SubmissionEntry* found = &submissions_[tail_++ & submission_mask_];
         std::memset(found, 0, sizeof *found);
         return found;
     }
 
-    // Entries that the kernel has not taken, and how many more there may be.
+    // Entries that the kernel has not taken yet, and how many more can be queued.
     unsigned queued() const noexcept { return tail_ - __atomic_load_n(kernel_head_, __ATOMIC_ACQUIRE); }
     unsigned space_left() const noexcept { return entries_ - queued(); }
 
-    // Completions that are at hand.
+    // Completions that collect() can take without a system call.
     unsigned ready() const noexcept {
         return __atomic_load_n(completion_tail_, __ATOMIC_ACQUIRE) - __atomic_load_n(completion_head_, __ATOMIC_RELAXED);
     }
 
-    // Submit what is queued, and block until `wait_for` completions are at hand. With `look`, the kernel looks for completions even
-    // if there is nothing to wait for. Returns how many entries it took, or -errno.
-    int submit(unsigned wait_for = 0, bool look = false) noexcept;
+    // Submit the queued entries, then block until at least `wait_for` completions are ready; 0 does not block. `get_events`: post
+    // completions that are held back, or poll the drive, even if `wait_for` is 0. Returns how many were submitted, or -errno.
+    int submit(unsigned wait_for = 0, bool get_events = false) noexcept;
 
-    // Hand each completion at hand to `take`, oldest first, until that returns false: such a one stays. Returns how many were taken.
+    // Pass each ready completion to `take`, oldest first. One for which it returns false stays in the ring, and the rest with it.
+    // Returns how many were taken.
     template <class Take>
     unsigned collect(Take&& take) noexcept {
         const unsigned first = __atomic_load_n(completion_head_, __ATOMIC_RELAXED);
@@ -59,11 +61,15 @@ public:
         return head - first;
     }
 
-    // Errors of submit that pass by themselves.
-    static bool is_transient(int error) noexcept { return error == EINTR || error == EAGAIN || error == EBUSY; }
+    // The lasting error of submit(), as errno; 0 if there was none. Those that pass by themselves are not kept.
+    int error() const noexcept { return error_; }
+    // Forget the error before a last wait. EBADR stays: the kernel has lost a completion, and says so only once.
+    void forget_error() noexcept {
+        if (error_ != EBADR) error_ = 0;
+    }
 
 private:
-    // Memory that is shared with the kernel, and with no forked child: that must not be able to disturb its parent's.
+    // Memory shared with the kernel. Not inherited by a forked child, whose writes would corrupt the parent's ring.
     class Mapping {
     public:
         Mapping() noexcept = default;
@@ -91,28 +97,28 @@ private:
 
     Fd fd_;
     Mapping rings_, submission_memory_;
-    std::uint32_t flags_ = 0;
-    io_uring::Submission* submissions_ = nullptr;
+    int error_ = 0;
+    io_uring::SubmissionEntry* submissions_ = nullptr;
     unsigned entries_ = 0, submission_mask_ = 0, completion_mask_ = 0;
-    unsigned tail_ = 0;  // of what was queued; the kernel sees it with the next submission
+    unsigned tail_ = 0;  // entries queued since the start; the kernel sees it with the next submit()
     const unsigned* kernel_head_ = nullptr;
     unsigned* kernel_tail_ = nullptr;
     const unsigned* kernel_flags_ = nullptr;
     unsigned* completion_head_ = nullptr;
     const unsigned* completion_tail_ = nullptr;
-    const io_uring::Completion* completions_ = nullptr;
+    const io_uring::CompletionEntry* completions_ = nullptr;
     int registered_ = -1;  // the descriptor's number among the thread's registered ones
     const std::thread::id owner_ = std::this_thread::get_id();
 };
 
 // Fill in the submission entry; the caller sets its user_data.
-inline void prepare(io_uring::Submission& entry, const Operation& operation) noexcept {
+inline void prepare(io_uring::SubmissionEntry& entry, const Operation& operation) noexcept {
     entry.fd = operation.fd;
     if (operation.kind == Operation::Kind::sync) {
-        entry.opcode = io_uring::kFsync;
+        entry.opcode = io_uring::kOpFsync;
         return;
     }
-    entry.opcode = operation.kind == Operation::Kind::read ? io_uring::kRead : io_uring::kWrite;
+    entry.opcode = operation.kind == Operation::Kind::read ? io_uring::kOpRead : io_uring::kOpWrite;
     entry.address = reinterpret_cast<std::uintptr_t>(operation.memory);
     entry.length = static_cast<std::uint32_t>(operation.length);
     entry.offset = operation.offset;

@@ -28,27 +28,25 @@ public:
     bool stop() noexcept override;
     void wake() noexcept override { event_.signal(); }
 
-    // Whether reap would not block.
+    // Whether a completion is ready, so that reap() does not block. Does not see deferred ones.
     bool ready() noexcept { return ring_.ready() > 0; }
 
 private:
     struct UnderWay {
         Operation* operation;  // null for none
-        std::uint64_t tag;
+        std::uint64_t user_data;
     };
 
     std::size_t wait(std::span<Completion> completions) noexcept;
     void require_operations();
-    void note_error(int entered) noexcept;
-    io_uring::Submission* entry() noexcept;
+    io_uring::SubmissionEntry* entry() noexcept;
     void listen() noexcept;
     void woken(int result) noexcept;
 
     std::vector<UnderWay> under_way_by_index_;
     std::size_t under_way_ = 0;
-    std::uint32_t taken_ = 0;
+    std::uint32_t sequence_ = 0;
     bool listening_ = false;
-    int enter_error_ = 0;
     int poll_error_ = 0;
     WakeEvent event_;
     Ring ring_;

@@ -280,7 +280,7 @@ static long answer(long number, long *a) {
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        (TWO_MAPPINGS, "io_uring of Linux 5.4 and later"),
+        (TWO_MAPPINGS, "io_uring with one mapping (Linux 5.4 has it)"),
         (NO_PROBE, "io_uring read and write (Linux 5.6 has them)"),
     ],
     ids=["before Linux 5.4", "before Linux 5.6"],
