@@ -277,7 +277,7 @@ def test_the_sdist_builds_the_same_wheel(checkout: Path, tmp_path: Path) -> None
     with tarfile.open(built("sdist", checkout, tmp_path / "sdists")) as archive:
         archive.extractall(tmp_path / "unpacked")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
-    names = [path.relative_to(checkout) for path in checkout.rglob("*")]
+    names = [path.relative_to(checkout) for path in checkout.rglob("*") if not path.is_symlink()]  # setup.py makes the links
     assert [str(name) for name in names if name.parts[0] not in BUILT and not (unpacked / name).exists()] == []
     assert contents(built("wheel", unpacked, tmp_path / "again")) == contents(from_checkout)
 
