@@ -1,6 +1,7 @@
 """Two commits of this package in turn: whether a change made raw I/O, optimizer steps, checkpoints or streaming slower.
 
     python benchmarks/commits.py --before main~20 --dir /mnt/nvme --json commits.json
+    python benchmarks/commits.py --before HEAD --after dist/deepnvme-0.1.0-cp311-cp311-manylinux_2_28_x86_64.whl --dir /mnt/nvme
 
 Each workload runs in a process of either commit, turn by turn. What varies from process to process (where memory happens to lie)
 is not averaged away by more turns, so there are several such pairs.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -88,8 +90,14 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
 
 
 def check_out(commit: str, directory: Path) -> Path:
-    """The files of a commit of the repository that this benchmark lies in."""
+    """The files of a commit of the repository that this benchmark lies in, or of a wheel."""
     directory.mkdir()
+    if commit.endswith(".whl"):
+        try:
+            shutil.unpack_archive(commit, directory, "zip")
+        except (OSError, shutil.ReadError) as error:
+            raise ContenderFailed(f"'{commit}' is no wheel: {error}") from error
+        return directory
     archive = subprocess.run(["git", "archive", commit], cwd=BENCHMARKS.parent, capture_output=True)
     if archive.returncode:
         raise ContenderFailed(f"git has no commit '{commit}': {archive.stderr.decode().strip()}")
@@ -159,8 +167,8 @@ def as_json(settings: Settings, measurements: Measurements, started: str) -> dic
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
     parser = Parser(__doc__)
-    parser.add_argument("--before", required=True, metavar="COMMIT", help="what to compare with, as git names it")
-    parser.add_argument("--after", metavar="COMMIT", help="default: the package that is installed here")
+    parser.add_argument("--before", required=True, metavar="COMMIT", help="what to compare with: as git names it, or a wheel")
+    parser.add_argument("--after", metavar="COMMIT", help="likewise (default: the package that is installed here)")
     parser.add_argument("--only", choices=tuple(WORKLOADS), action="append", help="a workload; can be given more than once")
     parser.add_argument("--rounds", type=positive, help="turns of each process (default: 5)")
     parser.add_argument("--pairs", type=positive, help="pairs of processes for each workload (default: 3)")
