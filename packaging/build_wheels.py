@@ -34,6 +34,7 @@ MAX_WHEEL_BYTES = 5_000_000
 FLAGS = {"CXXFLAGS": "-O2", "LDFLAGS": "-s"}
 """The same for all that is compiled: Zig compiles its C++ library, which takes a minute, for each set of these anew."""
 SEARCHED = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH")
+"""Variables that name this machine's directories, in which compilers search by themselves."""
 OPS = ("deepnvme/ops/aio/async_io_op", "deepnvme/ops/gds/gds_op")
 
 _BUILD = """
@@ -53,7 +54,6 @@ print(json.dumps({"file": op.__file__, "backends": op.backends()}))
 
 def run(*command: str | Path, directory: Path | None = None, **environment: str) -> str:
     """Return what a command prints. Raises SystemExit with all of it if it fails."""
-    # Those that compilers look into by themselves are this machine's.
     inherited = {name: value for name, value in os.environ.items() if name not in SEARCHED}
     done = subprocess.run(
         command,
@@ -177,7 +177,7 @@ def audited(wheel: Path, architecture: str) -> Path:
 def check_installed(wheel: Path, python: Path, directory: Path) -> str:
     """Install a wheel where there is neither torch nor a compiler. Returns a line: load time, backends, what ds_report says.
 
-    Raises SystemExit if the op does not load, or is not the wheel's.
+    Raises SystemExit if the op does not load or is not the wheel's, or ds_report does not say that it is prebuilt.
     """
     installed = environment_of(python, directory, "pydantic>=2", "rich")
     run(installed, "-m", "pip", "install", "--quiet", "--no-deps", wheel)

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from deepnvme._descriptions import path_list, representation, size_for_people, state_text
-from deepnvme._interrupts import defer_interrupts
+from deepnvme._interrupts import Latch, defer_interrupts
 from deepnvme._profiler_ranges import profiler_range
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -26,7 +26,7 @@ from .file_io import clear_frames, clearing_frames
 from .formats.file_image import FileImage
 from .formats.pt_image import pt_image
 from .publication import Destination
-from .snapshot import Cancelled, Latch, Snapshot
+from .snapshot import Cancelled, Snapshot
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig

@@ -211,7 +211,9 @@ def _compiler() -> Fact:
     found = toolchain.find()
     if isinstance(found, toolchain.Toolchain):
         return Fact("C++ compiler", f"{' '.join(found.command)}, {found.version}", named="cxx_compiler")
-    if AsyncIOBuilder().is_prebuilt():
+    builder = AsyncIOBuilder()
+    library = builder.existing_build()
+    if library is not None and builder.is_prebuilt() and not jit.load_obstacle(library):
         return Fact("C++ compiler", None, "none, and none is needed: the op is prebuilt", named="cxx_compiler")
     problem = f"{found.reason} ({packages.remedy('compiler')})"
     return Fact("C++ compiler", None, status="FAIL", problems=(problem,), named="cxx_compiler")

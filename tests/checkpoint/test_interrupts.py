@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import deepnvme
+from deepnvme._interrupts import Latch
 from deepnvme.checkpoint import background, file_io
 from deepnvme.checkpoint.file_io import write
 from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.publication import Destination, Publication
-from deepnvme.checkpoint.snapshot import Latch
 from deepnvme.memory.pool import BufferPool
 from deepnvme.transfer import gather
 from deepnvme.transfer.gather import DIRECT_FROM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import tracemalloc
 
-from deepnvme.checkpoint.snapshot import Latch
+from deepnvme._interrupts import Latch
 
 
 def test_all_who_wait_go_on() -> None:

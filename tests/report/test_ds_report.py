@@ -156,10 +156,16 @@ def test_without_a_compiler_it_alone_is_named_and_only_once(tmp_path: Path) -> N
     assert "auto takes" not in text
 
 
-def test_an_installed_op_has_every_backend_and_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def installed_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file in the place of the op that an installation has. It does not load, unless jit.load_obstacle is replaced."""
     library = tmp_path / "async_io_op.so"
     library.write_bytes(AsyncIOBuilder().source_hash().encode())
     monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
+    return library
+
+
+def test_an_installed_op_has_every_backend_and_needs_no_compiler(installed_op: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "load_obstacle", lambda library: "")
     monkeypatch.setenv("PATH", "/nowhere")
     facts, selected = machine_probes.backends()
@@ -177,11 +183,9 @@ def test_an_installed_op_has_every_backend_and_needs_no_compiler(tmp_path: Path,
     ],
 )
 def test_whether_the_op_is_a_published_wheels_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tags: str, said: str
+    installed_op: Path, monkeypatch: pytest.MonkeyPatch, tags: str, said: str
 ) -> None:
-    library = tmp_path / "async_io_op.so"
-    library.write_bytes(AsyncIOBuilder().source_hash().encode() + b"\0clang version 22.1.8\0")
-    monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
+    installed_op.write_bytes(installed_op.read_bytes() + b"\0clang version 22.1.8\0")
     monkeypatch.setattr(jit, "load_obstacle", lambda library: "")
     installed = types.SimpleNamespace(read_text=lambda name: f"Wheel-Version: 1.0\n{tags}")
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
@@ -189,19 +193,17 @@ def test_whether_the_op_is_a_published_wheels_is_said(
     assert facts["op_in_use"] == f"{said}, clang version 22.1.8"
 
 
-def test_an_op_that_was_installed_and_does_not_load_is_not_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = tmp_path / "async_io_op.so"
-    library.write_bytes(AsyncIOBuilder().source_hash().encode())
-    monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
-    (fact,) = (fact for fact in machine_probes.environment(GDS) if fact.key == "op_in_use")
+def test_an_op_that_was_installed_and_does_not_load_is_not_in_use(installed_op: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    facts = {fact.key: fact for fact in machine_probes.environment(GDS)}
+    assert facts["cxx_compiler"].status == "FAIL"
+    fact = facts["op_in_use"]
     assert fact.text.startswith("none") or str(fact.value).startswith("compiled at first use")
-    assert fact.problems[0].startswith(f"the op that was installed does not load: {library}: ")
+    assert fact.problems[0].startswith(f"the op that was installed does not load: {installed_op}: ")
 
 
-def test_a_compiler_is_not_missed_where_the_op_is_prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = tmp_path / "async_io_op.so"
-    library.write_bytes(AsyncIOBuilder().source_hash().encode())
-    monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
+def test_a_compiler_is_not_missed_where_the_op_is_prebuilt(installed_op: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "load_obstacle", lambda library: "")
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)

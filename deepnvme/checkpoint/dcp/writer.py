@@ -23,13 +23,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from deepnvme._files import sync_directory
-from deepnvme._interrupts import defer_interrupts
+from deepnvme._interrupts import Latch, defer_interrupts
 from deepnvme.checkpoint.file_io import shared_engine, write
 from deepnvme.checkpoint.formats.dcp_tensor import flat, frame, memory_of_item
 from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.formats.safetensors_header import make_header
 from deepnvme.checkpoint.publication import Destination, remove_leftovers
-from deepnvme.checkpoint.snapshot import Latch
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import buffer_pool

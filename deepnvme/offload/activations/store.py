@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from deepnvme._interrupts import defer_interrupts
+from deepnvme._interrupts import Latch, defer_interrupts
 from deepnvme.profiles import engine_for
 from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.own_directory import open_own_store, remove_directories
@@ -135,7 +135,7 @@ class ActivationStore:
         self._dropped: deque[_SavedTensorReference] = deque()
         self._ending: deque[SavedBytes] = deque()  # dropped, and perhaps in transfer
         self._helper: threading.Thread | None = None  # frees what is dropped
-        self._ended = threading.Event()  # the helper is to end
+        self._ended = Latch()  # the helper is to end
         self._saves = 0
         self._suspended = False
         self._contexts: weakref.WeakSet[object] = weakref.WeakSet()  # that are open: an interrupted one may never be left
@@ -422,8 +422,7 @@ class ActivationStore:
         if os.getpid() != self._process:
             return
         self._end_transfers()
-        with defer_interrupts():  # Ctrl-C within set() would leave the event's lock taken
-            self._ended.set()
+        self._ended.set()
         helper = self._helper
         if helper is not None:
             helper.join()
