@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from deepnvme.integrations.running import run_program
+from deepnvme.integrations._running import run_program
 
 from . import enabling
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deepnvme.integrations.running import run_program
+from deepnvme.integrations._running import run_program
 
 from . import enable
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from deepnvme.checkpoint import NVMeCheckpointEngine
+from deepnvme.integrations import _running
 from deepnvme.integrations import deepspeed as integration
-from deepnvme.integrations import running
 from deepnvme.integrations.deepspeed import enabling, launching
 from deepnvme.integrations.deepspeed import swap_tensor as zero
 from deepnvme.integrations.deepspeed.ops import PinHandle
@@ -482,7 +482,7 @@ def test_a_safe_path_stays_as_it_is(deepspeed: Modules, program: Path, monkeypat
     elsewhere.parent.mkdir()
     program.rename(elsewhere)
     safe = types.SimpleNamespace(safe_path=True)
-    monkeypatch.setattr(running, "sys", types.SimpleNamespace(path=sys.path, flags=safe))
+    monkeypatch.setattr(_running, "sys", types.SimpleNamespace(path=sys.path, flags=safe))
     monkeypatch.setattr(sys, "argv", ["launcher", str(elsewhere)])
     monkeypatch.setenv(launching.VARIABLE, "0")
     launching.main()

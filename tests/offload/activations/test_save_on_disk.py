@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import inspect
 import pickle
@@ -153,8 +154,14 @@ def test_a_backward_in_the_context_gives_the_same_bits(activations: save_on_disk
 # What is saved, and what not
 
 
-def passed_on(activations: save_on_disk, tensor: torch.Tensor, freed: Callable[[], bool] = lambda: True) -> torch.Tensor:
-    """A tensor as it comes back after autograd has saved it, nothing else has kept it, and it was freed."""
+def passed_on(
+    activations: save_on_disk, make: Callable[[], torch.Tensor], freed: Callable[[], bool] = lambda: True
+) -> torch.Tensor:
+    """A tensor as it comes back after autograd has saved it, nothing else has kept it, and it was freed.
+
+    It is made here, and not an argument: once torch.compile has run in this process, a caller holds arguments during its call.
+    """
+
     class Keep(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -168,6 +175,7 @@ def passed_on(activations: save_on_disk, tensor: torch.Tensor, freed: Callable[[
 
     found: list[torch.Tensor] = []
     start = torch.ones(1, requires_grad=True)
+    tensor = make()
     with activations:
         y = Keep.apply(start, tensor)
         z = Keep.apply(y, torch.empty(256 * KIB, dtype=torch.uint8))  # has the first written
@@ -202,7 +210,7 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_tensor_of_any_kind_keeps_its_meaning(activations: save_on_disk, name: str) -> None:
     wanted = TENSORS[name]()
-    found = passed_on(activations, TENSORS[name]())
+    found = passed_on(activations, TENSORS[name])
     assert type(found) is type(wanted)
     assert (found.dtype, found.layout) == (wanted.dtype, wanted.layout)
     if wanted.layout is torch.strided and not wanted.is_nested:
@@ -224,7 +232,7 @@ def test_a_dtensor_comes_back_as_one(activations: save_on_disk, gloo: Any) -> No
     wrapped = [DTensor.from_local(local.clone(), gloo, [Replicate()], run_check=False)]
     # Threads of gloo or the engine may hold it for some milliseconds, and what is still held is not read.
     freed = StorageWeakRef(wrapped[0]._local_tensor.untyped_storage()).expired
-    found = passed_on(activations, wrapped.pop(), freed)
+    found = passed_on(activations, wrapped.pop, freed)
     assert isinstance(found, DTensor)
     assert torch.equal(found.to_local(), local)
     assert activations.report().bytes_written >= local.nbytes
@@ -255,7 +263,7 @@ def test_parameters_and_their_views_are_not_saved(activations: save_on_disk) -> 
 def test_a_tensor_comes_back_at_its_offset(activations: save_on_disk, size: int) -> None:
     """Compiled code looks at storages by absolute offsets."""
     for begin in (0, 16, 17):
-        found = passed_on(activations, torch.arange(float(size))[begin:])
+        found = passed_on(activations, functools.partial(lambda first: torch.arange(float(size))[first:], begin))
         assert found.storage_offset() == begin
         assert torch.equal(found.as_strided((3,), (1,), begin), torch.arange(begin, begin + 3.0))
 
