@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +25,8 @@ from harness.comparison import Comparison, Comparisons, Counts, judge, measure_i
 from harness.documents import all_comparisons, document
 from harness.optimizer_steps import quieten
 from harness.tables import comparison_table, verdict_table
-from harness.worker_process import WorkerProcess
+from harness.wheels import unpack_wheel
+from harness.worker_process import WorkerProcess, importing_from
 from harness.workloads import ContenderFailed
 
 import deepnvme
@@ -93,10 +92,7 @@ def check_out(commit: str, directory: Path) -> Path:
     """The files of a commit of the repository that this benchmark lies in, or of a wheel."""
     directory.mkdir()
     if commit.endswith(".whl"):
-        try:
-            shutil.unpack_archive(commit, directory, "zip")
-        except (OSError, shutil.ReadError) as error:
-            raise ContenderFailed(f"'{commit}' is no wheel: {error}") from error
+        unpack_wheel(Path(commit), directory)
         return directory
     archive = subprocess.run(["git", "archive", commit], cwd=BENCHMARKS.parent, capture_output=True)
     if archive.returncode:
@@ -136,8 +132,8 @@ def start(workload: str, package: Path, directory: Path, who: str, scale: float)
     """A process that runs the workload with the package of one commit. Raises ContenderFailed if it imports another."""
     (directory / who).mkdir()
     settings = {"workload": workload, "directory": str(directory / who), "scale": scale}
-    variables = {"PYTHONPATH": os.pathsep.join([str(package), str(BENCHMARKS)])}
-    process = WorkerProcess(sys.executable, "harness.commit_worker", [json.dumps(settings)], directory, variables)
+    arguments = [json.dumps(settings)]
+    process = WorkerProcess(sys.executable, "harness.commit_worker", arguments, directory, importing_from(package))
     if Path(process.described["package"]).parent != package:
         process.close()
         raise ContenderFailed(f"'{who}' imported '{process.described['package']}', not that of '{package}'")

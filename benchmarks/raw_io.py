@@ -1,7 +1,6 @@
 """Tensors to and from the drive: DeepNVMe against fio and DeepSpeed, interleaved within one run.
 
     python benchmarks/raw_io.py --dir /mnt/nvme --json raw_io.json --deepspeed-python ~/deepspeed/bin/python
-    python benchmarks/raw_io.py --dir /mnt/nvme --wheel-python ~/wheel/bin/python
 
 Only ratios within one run mean anything: drives, virtual ones above all, drift by a factor of two from hour to hour. So
 each round lets every contender move the same bytes once, and a ratio is taken round by round, between neighbours in time.
@@ -45,7 +44,6 @@ class Settings:
 
     directory: Path
     deepspeed_python: str | None
-    wheel_python: str | None
     rounds: int
     size: int
     small_files: int
@@ -63,17 +61,17 @@ class Measurements:
     notes: list[str] = field(default_factory=list)
 
 
-def workloads(settings: Settings) -> list[Workload]:
-    """Large and small transfers to and from files that are there, preallocated or new."""
+def workloads(size: int, small_files: int) -> list[Workload]:
+    """Transfers of ``size`` bytes, and of as many small files, to and from files that are there, preallocated or new."""
 
     def large(name: str, operation: Operation, state: Literal["existing", "preallocated", "absent"]) -> Workload:
-        return Workload(name, operation, state, files=1, nbytes=settings.size, block_size=MIB)
+        return Workload(name, operation, state, files=1, nbytes=size, block_size=MIB)
 
     def small(name: str, operation: Operation) -> Workload:
-        return Workload(name, operation, "existing", settings.small_files, nbytes=64 * KIB, block_size=64 * KIB)
+        return Workload(name, operation, "existing", small_files, nbytes=64 * KIB, block_size=64 * KIB)
 
     def one_file(name: str, operation: Operation) -> Workload:
-        return Workload(name, operation, "existing", files=1, nbytes=64 * KIB, block_size=64 * KIB, tensors=settings.small_files)
+        return Workload(name, operation, "existing", files=1, nbytes=64 * KIB, block_size=64 * KIB, tensors=small_files)
 
     return [
         large("read", "read", "existing"),
@@ -93,7 +91,7 @@ def workloads(settings: Settings) -> list[Workload]:
 def measure(settings: Settings, progress: Progress) -> Measurements:
     """Run everything in a directory of its own below ``settings.directory``, which is empty again afterwards."""
     # Each process holds a pinned, an ordinary and a misaligned tensor; DeepSpeed adds a bounce buffer of the same size.
-    tensors = 3 + (4 if settings.deepspeed_python else 0) + (3 if settings.wheel_python else 0)
+    tensors = 7 if settings.deepspeed_python else 3
     check_memory(tensors * max(settings.size, settings.small_files * 64 * KIB), "give a smaller --size")
     measurements = Measurements()
     with contextlib.ExitStack() as stack:
@@ -101,7 +99,7 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
         small_bytes = settings.small_files * 64 * KIB
         drive.check(directory, 2 * settings.size + 2 * small_bytes)
         contenders = list(assemble(settings, directory, stack, measurements, progress))
-        for workload in workloads(settings):
+        for workload in workloads(settings.size, settings.small_files):
             racing = [each for each in contenders if takes_part(each, workload)]
             measurements.results.append(interleave.run(workload, racing, directory, settings.rounds, progress))
         progress("memory beyond the tensors")
@@ -117,7 +115,7 @@ def takes_part(contender: Contender, workload: Workload) -> bool:
     if isinstance(contender, fio.Fio) and contender.queue_depth != fio.QUEUE_DEPTH:
         return workload.nbytes <= 64 * KIB  # for large transfers more than the default depth makes no difference
     # Handles have no call for many transfers.
-    return workload.tensors == 1 or contender.name in ("engine", "wheel", "fio")
+    return workload.tensors == 1 or contender.name in ("engine", "fio")
 
 
 def assemble(
@@ -134,15 +132,6 @@ def assemble(
     for seed, memory in enumerate(MEMORIES, start=1):
         yield libraries.LibraryContender(ours, "engine", "engine", memory, seed)
         yield libraries.LibraryContender(ours, "handle", "handle", memory, 10 + seed)
-
-    if settings.wheel_python is not None:
-        progress("starting the wheel's DeepNVMe")
-        wheel = stack.enter_context(libraries.LibraryProcess(settings.wheel_python, "deepnvme", directory, settings.backend))
-        measurements.described["wheel"] = wheel.described
-        if not wheel.described["prebuilt"]:
-            raise SystemExit(f"--wheel-python: '{settings.wheel_python}' has no op compiled ahead of time")
-        for seed, memory in enumerate(MEMORIES, start=31):
-            yield libraries.LibraryContender(wheel, "wheel", "engine", memory, seed)
 
     if settings.deepspeed_python is None:
         measurements.notes.append("DeepSpeed left out: give --deepspeed-python")
@@ -218,12 +207,6 @@ def targets(settings: Settings) -> list[Target]:
     found += [
         Target(f"CPU s/GB, {one} {name}, pinned: handle / DeepSpeed", name, handle, deepspeed, "cpu", 0.3) for name in large
     ]
-    if settings.wheel_python is not None:
-        found += [
-            Target(f"{name}, {memory}: the wheel's engine / this one", name, ("wheel", memory), ("engine", memory), "rate", 0.98)
-            for name in (workload.name for workload in workloads(settings))
-            for memory in MEMORIES
-        ]
     return found
 
 
@@ -257,7 +240,6 @@ def whole_mebibytes(text: str) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | None]:
     parser = Parser(__doc__)
     parser.add_deepspeed_python()
-    parser.add_argument("--wheel-python", metavar="PATH", help="an interpreter that has this package from a wheel")
     parser.add_argument("--rounds", type=positive, help="measurements of each contender (default: 7)")
     parser.add_argument("--size", type=whole_mebibytes, help="bytes of the large tensor (default: 1G)")
     parser.add_argument("--backend", default="auto", help="ours: auto, io_uring, libaio or threads (default: auto)")
@@ -268,7 +250,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
     settings = Settings(
         directory=given.dir,
         deepspeed_python=given.deepspeed_python,
-        wheel_python=given.wheel_python,
         rounds=given.rounds or (2 if given.quick else 7),
         size=given.size or (8 * MIB if given.quick else 1 << 30),
         small_files=50 if given.quick else 4000,

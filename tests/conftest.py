@@ -18,6 +18,7 @@ from hypothesis import settings
 
 import deepnvme
 from deepnvme.ops.op_builder import AsyncIOBuilder
+from deepnvme.tune.measure import folder
 
 from .native import EngineTestingBuilder
 from .support.disks import MIB, Disk, loop_disk, memory_disk
@@ -91,6 +92,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_a_quiet_drive() -> Iterator[None]:
+    """Before a measurement, up to two seconds each time: other tests keep the drive busy, and no figure is looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder.settle, "__defaults__", (0.0,))
+        yield
 
 
 @pytest.fixture(scope="session")

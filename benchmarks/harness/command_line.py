@@ -35,21 +35,19 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--deepspeed-python", metavar="PATH", help="an interpreter that has DeepSpeed, to compare with")
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """``dir`` is a directory and absolute, ``json`` can be made, other interpreters run; or the program ends with 2."""
+        """``dir`` is a directory and absolute, ``json`` can be made, and ``deepspeed_python`` run; or the program ends with 2."""
         given = self.parse_args(arguments)
         if not given.dir.is_dir():
             self.error(f"--dir: '{given.dir}' is not a directory")
         given.dir = given.dir.resolve()
         if given.json and not given.json.resolve().parent.is_dir():
             self.error(f"--json: '{given.json.parent}' is not a directory")
-        for option in ("deepspeed_python", "wheel_python"):
-            if getattr(given, option, None) is None:
-                continue
+        if getattr(given, "deepspeed_python", None) is not None:
             # Absolute, because it is started elsewhere; a link is not followed: a virtual environment's interpreter is one.
-            found = shutil.which(getattr(given, option))
+            found = shutil.which(given.deepspeed_python)
             if found is None:
-                self.error(f"--{option.replace('_', '-')}: '{getattr(given, option)}' cannot be run")
-            setattr(given, option, os.path.abspath(found))
+                self.error(f"--deepspeed-python: '{given.deepspeed_python}' cannot be run")
+            given.deepspeed_python = os.path.abspath(found)
         return given
 
 

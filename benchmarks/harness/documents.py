@@ -39,7 +39,9 @@ def document(
         "benchmark": benchmark,
         "started": started,
         "machine": machine.described(settings.directory),
-        "settings": {name: None if name in ("directory", "deepspeed_python") else value for name, value in given.items()},
+        "settings": {
+            name: None if name == "deepspeed_python" or isinstance(value, Path) else value for name, value in given.items()
+        },
         **figures,
         "targets": [verdict.as_json() for verdict in verdicts],
     }

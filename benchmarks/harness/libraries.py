@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Literal
 
 from harness import drive
-from harness.worker_process import WorkerProcess
+from harness.worker_process import WorkerProcess, importing_from
 from harness.workloads import ContenderFailed, Memory, Sample, Workload
 
 
 class LibraryProcess(WorkerProcess):
-    """A ``transfer_worker``. ``described``: versions and defaults."""
+    """A ``transfer_worker``. ``described``: versions and defaults. ``folder`` has the library, if not the installed one."""
 
-    def __init__(self, python: str, library: Literal["deepnvme", "deepspeed"], directory: Path, backend: str) -> None:
-        super().__init__(python, "harness.transfer_worker", [library, backend], directory)
+    def __init__(
+        self, python: str, library: Literal["deepnvme", "deepspeed"], directory: Path, backend: str, folder: Path | None = None
+    ) -> None:
+        variables = importing_from(folder) if folder else None
+        super().__init__(python, "harness.transfer_worker", [library, backend], directory, variables)
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,11 @@ class WorkerProcess:
         return done
 
 
+def importing_from(folder: Path) -> dict[str, str]:
+    """``variables`` of a worker that takes packages from this folder where it has them, else those that are installed."""
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(_BENCHMARKS)])}
+
+
 def _environment(python: str) -> dict[str, str]:
     """The environment of a process that runs in another interpreter."""
     environment = dict(os.environ)

@@ -49,11 +49,8 @@ class Gds:
 
 
 @pytest.fixture
-def measure(gpu_io: ModuleType, drive: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Any]]:
+def measure(gpu_io: ModuleType, drive: Path) -> Callable[..., tuple[Any, Any]]:
     """Settings and measurements of a small run."""
-
-    # What would be waited for, a quiet drive, others may keep busy.
-    monkeypatch.setattr("harness.interleave.settle", lambda directory: None)
 
     def measure(make_gds: Callable[[], Any], progress: Callable[[str], None] = lambda step: None) -> tuple[Any, Any]:
         settings = gpu_io.Settings(drive, SIZE, ROUNDS)

@@ -61,7 +61,7 @@ def test_what_is_not_the_comparison_is_left_out() -> None:
 
 
 def test_names_are_those_that_the_benchmarks_use() -> None:
-    settings = raw_io.Settings(Path(), None, None, rounds=3, size=1 << 30, small_files=4000, backend="auto", quick=False)
+    settings = raw_io.Settings(Path(), None, rounds=3, size=1 << 30, small_files=4000, backend="auto", quick=False)
     names = [target.what for target in raw_io.targets(settings)]
     for row in overview.ROWS:
         if row.benchmark == "raw_io":

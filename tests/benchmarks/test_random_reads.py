@@ -13,12 +13,6 @@ import random_reads
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def restless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No measurement waits for a quiet drive, which others may keep busy."""
-    monkeypatch.setattr(random_reads, "settle", lambda directory: None)
-
-
 def test_every_target_has_a_figure_or_says_why_not(drive: Path, document_of: Callable[..., Any]) -> None:
     document = document_of(random_reads.main, drive)
     measured = [target["figure"] is not None for target in document["targets"]]

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import raw_io
-from harness import footprints, interleave
+from harness import interleave
 from harness.targets import best_of
 from harness.workloads import Sample
 
@@ -29,15 +29,6 @@ RAW_IO = Path(__file__).resolve().parents[2] / "benchmarks" / "raw_io.py"
 
 ROWS = ("rows read", "rows write")
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def restless() -> Iterator[None]:
-    """No measurement waits for a quiet drive, which others may keep busy."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (interleave, footprints):
-            patch.setattr(module, "settle", lambda directory: None)
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

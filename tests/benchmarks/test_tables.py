@@ -15,12 +15,6 @@ from harness.table_worker import Zipf
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def restless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No measurement waits for a quiet drive, which others may keep busy."""
-    monkeypatch.setattr(tables, "settle", lambda directory: None)
-
-
 def test_every_target_has_a_figure_or_says_why_not(drive: Path, document_of: Callable[..., Any]) -> None:
     document = document_of(tables.main, drive)
     targets = {target["what"]: target for target in document["targets"]}
