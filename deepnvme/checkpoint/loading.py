@@ -88,7 +88,7 @@ def load(
         UnpicklingError: If the file holds what ``weights_only`` does not allow.
         ValueError: If ``checksum`` is combined with ``mmap`` or a file object; or if one of them is True for a safetensors file,
             which is not mapped and has no checksums.
-        RuntimeError: If torch refuses the arguments.
+        RuntimeError: If torch refuses the arguments; or for a TorchScript archive with ``weights_only``.
         OSError: If the file cannot be opened or read.
         OutOfBuffers: If the pool's budget does not allow the buffers.
     """
@@ -193,6 +193,9 @@ def _load(
         raise CorruptCheckpoint(path, "the file is empty")
     found = pt_records.records_of(path) if pt_records.is_zip(path) else None
     if found is not None:
+        if found.script and safe:  # torch says so, too, but neither which file nor torch.jit.load
+            what = "a TorchScript archive, which holds programs"
+            raise RuntimeError(f"'{os.fspath(path)}' is {what}: if you trust it, use torch.jit.load, or weights_only=False")
         pt_records.check_pickle(path, found)
 
     locate = options["map_location"]

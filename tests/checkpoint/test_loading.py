@@ -441,6 +441,12 @@ class TestRefusals:
         with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
             deepnvme.load(path)
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit")
+    def test_torchscript_is_named_with_what_loads_it(self, path: Path) -> None:
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+        with pytest.raises(RuntimeError, match=f"'{path}' is a TorchScript archive.*torch.jit.load"):
+            deepnvme.load(path)
+
     def test_checksums_of_what_is_not_read(self, path: Path) -> None:
         deepnvme.save([torch.ones(3)], path, checksum=True)
         with pytest.raises(ValueError, match="leave out one"):
