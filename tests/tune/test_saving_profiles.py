@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
 import time
@@ -230,6 +231,11 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 """
 
 
+def state(process: subprocess.Popen[bytes]) -> str:
+    """The letter of ``proc_pid_stat(5)``: R where it runs, S where it waits."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][0]
+
+
 def answered(keys: bytes, *arguments: str | Path, before: bytes = b"", prelude: str = "") -> tuple[int, str]:
     """Runs ds_nvme_tune on a terminal on which ``keys`` are pressed when it asks; returns its status and what was shown.
 
@@ -246,13 +252,15 @@ def answered(keys: bytes, *arguments: str | Path, before: bytes = b"", prelude: 
     shown = bytearray()
     try:
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
+        while select.select([ours], [], [], max(0, deadline - time.monotonic()))[0]:
             try:
                 more = os.read(ours, 4096)
             except OSError:  # the program has ended
                 break
             shown.extend(more)
             if keys and b"[y/N] " in shown:
+                while state(child) == "R":  # a Ctrl-C just before it reads the answer would be seen with the answer only
+                    time.sleep(0.001)
                 os.write(ours, keys)
                 keys = b""
         return child.wait(10), shown.decode()
