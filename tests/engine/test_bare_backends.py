@@ -277,26 +277,85 @@ static long answer(long number, long *a) {
 """
 
 
+NO_ENTER = """
+static long answer(long number, long *a) { return number == ENTER ? refuse(EPERM) : ask(number, a); }
+"""
+NO_MEMORY = """
+#include <sys/mman.h>
+#include <sys/syscall.h>
+static long answer(long number, long *a) { return ask(number, a); }
+void *mmap(void *address, size_t size, int protection, int flags, int fd, off_t offset) {
+    if (flags & MAP_POPULATE && offset == REFUSED) return (void *)refuse(ENOMEM);
+    return (void *)ask(SYS_mmap, (long[]){(long)address, size, protection, flags, fd, offset});
+}
+"""
+NOTHING_TO_POLL = """
+#include <fcntl.h>
+static long answer(long number, long *a) { return ask(number, a); }
+int eventfd(unsigned begin, int flags) { return open("/", O_PATH); }
+"""
+
+
 @pytest.mark.parametrize(
-    ("answer", "sentence"),
+    ("answer", "backend", "error", "sentence"),
     [
-        (TWO_MAPPINGS, "io_uring with one mapping (Linux 5.4 has it)"),
-        (NO_PROBE, "io_uring read and write (Linux 5.6 has them)"),
+        (TWO_MAPPINGS, "io_uring", errno.EOPNOTSUPP, "io_uring with one mapping (Linux 5.4 has it)"),
+        (NO_PROBE, "io_uring", errno.EOPNOTSUPP, "io_uring read and write (Linux 5.6 has them)"),
+        (NO_ENTER, "io_uring", errno.EPERM, "io_uring_enter"),
+        (f"#define REFUSED 0\n{NO_MEMORY}", "io_uring", errno.ENOMEM, "mmap of an io_uring"),
+        (f"#define REFUSED 0x10000000\n{NO_MEMORY}", "io_uring", errno.ENOMEM, "mmap of an io_uring"),
+        (NOTHING_TO_POLL, "io_uring", errno.EBADF, "io_uring poll"),
+        (NOTHING_TO_POLL, "libaio", errno.EBADF, "io_submit of a poll (Linux 4.19 has it)"),
     ],
-    ids=["before Linux 5.4", "before Linux 5.6"],
-)
-def test_a_kernel_that_is_too_old_is_refused_with_what_it_lacks(
-    run_answered: Callable[[str, str], str], answer: str, sentence: str
+    ids=[
+        "before Linux 5.4", "before Linux 5.6", "a filter that allows the set-up alone", "no memory for the rings",
+        "no memory for the entries", "io_uring's poll", "AIO's poll",
+    ],
+)  # fmt: skip
+def test_what_the_kernel_refuses_in_the_beginning_is_named_and_leaves_nothing_open(
+    run_answered: Callable[[str, str], str], backends: list[Any], answer: str, backend: str, error: int, sentence: str
 ) -> None:
-    printed = run_answered(answer, """
+    if backend not in backends:
+        pytest.skip(f"needs {backend}")
+    printed = run_answered(answer, f"""
         before = len(os.listdir("/proc/self/fd"))
         try:
-            testing.BareBackend("io_uring", 4)
+            testing.BareBackend({backend!r}, 4)
         except OSError as error:
             print(error.errno, str(error).partition(": ")[2])
         assert len(os.listdir("/proc/self/fd")) == before
         """)  # fmt: skip
-    assert printed == f"{errno.EOPNOTSUPP} {sentence}\n"
+    assert printed == f"{error} {sentence}\n"
+
+
+REFUSING = """
+int refusal; /* the error with which to refuse, or 0 */
+static long answer(long number, long *a) { return number == ENTER && refusal ? refuse(refusal) : ask(number, a); }
+"""
+
+
+@pytest.mark.parametrize("error", [errno.EBADR, errno.EPERM], ids=["a completion was lost", "it may be asked again"])
+def test_a_ring_that_is_refused_says_so_and_is_stopped_unless_a_completion_was_lost(
+    run_answered: Callable[[str, str], str], error: int
+) -> None:
+    """The kernel says EBADR once, and the memory of the operation that it has lost must be kept for good."""
+    run_answered(REFUSING, f"""
+        refusal = ctypes.c_int.in_dll(ctypes.CDLL(None), "refusal")
+        bare = testing.BareBackend("io_uring", 4)
+        empty, end = os.pipe()
+        assert bare.submit(0, empty)
+        bare.flush()
+        refusal.value = {error}
+        told = []
+        for call in (bare.reap, bare.reap, bare.flush):
+            try:
+                call()
+            except OSError as refused:
+                told.append((refused.errno, str(refused).partition(": ")[2]))
+            refusal.value = 0
+        assert told == [({error}, "io_uring_enter")] * 3, told
+        assert bare.stop() == {error != errno.EBADR}
+        """)  # fmt: skip
 
 
 ONE_AT_A_TIME = """
