@@ -1,6 +1,7 @@
 # make demo       set up, look at this machine, store a model's state on its drive and read it back
 # make check      the inner loop: lint, types and the tests that are not slow, in about three minutes on two cores
-# make test       set up, run all tests
+# make test       set up, run the tests of the package
+# make test-programs    the tests of what is around it: benchmarks, examples, tutorials, the code on the pages, a few tries of each attack
 # make test-deepspeed   the tests against real DeepSpeed, which is put beside the environment and compiles its own op: some minutes
 # make lint       ruff and mypy
 # make docs       the documentation as pages in site/, of which site/index.html is the first; executes the tutorials; a warning is an error
@@ -30,7 +31,7 @@ WHEELS ?=
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check
 
-.PHONY: demo check test test-deepspeed lint docs sanitize torture gpu-check wheels clean
+.PHONY: demo check test test-programs test-deepspeed lint docs sanitize torture gpu-check wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -40,11 +41,19 @@ demo: $(VENV)/installed
 # Python's cache of compiled modules is written whatever the environment says: to compile all tests anew takes 10 s of each process.
 check: export PYTHONDONTWRITEBYTECODE =
 check: lint
-	$(python) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --quick
+	$(python) -m pytest -q $(in-parallel) -m "not slow" --quick
 
-# Files in the order of their names: by itself xdist takes those of few tests last, among them long ones, for which one worker waits.
+# Three processes keep two cores busy, since tests wait for the drive, too. Files in the order of their names: by itself xdist takes
+# those of few tests last, among them long ones, for which one worker waits.
+in-order := --dist loadfile --no-loadscope-reorder
+in-parallel := -n 3 $(in-order)
+programs := tests/benchmarks tests/examples tests/faults/test_torture.py tests/test_docs.py tests/test_tutorials.py
+
 test: $(VENV)/installed-for-tests
-	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(python) -m pytest $(in-parallel) $(programs:%=--ignore=%)
+
+test-programs: $(VENV)/installed-for-tests
+	$(python) -m pytest $(in-parallel) $(programs)
 
 with-deepspeed := tests/compat tests/benchmarks/test_deepspeed_training.py \
     tests/benchmarks/test_training.py::test_deepspeed_trains_the_same_model_from_the_drive \
@@ -56,7 +65,7 @@ test-deepspeed: export TORCH_EXTENSIONS_DIR = $(abspath $(VENV)/extensions)
 test-deepspeed: $(VENV)/with-deepspeed
 	find $(VENV)/extensions -name lock -delete 2>/dev/null || true
 	DS_ACCELERATOR=cpu PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m tests.compat.compiling
-	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(with-deepspeed) --deepspeed-python $(abspath $(python))
+	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -n 2 $(in-order) $(with-deepspeed) --deepspeed-python $(abspath $(python))
 
 lint: $(VENV)/installed-for-tests
 	$(python) -m ruff check .
