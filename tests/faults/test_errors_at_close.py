@@ -186,7 +186,7 @@ def test_a_save_whose_lock_cannot_be_closed_says_that_the_new_file_is_there(dire
 
 @pytest.mark.slow
 def test_of_two_last_requests_that_end_together_one_tells_it(testing: Any, drive: Path) -> None:
-    rounds = 20_000
+    rounds = 5_000
     assert testing.told_of_a_failed_close(str(drive / "file"), rounds) == rounds
 
 
