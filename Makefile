@@ -1,7 +1,8 @@
 # make demo       set up, look at this machine, store a model's state on its drive and read it back
 # make check      the inner loop: lint, types and the tests that are not slow, in about three minutes on two cores
 # make test       set up, run the tests of the package
-# make test-programs    the tests of what is around it: benchmarks, examples, tutorials, the code on the pages, a few tries of each attack
+# make test-programs    the tests of what is around it: benchmarks, examples, tutorials, the code on the pages, packaging, transformers'
+#                 trainers, and a few tries of each attack
 # make test-deepspeed   the tests against real DeepSpeed, which is put beside the environment and compiles its own op: some minutes
 # make lint       ruff and mypy
 # make docs       the documentation as pages in site/, of which site/index.html is the first; executes the tutorials; a warning is an error
@@ -47,7 +48,8 @@ check: lint
 # those of few tests last, among them long ones, for which one worker waits.
 in-order := --dist loadfile --no-loadscope-reorder
 in-parallel := -n 3 $(in-order)
-programs := tests/benchmarks tests/examples tests/faults/test_torture.py tests/test_docs.py tests/test_tutorials.py
+programs := tests/benchmarks tests/examples tests/faults/test_torture.py $(wildcard tests/integrations/test_transformers*.py) \
+    tests/test_docs.py tests/test_packaging.py tests/test_tutorials.py
 
 test: $(VENV)/installed-for-tests
 	$(python) -m pytest $(in-parallel) $(programs:%=--ignore=%)

@@ -10,7 +10,7 @@ import pytest
 from .interpreters import Interpreters
 
 OPENING = """
-import contextlib, os, sys, traceback, warnings
+import contextlib, os, sys, time, traceback, warnings
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -38,6 +38,16 @@ def ended(code):
         os._exit(code)
 
 
+def tell_how_others_end():
+    # One that had failed before may yet have to say why, and one that crashed says nothing.
+    deadline = time.monotonic() + 5
+    for number, child in enumerate(others, start=1):
+        while (status := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        how = f"has ended with {os.waitstatus_to_exitcode(status[1])}" if status[0] else "goes on"
+        print(f"rank {number} {how}", file=sys.stderr)
+
+
 try:
     dist.init_process_group("gloo", init_method=f"file://{drive}/ranks", rank=rank, world_size=ranks)
 """
@@ -48,6 +58,7 @@ CLOSING = """
 except BaseException:
     traceback.print_exc()
     ended(1)
+    tell_how_others_end()
     raise
 ended(0)
 assert all([os.waitpid(each, 0)[1] == 0 for each in others])
