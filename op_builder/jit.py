@@ -315,9 +315,11 @@ def _build_file(recipe: Recipe, units: list[Path], library: Path) -> str:
     """Return the text of the build.ninja that compiles the units and links them."""
 
     def words(arguments: tuple[str, ...]) -> str:
+        """Return arguments as a shell reads them, with ninja's escapes."""
         return shlex.join(arguments).replace("$", "$$")
 
     def path(value: Path) -> str:
+        """Return a path with ninja's escapes."""
         return str(value).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
     compiler = words(recipe.toolchain.command)

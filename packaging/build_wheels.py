@@ -39,8 +39,8 @@ COPYING = {
     "x86_64": {"memcpy": "2.14", "memmove": "2.2.5", "memset": "2.2.5", "memcmp": "2.2.5"},
     "aarch64": dict.fromkeys(("memcpy", "memmove", "memset", "memcmp"), "2.17"),
 }
-"""Functions of glibc, each with the version that has it since, which are to be glibc's own: Zig's compiler brings others of these
-names, which copy rows with 0.92 of the speed, and links them unless a version is asked for."""
+"""Functions of glibc, each with the version that has it since, which are to be glibc's own. Zig's compiler brings others of these
+names, and links them unless a version is asked for; many small reads were slower with them (docs/benchmarks.md)."""
 OPS = ("deepnvme/ops/aio/async_io_op", "deepnvme/ops/gds/gds_op")
 
 _BUILD = """

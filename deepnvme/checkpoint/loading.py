@@ -108,6 +108,7 @@ def load(
     safe = resolve_weights_only(weights_only, pickle_module)
 
     def whole() -> Any:
+        """Load what is wanted of the file, and show progress."""
         with profiler_range("load"), shown_progress(progress, f"loading {path}") as report:
             memory = buffer_pool() if pool is None else pool
             return _load(path, chosen, mapped, checksum, safe, options, memory, report, config)

@@ -93,6 +93,7 @@ def _locked(
     """
 
     def locked(self: ActivationStore, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        """Call the method; its own docstring takes the place of this one."""
         if os.getpid() != self._process:
             raise RuntimeError("activations on disk are the parent process's: a forked child cannot save or use them")
         with self._lock:
