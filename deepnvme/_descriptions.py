@@ -48,7 +48,13 @@ def decimal_size(nbytes: int) -> str:
 
 def path_list(paths: Iterable[object]) -> str:
     """Return the text for one path or several."""
-    return ", ".join(f"'{os.fsdecode(path) if isinstance(path, bytes) else path}'" for path in paths)
+    return ", ".join(f"'{printable(os.fsdecode(path) if isinstance(path, bytes) else path)}'" for path in paths)
+
+
+def printable(text: object) -> str:
+    """Return a text that stays on its line and that no terminal interprets, such as the name of a file: line feeds, escape
+    sequences, and bytes that are not UTF-8 are written as ``repr`` writes them."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(text))
 
 
 def state_text(closed: bool, process: int | None = None) -> str:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Literal, Protocol
 
+from ._descriptions import printable
+
 Progress = Callable[[int, int], None]
 """Called with the bytes (or steps) done so far and those in all."""
 ProgressOption = Progress | bool | None
@@ -83,7 +85,7 @@ def shown_progress(progress: ProgressOption, what: str, unit: Unit = "bytes") ->
                 # What is about to end is not worth showing any more.
                 if time.monotonic() < due or (progress is None and done >= total):
                     return
-                shown = make(what, unit, began)
+                shown = make(printable(what), unit, began)
             shown.update(done, total)
 
     try:
@@ -99,7 +101,7 @@ def notice(text: str) -> None:
     if sys.stderr is None or silenced():
         return
     with contextlib.suppress(*_CANNOT_WRITE):
-        print(f"deepnvme: {text}", file=sys.stderr, flush=True)
+        print(f"deepnvme: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def silenced() -> bool:

@@ -65,3 +65,14 @@ def test_a_save_that_fails_is_not_logged_as_saved(drive: Path, caplog: pytest.Lo
     with pytest.raises(FileNotFoundError):
         deepnvme.save([1], drive / "missing" / "a.pt")
     assert caplog.messages == []
+
+
+def test_a_file_s_name_cannot_add_lines_to_a_log(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="deepnvme")
+    (folder := drive / "a\nroot: all is well\x1b[2K").mkdir()
+    deepnvme.save([1], folder / "file.pt")
+    deepnvme.OffloadedOptimizer(parameters(), torch.optim.AdamW, nvme_path=folder / "states").close()
+    assert len(caplog.messages) == 2
+    for message in caplog.messages:
+        assert f"{drive}/a\\nroot: all is well\\x1b[2K/" in message
+        assert message.isprintable()

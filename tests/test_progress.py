@@ -219,3 +219,16 @@ def test_a_manager_shows_the_progress_of_its_saves(drive: Path, monkeypatch: pyt
     calls: list[tuple[int, int]] = []
     deepnvme.CheckpointManager(drive / "run").save(8, [torch.ones(3)], progress=lambda *now: calls.append(now))
     assert calls[-1][0] == calls[-1][1]
+
+
+@pytest.mark.parametrize("where", [a_terminal, a_notebook])
+def test_a_file_s_name_does_not_command_the_terminal(where: Callable[..., io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = where(monkeypatch)
+    with shown_progress(True, "loading [red]a\nb\x1b]0;title\x07\udcff") as report:
+        assert report is not None
+        report(1, 2)
+    notice("stored in '/mnt/a\x1b]0;title\x07\n'")
+    text = shown.getvalue()
+    assert "loading [red]a\\nb\\x1b]0;title\\x07\\udcff" in text
+    assert "deepnvme: stored in '/mnt/a\\x1b]0;title\\x07\\n'\n" in text
+    assert "\x1b]" not in text

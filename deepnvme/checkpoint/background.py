@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from deepnvme._descriptions import path_list, representation, size_for_people, state_text
+from deepnvme._descriptions import path_list, printable, representation, size_for_people, state_text
 from deepnvme._interrupts import Latch, defer_interrupts
 from deepnvme._profiler_ranges import profiler_range
 from deepnvme.engine import Engine
@@ -218,7 +218,7 @@ def _report_unseen() -> None:
     while (save := _saves.unseen()) is not None:
         _saves.seen(save)
         message = "".join(traceback.format_exception_only(save._error)).strip()
-        _logger.error("deepnvme: '%s' was not saved, and nobody looked at its future: %s", save.path, message)
+        _logger.error("deepnvme: '%s' was not saved, and nobody looked at its future: %s", printable(save.path), message)
 
 
 def _forget() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from deepnvme._descriptions import printable
 from deepnvme._files import sync_directory
 from deepnvme._preallocation import preallocate
 from deepnvme._profiler_ranges import profiler_range
@@ -80,7 +81,7 @@ class Destination:
             write(new.file)
             new.publish()
         self.end()
-        _logger.info("saved '%s': %d bytes in %.3f s", self.path, nbytes, time.perf_counter() - begun)
+        _logger.info("saved '%s': %d bytes in %.3f s", printable(self.path), nbytes, time.perf_counter() - begun)
 
 
 class Publication:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deepnvme._descriptions import printable
 from deepnvme._files import naming_file
 from deepnvme.engine import Future
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -316,12 +317,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             report = verify(path)
         except OSError as error:
-            print(f"{path}: {error.strerror}", file=sys.stderr)
+            print(f"{printable(path)}: {error.strerror}", file=sys.stderr)
             well = False
             continue
-        print(_line(report))
+        print(printable(_line(report)))
         for problem in report.problems:
-            print(f"  {problem}")
+            print(f"  {printable(problem)}")
         well = well and report.ok
         checked = checked and report.contents_checked
     sys.exit(1 if not well else 3 if options.require_checksums and not checked else 0)

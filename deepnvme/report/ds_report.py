@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepnvme._descriptions import printable
 from deepnvme.ops.op_builder import GDSBuilder
 from deepnvme.version import __version__
 
@@ -95,13 +96,13 @@ def render(report: Report, *, operators: bool = True, explanations: bool = True,
     def explain(status: Status, problems: Sequence[str]) -> None:
         for problem in problems if explanations else ():
             if not any(problem in line for line in lines):  # a problem of an op is not repeated for its backends
-                lines.append(f"  {mark(status)} {problem}" if status else f"  {problem}")
+                lines.append(f"  {mark(status)} {printable(problem)}" if status else f"  {printable(problem)}")
 
     def facts(title: str, listed: Sequence[Fact]) -> None:
         lines.append(title)
         for fact in listed:
             state = [mark(fact.status)] if fact.status else []
-            lines.append(" ".join([_dotted(fact.name, _FACT_WIDTH), fact.shown, *state]))
+            lines.append(" ".join([_dotted(fact.name, _FACT_WIDTH), printable(fact.shown), *state]))
             explain(fact.status, fact.problems)
 
     if operators:

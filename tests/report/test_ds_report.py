@@ -444,6 +444,14 @@ def test_a_terminal_that_knows_ascii_alone_gets_ascii(tmp_path: Path) -> None:
     assert "gr\\xf6\\xdfe" in done.stdout
 
 
+def test_a_directory_s_name_does_not_command_the_terminal(drive: Path) -> None:
+    (place := drive / "a\nb\x1b]0;title\x07\udcff[red]").mkdir()
+    done = run("--path", str(place))
+    assert done.returncode == 0, done.stderr
+    assert f"{drive}/a\\nb\\x1b]0;title\\x07\\udcff[red]" in done.stdout
+    assert all(line.isprintable() for line in done.stdout.split("\n"))
+
+
 def test_the_script_prints_what_the_module_prints() -> None:
     script = subprocess.run(
         [sys.executable, "-W", "ignore", REPOSITORY / "bin" / "ds_report", "--hide_operator_status"],

@@ -548,3 +548,18 @@ def test_the_foot_tells_how_it_was_measured() -> None:
 )
 def test_figures_have_three_digits(value: float, text: str) -> None:
     assert charts.three_digits(value) == text
+
+
+MARKUP = ["/mnt/[red]x[/red]", "/mnt/[/b]", "/mnt/:smile:", "/mnt/a\nb\x1b[31mc\udcff"]
+
+
+@pytest.mark.parametrize("name", MARKUP)
+def test_the_text_of_a_tuning_interprets_no_folder_name(name: str) -> None:
+    alone = ((name, {"read": 3.2, "write": 2.2}), ("/mnt/nvme1", {"read": 3.1, "write": 2.1}))
+    folder = replace(DRIVE, path=name)
+    together = Striping(alone, {"read": 6.0, "write": 4.3}, shared_device=False)
+    text = sweep_text.render(tuning(search(folder), search(OTHER_DRIVE), search(folder, OTHER_DRIVE), striping=together))
+    shown = name.replace("\n", "\\n").replace("\x1b", "\\x1b").replace("\udcff", "\\udcff")
+    assert f"{shown} alone" in text
+    assert f"{shown} (ext4" in text
+    assert all(each.isprintable() for each in text.splitlines())

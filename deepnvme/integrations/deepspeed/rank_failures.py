@@ -148,7 +148,7 @@ class RankFailures:
                 self._store.add(_HEARD, 1)
             self._over = True
         if self._failure is not None:
-            _logger.error("rank %(rank)s failed: [Errno %(errno)s] %(text)s: '%(path)s'", self._failure)
+            _logger.error("rank %(rank)s failed: [Errno %(errno)s] %(text)s: %(path)r", self._failure)
 
 
 _lock = threading.Lock()

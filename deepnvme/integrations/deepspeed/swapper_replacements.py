@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from deepnvme._descriptions import printable
 from deepnvme.store.directory_lock import lock
 
 from . import swap_tensor as zero
@@ -153,6 +154,7 @@ def _own(swapper: Any, nvme_path: Any, kind: str) -> str:
             file.close()
             continue
         if number:
-            _logger.warning("'%s' is in use by another job: this one has its %s in '%s'", nvme_path, kind, folder)
+            names = printable(nvme_path), kind, printable(folder)
+            _logger.warning("'%s' is in use by another job: this one has its %s in '%s'", *names)
         return folder
     raise OSError(errno.EBUSY, f"{_MOST_JOBS} jobs are using it: choose another nvme_path", os.fspath(nvme_path))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from deepnvme._callers import stack_level
-from deepnvme._descriptions import path_list, representation, size_for_people
+from deepnvme._descriptions import path_list, printable, representation, size_for_people
 from deepnvme._drive_wear import WriteEstimate
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
@@ -180,7 +180,7 @@ class OffloadedOptimizer(Optimizer):
             self.state = self._runner.states  # type: ignore[assignment]
             self._loading = self.register_load_state_dict_pre_hook(opaque)
             self._runner.add(first)
-            _logger.info("%s with its states in %s %s", optimizer_class.__name__, nvme_path, self.estimate_writes())
+            _logger.info("%s with its states in %s %s", optimizer_class.__name__, printable(nvme_path), self.estimate_writes())
         except BaseException as error:
             owner.failures.append(f"{type(error).__name__}: {error}")
             self.close()

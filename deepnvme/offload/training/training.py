@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepnvme._callers import stack_level
-from deepnvme._descriptions import path_list, representation, size_for_people, state_text
+from deepnvme._descriptions import path_list, printable, representation, size_for_people, state_text
 from deepnvme._drive_wear import WriteEstimate
 from deepnvme._sizes import byte_count
 from deepnvme.checkpoint.saving import save
@@ -309,7 +309,7 @@ class OffloadedTraining:
                 self._dequantized.reserve(dequantized_bytes)
                 self._to_drive(initial, partition, stay)
                 self._ranks.all_agree(True)  # the first one that is done does not go on before all are
-                _logger.info("the training in %s %s", nvme_path, self.estimate_writes())
+                _logger.info("the training in %s %s", printable(nvme_path), self.estimate_writes())
             except BaseException:
                 self.close()
                 raise

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepnvme._descriptions import printable
 from deepnvme.store.directory_lock import DirectoryLock, DirectoryOwner, StoreLocked
 from deepnvme.store.manifest import MANIFEST_NAME
 
@@ -120,6 +121,6 @@ def _alone_in(directory: Path) -> DirectoryLock:
                 text = f"{waited}; end that, or choose another directory"
                 raise StoreLocked(errno.EBUSY, text, str(directory.parent)) from None
             if not said:
-                _logger.warning("waiting for %s to build the store in '%s'", error.holder, directory.parent)
+                _logger.warning("waiting for %s to build the store in '%s'", error.holder, printable(directory.parent))
                 said = True
         time.sleep(_BETWEEN_LOOKS)

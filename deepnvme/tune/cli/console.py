@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from deepnvme._descriptions import printable
 from deepnvme._files import naming_file
 from deepnvme.report.ds_report import emit
 from deepnvme.tune.measure.fio import FioFailed
@@ -35,7 +36,7 @@ def one_line_errors(program: str) -> Iterator[None]:
 
     def say(message: object, *_: object, **__: object) -> None:
         """Print a warning as a note of the program."""
-        print(f"{program}: note: {message}", file=sys.stderr)
+        print(f"{program}: note: {printable(message)}", file=sys.stderr)
 
     with _one_interrupt(), warnings.catch_warnings():
         warnings.simplefilter("once", RuntimeWarning)
@@ -49,7 +50,7 @@ def one_line_errors(program: str) -> Iterator[None]:
             status, message = 1, first_line(error)
         except KeyboardInterrupt:
             status, message = 130, "interrupted; its files are removed"
-        print(f"{program}: {message}", file=sys.stderr)
+        print(f"{program}: {printable(message)}", file=sys.stderr)
         sys.exit(status)
 
 
@@ -97,7 +98,7 @@ def progress_shown(otherwise: SearchProgress, with_bar: bool) -> Iterator[Search
     # Drawn only between transfers: the CPU time of a thread that draws during one would be counted.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as shown:
         task = shown.add_task("", total=1.0)
-        yield lambda share, step: shown.update(task, completed=share, description=step, refresh=True)
+        yield lambda share, step: shown.update(task, completed=share, description=printable(step), refresh=True)
 
 
 def show_result(text: str, document: dict[str, Any], json_path: str | None) -> None:
@@ -142,7 +143,7 @@ def ask(question: str) -> bool:
     try:
         with contextlib.suppress(termios.error):
             termios.tcflush(sys.stdin, termios.TCIFLUSH)  # keys that were pressed before are no answer
-        print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+        print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
         answer = sys.stdin.readline()
     except (KeyboardInterrupt, OSError, UnicodeDecodeError):
         answer = ""

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from deepnvme import profiles
+from deepnvme._descriptions import printable
 from deepnvme.report.ds_report import emit
 from deepnvme.tune.render import deepspeed_logs, html_report, profile_text, sweep_text
 from deepnvme.tune.search.found_profiles import FoundProfile, profiles_from
@@ -143,7 +144,7 @@ def _save_profile(found: FoundProfile) -> str:
 
 def _say(line: str) -> None:
     """Print a line to stderr, with the program's name before it."""
-    print(f"{_PROGRAM}: {line}", file=sys.stderr)
+    print(f"{_PROGRAM}: {printable(line)}", file=sys.stderr)
 
 
 def _each_step_once() -> SearchProgress:
@@ -152,7 +153,7 @@ def _each_step_once() -> SearchProgress:
 
     def show(share: float, step: str) -> None:
         if step not in printed:
-            print(f"  {100 * share:3.0f} % {step}", file=sys.stderr, flush=True)
+            print(f"  {100 * share:3.0f} % {printable(step)}", file=sys.stderr, flush=True)
             printed.add(step)
 
     return show

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from deepnvme._descriptions import printable
 from deepnvme.tune.measure.figures import Percentiles, Spread
 from deepnvme.tune.measure.job import Job, Measurement
 from deepnvme.tune.sizes import GIB, size_text
@@ -21,7 +22,7 @@ def render(measurement: Measurement) -> str:
     """
     job = measurement.job
     lines = [_heading(job, measurement)]
-    lines += [f"  {facts.path} ({facts.label})" for facts in measurement.folders]
+    lines += [f"  {printable(facts.path)} ({facts.label})" for facts in measurement.folders]
     what = job.operation.capitalize()
     for name, seconds in (("Task", measurement.task_seconds), ("E2E", measurement.seconds)):
         lines.append(f"{name} {what} Latency = {seconds:.6f} sec")

@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from deepnvme._descriptions import printable
 from deepnvme.tune.measure.job import OPERATIONS, Operation
 from deepnvme.tune.search.estimates import CONFIDENCE
 from deepnvme.tune.search.results import Reference, Result, Search, Striping, Tuning
@@ -111,7 +112,7 @@ def _best(result: Result) -> str:
 
 def _search(search: Search, verbose: bool) -> str:
     """Return the text about one search."""
-    where = " + ".join(f"{facts.path} ({facts.label})" for facts in search.folders)
+    where = " + ".join(f"{printable(facts.path)} ({facts.label})" for facts in search.folders)
     lines = [where]
     if not search.complete:
         lines.append("INTERRUPTED: what follows was measured before that")
@@ -196,7 +197,7 @@ def _roughly_longer(result: Result) -> list[str]:
 
 def _striping(striping: Striping) -> str:
     """Return the table that compares folders alone and together."""
-    named = [*((f"{folder} alone", rates) for folder, rates in striping.alone), ("together", striping.together)]
+    named = [*((f"{printable(folder)} alone", rates) for folder, rates in striping.alone), ("together", striping.together)]
     rows = [[name, *(f"{rates[operation]:.2f}" for operation in striping.together)] for name, rates in named]
     fastest = [max(rates[operation] for _, rates in striping.alone) for operation in striping.together]
     pairs = zip(striping.together.values(), fastest, strict=True)
@@ -213,5 +214,6 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     for row in rows:
         table.add_row(*row)
     out = io.StringIO()
-    Console(file=out, width=200, color_system=None).print(table)
+    # Names of folders are text: "[red]" is no colour, and ":smile:" no picture.
+    Console(file=out, width=200, color_system=None, markup=False, emoji=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deepnvme._descriptions import printable
+
 _logger = logging.getLogger(__name__)
 
 
@@ -21,7 +23,8 @@ def describe(subject: object, exclude: Collection[str] = ()) -> None:
     """Log the public attributes of ``subject``, except for ``exclude``, at level INFO on rank 0."""
     if rank() == 0 and _logger.isEnabledFor(logging.INFO):
         settings = {name: value for name, value in sorted(vars(subject).items()) if name[0] != "_" and name not in exclude}
-        _logger.info("%s: %s", type(subject).__name__, ", ".join(f"{name}={value}" for name, value in settings.items()))
+        text = ", ".join(f"{name}={value}" for name, value in settings.items())
+        _logger.info("%s: %s", type(subject).__name__, printable(text))
 
 
 class Timers:
