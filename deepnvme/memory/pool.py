@@ -30,6 +30,8 @@ __all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_bud
 
 _LINGER_SECONDS = 1.0
 """How long a tensor over an ended lease may still be referenced by the stack of a thread that has finished with it."""
+_LOOKED_FOR = 64 << 20
+"""Bytes from which on it is asked whether the machine has them: asking takes up to 2 ms, and clearing so many pages 15."""
 _POLL_SECONDS = 0.001
 """How often a waiting thread polls the futures that leases are released after: short beside any transfer worth waiting for."""
 _LOOK_SECONDS = 0.01
@@ -439,7 +441,13 @@ class BufferPool:
 
 
 def pinned(nbytes: int) -> Any:
-    """Pin new memory. Raises OutOfBuffers if the system has not so much."""
+    """Pin new memory. Raises OutOfBuffers if the machine, or a control group of the process, has not so much."""
+    # Pages that a control group has not, its kernel kills for, without an error.
+    if nbytes >= _LOOKED_FOR and nbytes > (available := available_memory()):
+        raise OutOfBuffers(
+            f"{size_for_people(nbytes)} of memory are to be pinned, and {size_for_people(available)} are available to this"
+            " process: give a smaller memory budget, or free some memory"
+        )
     try:
         return load_async_io().empty_pinned(nbytes)
     except MemoryError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepnvme.memory import system_memory
+from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.memory.system_memory import available_memory
 
 GIB = 2**30
@@ -141,3 +142,13 @@ def test_without_proc_and_sys_it_is_what_is_free(tmp_path: Path, monkeypatch: py
 def test_the_group_of_this_process_can_be_read() -> None:
     """Of whatever version, and without a limit as well as with one."""
     assert 0 < available_memory() <= system_memory.meminfo("MemAvailable") + GIB
+
+
+def test_memory_that_a_control_group_has_not_is_refused_since_the_kernel_would_kill_for_it(system: System) -> None:
+    system.member_of("0::/job")
+    group(system.mount("cgroup2") / "job", 200 << 20, usage=100 << 20)
+    pool = BufferPool(8 * GIB)
+    with pytest.raises(OutOfBuffers, match="128 MiB of memory are to be pinned, and 100 MiB are available to this process: give"):
+        pool.lease(128 << 20)
+    with pool.lease(96 << 20) as lease:
+        assert lease.nbytes == 96 << 20
