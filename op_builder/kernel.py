@@ -11,22 +11,34 @@ import sys
 
 from .toolchain import Attempt
 
-_IO_URING_SETUP = 425  # the same on every architecture but alpha
+# The same on every architecture but alpha.
+_IO_URING_SETUP, _IO_URING_ENTER, _IO_URING_REGISTER = 425, 426, 427
+_REGISTER_PROBE, _OPERATIONS = 8, 256  # IORING_REGISTER_PROBE, and the most operations that it tells of
 _FEATURES, _OF_LINUX_5_6 = 5, 1 << 3  # a field of struct io_uring_params, and its IORING_FEAT_RW_CUR_POS
 _IO_SETUP = {"x86_64": (206, 207), "aarch64": (0, 1), "riscv64": (0, 1), "loongarch64": (0, 1), "ppc64le": (227, 228),
              "s390x": (243, 244)}  # fmt: skip
 
 
 def io_uring() -> Attempt:
-    """Set up a ring of two entries, and drop it. Never raises."""
+    """Set up a ring of two entries, enter it, ask what it can do, and drop it. Never raises."""
     parameters = (ctypes.c_uint32 * 30)()  # struct io_uring_params, all zero
     result = _syscall("io_uring_setup", _IO_URING_SETUP, ctypes.c_uint(2), parameters)
     if isinstance(result, Attempt):
         return result
-    os.close(result)
-    if not parameters[_FEATURES] & _OF_LINUX_5_6:
-        return Attempt(False, "io_uring_setup works, but is of a kernel before Linux 5.6, without read and write")
-    return Attempt(True)
+    ring, zero = ctypes.c_int(result), ctypes.c_uint(0)
+    try:
+        if not parameters[_FEATURES] & _OF_LINUX_5_6:
+            return Attempt(False, "io_uring_setup works, but is of a kernel before Linux 5.6, without read and write")
+        entered = _syscall("io_uring_enter", _IO_URING_ENTER, ring, zero, zero, zero, None, ctypes.c_size_t(0))
+        if isinstance(entered, Attempt):
+            return entered
+        probe = (ctypes.c_uint64 * (2 + _OPERATIONS))()  # struct io_uring_probe, all zero
+        asked = _syscall(
+            "io_uring_register", _IO_URING_REGISTER, ring, ctypes.c_uint(_REGISTER_PROBE), probe, ctypes.c_uint(_OPERATIONS)
+        )
+        return asked if isinstance(asked, Attempt) else Attempt(True)
+    finally:
+        os.close(result)
 
 
 def linux_aio() -> Attempt:
