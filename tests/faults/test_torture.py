@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,26 @@ def test_a_rename_without_fsync_is_seen_to_lose_data_in_a_power_cut(drive: Path)
     if missing is not None:
         pytest.skip(missing)
 
-    def cut(number: int) -> str:
-        (directory := drive / str(number)).mkdir()
-        try:
-            power_cuts.control(random.Random(number), directory)
-        except (Torn, Wrong) as lost:
-            return str(lost)
-        return ""
+    assert any(_lost_in_a_power_cut(power_cuts.control, drive / str(number)) for number in range(20))
 
-    assert any("was saved" in cut(number) for number in range(20))
+
+@pytest.mark.root
+def test_a_direct_write_that_is_not_flushed_is_seen_to_be_lost_with_a_drives_volatile_cache(drive: Path) -> None:
+    missing = power_cuts.requires()
+    if missing is not None:
+        pytest.skip(missing)
+
+    assert not _lost_in_a_power_cut(power_cuts.cache_control, drive / "durable", volatile=False)
+    assert any(_lost_in_a_power_cut(power_cuts.cache_control, drive / str(number), volatile=True) for number in range(20))
+
+
+def _lost_in_a_power_cut(attack: Callable[..., None], directory: Path, **options: bool) -> bool:
+    directory.mkdir()
+    try:
+        attack(random.Random(0), directory, **options)
+    except (Torn, Wrong) as lost:
+        return "was saved" in str(lost)
+    return False
 
 
 def test_the_table_of_a_failure_ends_the_program_with_1(drive: Path) -> None:

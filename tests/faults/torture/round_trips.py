@@ -1,20 +1,24 @@
 """What the package does, once each, with all that is read compared: the engine, DeepSpeed's handle, a store, checkpoints, an
-optimizer, a model's weights. For machines on which something is missing.
+optimizer, a training, a streamed model, tables. For machines on which something is missing.
 """
 
 from __future__ import annotations
 
+import copy
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import deepnvme
 import deepnvme.safetensors
 from deepnvme.checkpoint import verify
+from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.ops.op_builder import AsyncIOBuilder
 from deepnvme.swap import StoreLocked, TensorStore
+from deepnvme.tables import RowOptimizer, Table
 
 from . import Torn, Wrong
 
@@ -30,7 +34,11 @@ class RoundTrips:
 
     def run(self) -> None:
         """All of them. Raises Wrong or Torn, or an error that is not allowed."""
-        for operation in (self.engine, self.handle, self.store, self.checkpoints, self.optimizer, self.weights):
+        operations = (
+            self.engine, self.handle, self.store, self.checkpoints, self.optimizer, self.training, self.weights, self.tables,
+            self.embeddings,
+        )  # fmt: skip
+        for operation in operations:
             self._try(operation)
 
     def _try(self, operation: Callable[[], object]) -> bool:
@@ -123,14 +131,83 @@ class RoundTrips:
         finally:
             optimizer.close()
 
+    def training(self) -> None:
+        """Three steps, with activations on the drive."""
+        from deepnvme.offload import OffloadedTraining
+
+        model = _Model()
+        mine = copy.deepcopy(model)
+        expected = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        batch = torch.linspace(-1, 1, 4096 * 100).reshape(4096, 100)
+        options: dict[str, Any] = {"memory_budget": "1MiB", "activations": "nvme", "activation_budget": 0}
+        with OffloadedTraining(mine, torch.optim.AdamW, nvme_path=self.directory / "training", lr=1e-2, **options) as training:
+            for _ in range(3):
+                training.step(batch)
+                expected.zero_grad()
+                model(batch).backward()
+                expected.step()
+            for name, values in training.state_dict()["model"].items():
+                _same(values, model.state_dict()[name], "the training")
+
     def weights(self) -> None:
-        from deepnvme.streaming import WeightStore
+        """Those of a model that is then streamed."""
+        from deepnvme.streaming import WeightStore, stream
 
         model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 7))
+        expected = model(self._tensor[:300]).detach()
         checkpoint = self.directory / "model.pt"
         deepnvme.save(model.state_dict(), checkpoint)
         with WeightStore.build(checkpoint, self.directory / "weights", model=model) as store:
             store.verify()
+            with stream(model, store, memory_budget=0), torch.no_grad():
+                _same(model(self._tensor[:300]), expected, "the streamed model")
+
+    def tables(self) -> None:
+        """One that is changed, and a file in place."""
+        rows = self._tensor[:30_000].reshape(300, 100)
+        ids = torch.arange(300).flip(0)
+        deepnvme.safetensors.save_file({"rows": rows.clone()}, self.directory / "rows.safetensors")
+        with Table.open(self.directory / "rows.safetensors") as in_place:
+            _same(in_place.read(ids), rows[ids], "a file's rows")
+        with Table.from_tensor(self.directory / "table", rows, updatable=True, memory_budget=0) as table:
+            table.write(ids[:100], rows[:100])
+            table.commit()
+            table.write(ids, -rows)
+        expected = rows.clone()
+        expected[ids[:100]] = rows[:100]
+        with Table.open(self.directory / "table", memory_budget=0) as table:
+            _same(table.read(ids), expected[ids], "the table")
+
+    def embeddings(self) -> None:
+        """Two, trained together."""
+        torch.manual_seed(0)
+        paths = [self.directory / name for name in ("first", "second")]
+        bags = [EmbeddingOnDisk(90, 10, path=path, optimizer=torch.optim.SparseAdam, memory_budget=0) for path in paths]
+        torch.manual_seed(0)
+        in_memory = [torch.nn.Embedding(90, 10, sparse=True) for _ in bags]
+        optimizer = RowOptimizer(torch.nn.ModuleList(bags), lr=1e-2)
+        expected = torch.optim.SparseAdam([each.weight for each in in_memory], lr=1e-2)
+        ids = torch.arange(0, 90, 7)
+        for each, some in ((optimizer, bags), (expected, in_memory)):
+            for bag in some:
+                bag(ids).sum().backward()
+            each.step()
+        optimizer.commit()
+        for bag, plain in zip(bags, in_memory, strict=True):
+            _same(bag(torch.arange(90)).detach(), plain.weight.detach(), "an embedding")
+            bag.table.close()
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(100, 100) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor, whose: str) -> None:

@@ -13,6 +13,7 @@ import signal
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -22,8 +23,11 @@ import torch.distributed.checkpoint as dcp
 
 import deepnvme
 from deepnvme.checkpoint.publication import SUFFIX
+from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.streaming.weights.weight_store import WeightStore
 from deepnvme.swap import TensorStore
+from deepnvme.tables import RowOptimizer, State, Table
+from deepnvme.tables.manifest import MANIFEST_NAME
 
 from .. import Leaked, Torn, Wrong
 
@@ -50,9 +54,13 @@ def value_of(found: dict[str, torch.Tensor]) -> int:
 class Saving:
     """A way to save values, one after the other, and to see which is there."""
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "saved.pt"
-        self.directory = directory
+    most_drives = 1
+    """Directories that it can be given, each on a drive of its own."""
+
+    def __init__(self, *directories: Path) -> None:
+        self.directories = directories
+        self.directory = directories[0]
+        self.path = self.directory / "saved.pt"
 
     def save(self, value: int) -> None:
         deepnvme.save(tensors(value), self.path, fsync=value % 3 == 0)
@@ -70,9 +78,9 @@ class SavingBehind(Saving):
 
 
 class Managing(Saving):
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.manager = deepnvme.CheckpointManager(directory, keep=2)
+    def __init__(self, *directories: Path) -> None:
+        super().__init__(*directories)
+        self.manager = deepnvme.CheckpointManager(self.directory, keep=2)
 
     def save(self, value: int) -> None:
         self.manager.save(value, tensors(value), fsync=False)
@@ -116,9 +124,9 @@ class Committing(Saving):
 class Distributing(Saving):
     durably = False
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.path = directory / "checkpoint"
+    def __init__(self, *directories: Path) -> None:
+        super().__init__(*directories)
+        self.path = self.directory / "checkpoint"
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)|Detected an existing checkpoint")
 
     def save(self, value: int) -> None:
@@ -160,7 +168,138 @@ class Building(Saving):
         return self.directory / f"store.{value}"
 
 
-WAYS: tuple[type[Saving], ...] = (Saving, SavingBehind, Managing, SavingSafetensors, Distributing, Committing, Building)
+class CommittingRows(Saving):
+    """Of a table with a state beside each row. Others are written behind when it is killed, and some were rolled back before."""
+
+    most_drives = 3
+    _ROWS, _WIDTH = 300, 300  # versions of several sectors, which can be torn; more of them than the least memory holds
+    _table: Table | None = None
+
+    def save(self, value: int) -> None:
+        table = self._table
+        if table is None:
+            paths = [directory / "table" for directory in self.directories]
+            if (paths[0] / MANIFEST_NAME).exists():
+                table = Table.open(paths[0], writable=True, memory_budget=0)
+            else:
+                states = {"state": State(torch.int64, ())}
+                table = Table.create(paths, self._ROWS, self._WIDTH, torch.int64, states=states, memory_budget=0)
+            self._table = table
+        self._write(table, value)
+        table.commit({"value": value})
+        if value % 3 == 0:
+            self._write(table, -value - 1)
+            table.rollback()
+        self._write(table, -value - 2, step=value % 5 + 1)
+
+    def _write(self, table: Table, value: int, step: int = 1) -> None:
+        ids = torch.arange(0, self._ROWS, step)
+        columns = {"values": torch.full((len(ids), self._WIDTH), value), "state": torch.full((len(ids),), value)}
+        table.write_records(ids, columns)
+
+    def load(self) -> int:
+        if self._table is not None:
+            self._table.close()
+            self._table = None
+        with Table.open(self.directory / "table") as table:
+            found = table.read_records(torch.arange(self._ROWS))
+            values = {int(each) for column in found.values() for each in torch.unique(column)}
+            if values != {table.attributes["value"]}:
+                raise Torn(f"there are {values} in the commit of {table.attributes}")
+        return values.pop()
+
+
+class CreatingTables(Saving):
+    """A new table for each value, in a new directory, in place of the one before the last."""
+
+    most_drives = 3
+
+    def save(self, value: int) -> None:
+        for parent in self._parents(value - 2):
+            shutil.rmtree(parent, ignore_errors=True)
+        paths = [parent / "new" / "table" for parent in self._parents(value)]
+        Table.from_tensor(paths, torch.full((500, 200), value), updatable=value % 2 == 0).close()
+
+    def load(self) -> int:
+        values = sorted((int(path.suffix[1:]) for path in self.directory.glob("tables.*")), reverse=True)
+        for value in values[:2]:
+            with contextlib.suppress(FileNotFoundError), Table.open(self._parents(value)[0] / "new" / "table") as table:
+                found = torch.unique(table.read_records(torch.arange(500))["values"]).tolist()
+                if found != [value]:
+                    raise Torn(f"the table of {value} has {found}")
+                return value
+        raise Torn(f"none of the tables of {values} opens")
+
+    def _parents(self, value: int) -> list[Path]:
+        return [directory / f"tables.{value}" for directory in self.directories]
+
+
+class CommittingEmbeddings(Saving):
+    """Of several tables that one optimizer trains: each commit has one more step of all of them, with states of rows."""
+
+    most_drives = 3
+    _TABLES, _ROWS, _DIM = 3, 200, 150
+    _IDS = torch.arange(0, _ROWS, 3)
+    _bags: Sequence[EmbeddingOnDisk] = ()
+    _optimizer: RowOptimizer | None = None
+
+    def save(self, value: int) -> None:
+        optimizer = self._optimizer
+        if optimizer is None:
+            optimizer = self._open()
+        if value % 3 == 0:
+            _step(self._bags, optimizer, self._IDS)
+            optimizer.rollback()
+        if value:  # the first commit has the rows as they were made
+            _step(self._bags, optimizer, self._IDS)
+        optimizer.commit({"value": value})
+        _step(self._bags, optimizer, self._IDS)  # written behind, perhaps, when it is killed
+        optimizer.rollback()
+
+    def _open(self) -> RowOptimizer:
+        torch.manual_seed(0)
+        bags = []
+        for number in range(self._TABLES):
+            first = number % len(self.directories)
+            paths = [each / f"table{number}" for each in (*self.directories[first:], *self.directories[:first])]
+            bags.append(
+                EmbeddingOnDisk(self._ROWS, self._DIM, path=paths, optimizer=torch.optim.SparseAdam, memory_budget=0)
+            )
+        self._bags, self._optimizer = bags, RowOptimizer(torch.nn.ModuleList(bags), lr=0.01)
+        return self._optimizer
+
+    def load(self) -> int:
+        for bag in self._bags:
+            bag.table.close()
+        optimizer = self._open()
+        value = int(optimizer.attributes["value"])
+        torch.manual_seed(0)
+        in_memory = [torch.nn.Embedding(self._ROWS, self._DIM, sparse=True) for _ in range(self._TABLES)]
+        reference = torch.optim.SparseAdam([bag.weight for bag in in_memory], lr=0.01)
+        for _ in range(value):
+            _step(in_memory, reference, self._IDS)
+        ids = torch.arange(self._ROWS)
+        same = [torch.equal(mine(ids), theirs(ids)) for mine, theirs in zip(self._bags, in_memory, strict=True)]
+        if not all(same):
+            raise Torn(f"of the tables at commit {value}, these are as in memory: {same}")
+        states, expected = (each.state_dict()["state"] for each in (optimizer, reference))
+        for number, wanted in expected.items():
+            if any(not torch.equal(torch.as_tensor(states[number][name]), torch.as_tensor(wanted[name])) for name in wanted):
+                raise Torn(f"table {number} has other states than {value} steps make")
+        return value
+
+
+def _step(bags: Sequence[Callable[[torch.Tensor], torch.Tensor]], optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
+    for number, bag in enumerate(bags):
+        (bag(ids).square().sum() * (number + 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+WAYS: tuple[type[Saving], ...] = (
+    Saving, SavingBehind, Managing, SavingSafetensors, Distributing, Committing, Building, CommittingRows, CreatingTables,
+    CommittingEmbeddings,
+)  # fmt: skip
 
 
 class Child:
@@ -169,10 +308,10 @@ class Child:
     last = -1
     """That it has said to be saved, as far as was listened to."""
 
-    def __init__(self, way: type[Saving], directory: Path) -> None:
+    def __init__(self, way: type[Saving], *directories: Path) -> None:
         self._what = way.__name__
         self._told, tells = _FORKS.Pipe(duplex=False)
-        self._process = _FORKS.Process(target=_go_on, args=(way, directory, tells))
+        self._process = _FORKS.Process(target=_go_on, args=(way, directories, tells))
         self._process.start()
         tells.close()
 
@@ -210,12 +349,12 @@ class Child:
         self.last = said
 
 
-def _go_on(way: type[Saving], directory: Path, tells: Connection) -> None:
+def _go_on(way: type[Saving], directories: Sequence[Path], tells: Connection) -> None:
     """Save one value after the other, and say so, until killed."""
     torch.set_num_threads(1)
     value = 0
     try:
-        saving = way(directory)
+        saving = way(*directories)
         while True:
             saving.save(value)
             tells.send(value)  # in one piece: it is killed before or after
@@ -226,12 +365,21 @@ def _go_on(way: type[Saving], directory: Path, tells: Connection) -> None:
 
 def attack(random: Random, directory: Path) -> None:
     way = random.choice(WAYS)
-    with Child(way, directory) as child:
+    directories = directories_for(way, random, directory)
+    with Child(way, *directories) as child:
         child.listen(2)
         time.sleep(random.random() * random.choice([0.02, 0.2, 1.0]))
         child.stop(signal.SIGKILL)
         last = child.last
-    check(way(directory), last, way.__name__)
+    check(way(*directories), last, way.__name__)
+
+
+def directories_for(way: type[Saving], random: Random, directory: Path) -> list[Path]:
+    """Make as many as are drawn by lot for it."""
+    made = [directory / f"drive{number}" for number in range(random.randint(1, way.most_drives))]
+    for each in made:
+        each.mkdir()
+    return made
 
 
 def check(way: Saving, last: int, what: str) -> None:

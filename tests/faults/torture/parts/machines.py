@@ -44,7 +44,8 @@ _CLONE_NEWNS = 0x20000
 _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _PR_SET_THP_DISABLE = 8, 22, 38, 41
 _CAP_DAC_READ_SEARCH = 2
 _CAPSET = {"x86_64": 126, "aarch64": 91}
-_SETUP_CALLS = {"x86_64": {"io_uring": 425, "libaio": 206}, "aarch64": {"io_uring": 425, "libaio": 0}}
+_URING_CALLS = {"io_uring": 425, "io_uring's enter": 426, "io_uring's register": 427}
+_CALLS = {"x86_64": {**_URING_CALLS, "libaio": 206}, "aarch64": {**_URING_CALLS, "libaio": 0}}
 _SETQUOTA, _USRQUOTA = 0x800008, 0
 
 Setup = Callable[[Path, contextlib.ExitStack], object]
@@ -116,7 +117,8 @@ def _in_child(inside: Setup, place: Path, said: Path, allowed: tuple[int, ...], 
                 output.write(getattr(error, "stderr", None) or str(error))
                 code = _IMPOSSIBLE
                 return
-            warnings.filterwarnings("ignore", "transfers of .* go through the page cache|mlock of .* was refused", RuntimeWarning)
+            for known in ("transfers of .* go through the page cache", "mlock of .* was refused", "activations stay in memory"):
+                warnings.filterwarnings("ignore", known, RuntimeWarning)
             trips = RoundTrips(place, allowed)
             trips.run()
             if bool(trips.refused) != expects_refusal:
@@ -143,15 +145,15 @@ def _prctl(option: int, *arguments: object) -> None:
         raise Impossible(f"prctl {option} was refused: {os.strerror(ctypes.get_errno())}")
 
 
-def _refuse_system_calls(*names: str) -> Setup:
-    """As a container's profile does: EPERM."""
+def _refuse_system_calls(*names: str, error: int = errno.EPERM) -> Setup:
+    """As a container's profile does: EPERM, or ENOSYS."""
 
     def inside(directory: Path, undo: contextlib.ExitStack) -> None:
-        numbers = _SETUP_CALLS.get(platform.machine())
+        numbers = _CALLS.get(platform.machine())
         if numbers is None:
             raise Impossible(f"system calls of {platform.machine()} are not known here")
         load, equals, answer = 0x20, 0x15, 0x06
-        refuse, allow = 0x00050000 | errno.EPERM, 0x7FFF0000
+        refuse, allow = 0x00050000 | error, 0x7FFF0000
         program = [(load, 0, 0, 0)]
         for name in names:
             program += [(equals, 0, 1, numbers[name]), (answer, 0, 0, refuse)]
@@ -263,6 +265,22 @@ def _disk_with_quotas(directory: Path, undo: contextlib.ExitStack) -> Path:
     return place
 
 
+def _disk_with_large_sectors(filesystem: str, size: int) -> Callable[[Path, contextlib.ExitStack], Path]:
+    def around(directory: Path, undo: contextlib.ExitStack) -> Path:
+        image, place = directory / "image", directory / "mounted"
+        with image.open("wb") as file:
+            file.truncate(size)
+        place.mkdir()
+        device = _command("losetup", "--find", "--show", "--sector-size", 4096, image)
+        undo.callback(_command, "losetup", "--detach", device)
+        _command(f"mkfs.{filesystem}", "-q", {"ext4": "-F", "xfs": "-f"}[filesystem], device)
+        _command("mount", "-t", filesystem, device, place)
+        undo.callback(_command, "umount", place)
+        return place
+
+    return around
+
+
 # Settings of the machine
 
 
@@ -306,6 +324,9 @@ MACHINES: dict[str, tuple[Callable[[Path, contextlib.ExitStack], Path], Setup, t
     "io_uring disabled": (_uring_for_root_alone, _unprivileged, (), False),
     "io_uring refused by seccomp": (_nothing, _refuse_system_calls("io_uring"), (), False),
     "io_uring and libaio refused by seccomp": (_nothing, _refuse_system_calls("io_uring", "libaio"), (), False),
+    "io_uring refused by seccomp as unknown": (_nothing, _refuse_system_calls("io_uring", error=errno.ENOSYS), (), False),
+    "io_uring refused by seccomp once it is set up": (_nothing, _refuse_system_calls("io_uring's enter"), (), False),
+    "io_uring without registered buffers": (_nothing, _refuse_system_calls("io_uring's register"), (), False),
     "no huge pages": (_nothing, _without_huge_pages, (), False),
     "no memory to lock": (_nothing, _with_little_to_lock, (), False),
     "few descriptors": (_nothing, _limit(resource.RLIMIT_NOFILE, 64), (), False),
@@ -315,5 +336,7 @@ MACHINES: dict[str, tuple[Callable[[Path, contextlib.ExitStack], Path], Setup, t
     "a read-only home": (_nothing, _with_a_read_only_home, (), False),
     "a small tmpfs": (_small_tmpfs, _nothing, (errno.ENOSPC,), True),
     "quotas": (_disk_with_quotas, _unprivileged, (errno.EDQUOT,), True),
+    "sectors of 4 KiB, ext4": (_disk_with_large_sectors("ext4", 96 * _MIB), _nothing, (), False),
+    "sectors of 4 KiB, xfs": (_disk_with_large_sectors("xfs", 320 * _MIB), _nothing, (), False),
     "little memory": (_little_memory, _in_the_group, (), False),
 }

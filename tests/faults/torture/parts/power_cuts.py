@@ -3,20 +3,27 @@
 The file system lies in a loop device, and that in a file. What the device was given and has completed is in the file, so a copy
 made while nothing is written to the device is what a drive without a volatile cache has at a power cut: what the kernel still
 holds in memory is lost.
-The copy is mounted, which replays its journal, and has to hold what the child had said was saved, or the next.
+A drive with a volatile cache is such a device whose file lies on another one of these file systems. What it is given is in the
+page cache there until the device is flushed, which is an fsync of its file. Before the cut, the drive writes some pages of its
+cache, by lot.
+What is saved on several drives is cut on all of them.
+The copies are mounted where the drives were, which replays their journals, and have to hold what the child had said was saved, or
+the next.
 
-``control`` makes the same with a rename without fsync, which has to lose data: or the attack could not fail.
+``control`` makes the same with a rename without fsync, and ``cache_control`` with direct writes that are not flushed: those, only
+a drive with a volatile cache loses. Both have to lose data: or the attack could not fail.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
@@ -67,6 +74,27 @@ class Renaming(kills.Saving):
         os.replace(beside, self.path)
 
 
+class WritingDirectly(kills.Saving):
+    """The control of volatile caches: the first commit flushes the file's metadata, those after it nothing."""
+
+    def save(self, value: int) -> None:
+        flags = os.O_DIRECT | os.O_WRONLY | os.O_CREAT
+        descriptor = os.open(self.path, flags)
+        with mmap.mmap(-1, 1 << 20) as page:
+            page.write(value.to_bytes(8, "little") * (len(page) // 8))
+            os.pwrite(descriptor, page, 0)
+        if value == 0:
+            os.fsync(descriptor)
+        os.close(descriptor)
+
+    def load(self) -> int:
+        content = self.path.read_bytes()
+        found = {int.from_bytes(content[begin : begin + 8], "little") for begin in range(0, len(content), 8)}
+        if len(found) != 1:
+            raise Torn(f"there are values {found}")
+        return found.pop()
+
+
 WAYS: tuple[type[kills.Saving], ...] = (
     DurablySaving,
     DurablySavingBehind,
@@ -75,6 +103,9 @@ WAYS: tuple[type[kills.Saving], ...] = (
     DurablyDistributing,
     kills.Committing,
     kills.Building,
+    kills.CommittingRows,
+    kills.CreatingTables,
+    kills.CommittingEmbeddings,
 )
 
 
@@ -95,28 +126,106 @@ def filesystems() -> list[str]:
 
 
 def attack(random: Random, directory: Path) -> None:
-    attack_one(random.choice(WAYS), random.choice(filesystems()), random, directory)
+    way = random.choice(WAYS)
+    drives = [random.choice(filesystems()) for _ in range(random.randint(1, way.most_drives))]
+    attack_one(way, drives, random.random() < 0.5, random, directory)
 
 
 def control(random: Random, directory: Path) -> None:
     """Raises Wrong or Torn, nearly always."""
-    attack_one(Renaming, "ext4", random, directory)
+    attack_one(Renaming, ["ext4"], False, random, directory)
 
 
-def attack_one(way: type[kills.Saving], filesystem: str, random: Random, directory: Path) -> None:
-    image, copy = directory / "image", directory / "copy"
-    with image.open("wb") as file:
-        file.truncate(_SIZES[filesystem])
-    _run(f"mkfs.{filesystem}", "-q", *_OPTIONS[filesystem], image)
-    with _mounted(image, directory / "mounted", filesystem) as (device, mounted), kills.Child(way, mounted) as child:
-        child.listen(2)
-        time.sleep(random.random() * random.choice([0.02, 0.2, 1.0]))
-        child.stop(signal.SIGSTOP)  # what it has said by now was saved before the copy begins
-        _copy(device, image, copy)
-        last = child.last
-    image.unlink()
-    with _mounted(copy, directory / "after", filesystem) as (_, mounted):
-        kills.check(way(mounted), last, f"{way.__name__} on {filesystem}")
+def cache_control(random: Random, directory: Path, volatile: bool) -> None:
+    """Raises Wrong or Torn, nearly always, if the drive has a volatile cache; otherwise never."""
+    attack_one(WritingDirectly, ["ext4"], volatile, random, directory)
+
+
+def attack_one(way: type[kills.Saving], filesystems: Sequence[str], volatile: bool, random: Random, directory: Path) -> None:
+    """``filesystems``: of each drive. ``volatile``: whether drives have volatile caches."""
+    drives = []
+    for number, filesystem in enumerate(filesystems):
+        (own := directory / str(number)).mkdir()
+        drives.append(Drive(own, filesystem, volatile))
+    places = [drive.place for drive in drives]
+    with contextlib.ExitStack() as mounted:
+        for drive in drives:
+            drive.format()
+            mounted.enter_context(drive.mounted())
+        with kills.Child(way, *places) as child:
+            child.listen(2)
+            time.sleep(random.random() * random.choice([0.02, 0.2, 1.0]))
+            child.stop(signal.SIGSTOP)  # what it has said by now was saved before the copy begins
+            for drive in drives:
+                drive.copy(random)
+            last = child.last
+    with contextlib.ExitStack() as mounted:
+        for drive in drives:
+            drive.cut()
+            mounted.enter_context(drive.mounted())
+        kills.check(way(*places), last, f"{way.__name__} on {filesystems}, volatile: {volatile}")
+
+
+class Drive:
+    """A file system of its own at ``place``, on a drive whose power can be cut."""
+
+    def __init__(self, directory: Path, filesystem: str, volatile: bool) -> None:
+        self._filesystem, self._volatile = filesystem, volatile
+        self._image, self._copy = directory / "image", directory / "copy"
+        self._cache = directory / "cache"
+        """Where the file system is mounted whose page cache is the drive's volatile cache."""
+        self.place = directory / "mounted"
+        self._device = ""
+        for path in (self._cache, self.place):
+            path.mkdir()
+
+    @property
+    def _content(self) -> Path:
+        """The file whose bytes are the drive's, those of its cache included."""
+        return self._cache / "content" if self._volatile else self._image
+
+    def format(self) -> None:
+        """Make the file system."""
+        size = _SIZES[self._filesystem]
+        _truncate(self._image, size + 64 * _MIB if self._volatile else size)
+        with contextlib.ExitStack() as stack:
+            if self._volatile:
+                _run("mkfs.ext4", "-q", "-F", self._image)
+                stack.enter_context(_mounted(self._image, self._cache, "ext4"))
+                with self._content.open("wb") as file:  # written once: blocks that are allocated later would be lost as a whole
+                    for _ in range(size // _MIB):
+                        file.write(bytes(_MIB))
+            _run(f"mkfs.{self._filesystem}", "-q", *_OPTIONS[self._filesystem], self._content)
+
+    @contextlib.contextmanager
+    def mounted(self) -> Iterator[None]:
+        """Have the file system at ``place``."""
+        with contextlib.ExitStack() as stack:
+            if self._volatile:
+                self._device = stack.enter_context(_mounted(self._image, self._cache, "ext4"))
+            device = stack.enter_context(_mounted(self._content, self.place, self._filesystem))
+            if not self._volatile:
+                self._device = device
+            yield
+
+    def copy(self, random: Random) -> None:
+        """Keep what the drive would have if its power were cut now. Nobody saves any more."""
+        if self._volatile:
+            with self._content.open("rb") as file:
+                for _ in range(random.choice([0, 1000])):
+                    length = random.choice([1, 1, 1, 64]) * mmap.PAGESIZE
+                    begin = random.randrange(_SIZES[self._filesystem]) // mmap.PAGESIZE * mmap.PAGESIZE
+                    os.posix_fadvise(file.fileno(), begin, length, os.POSIX_FADV_DONTNEED)  # begins to write it
+        _copy(self._device, self._image, self._copy)
+
+    def cut(self) -> None:
+        """Go back to the copy. Nothing is mounted."""
+        self._copy.replace(self._image)
+
+
+def _truncate(path: Path, size: int) -> None:
+    with path.open("wb") as file:
+        file.truncate(size)
 
 
 def _copy(device: str, image: Path, copy: Path) -> None:
@@ -139,13 +248,13 @@ def _written(statistics: Path) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _mounted(image: Path, at: Path, filesystem: str) -> Iterator[tuple[str, Path]]:
-    at.mkdir()
+def _mounted(image: Path, at: Path, filesystem: str) -> Iterator[str]:
+    """Yield the loop device."""
     device = _run("losetup", "--find", "--show", image)
     try:
         _run("mount", "-t", filesystem, *(["-o", "nouuid"] if filesystem == "xfs" else []), device, at)
         try:
-            yield device, at
+            yield device
         finally:
             for _ in range(100):
                 if subprocess.run(["umount", str(at)], capture_output=True).returncode == 0:
