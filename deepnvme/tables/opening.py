@@ -109,6 +109,8 @@ def _numpy(path: Path) -> TableLayout:
         except ValueError as error:
             raise CorruptTable(path, str(error)) from error
         begin = file.tell()
+    if any(size < 0 for size in shape):
+        raise CorruptTable(path, f"its header says that its shape is {shape}")
     if not shape:
         raise ValueError(f"'{path}' has one value, and no rows")
     if fortran_order and sum(each > 1 for each in shape) > 1:
