@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,7 +23,9 @@ from .layout import TableLayout
 from .manifest import ROWS_NAME, CorruptTable, Epochs
 
 _BYTES = 4096
-"""Of an identity in a file: whole sectors of any drive but those with larger ones."""
+"""Of an identity in a file, which is at its end: whole sectors of any drive but those with larger ones."""
+LARGEST_SECTOR = 64 << 10
+"""Bytes that a file may have behind its rows, and its identity, at most."""
 _IDENTITY = re.compile(rb"deepnvme table ([0-9a-f]{32}) file ([0-9]{1,9}) versions of ([0-9]{1,15}) bytes\n")
 
 
@@ -52,12 +53,16 @@ def check_identity(layout: TableLayout, epochs: Epochs) -> None:
 
     Raises:
         ValueError: If one does not. It is named.
-        CorruptTable: If versions of rows have another size than the manifest says.
+        CorruptTable: If a file's end is missing, or versions of rows have another size than the manifest says.
         OSError: From reading.
     """
     for volume, path in enumerate(layout.files):
-        found, number, version_bytes = _identity_in(path, layout, volume)
-        if found not in (epochs.identity, epochs.previous):
+        found, number, version_bytes = _identity_in(path)
+        known = (epochs.identity, *epochs.previous)
+        if not found and "" not in known:
+            why = f"it has {path.stat().st_size} bytes, and does not end with the identity of a table"
+            raise CorruptTable(path, f"{why}; {layout.rows_in(volume)} rows need {file_bytes(layout, volume)}")
+        if found not in known:
             raise ValueError(
                 f"the rows in '{path.parent}' are not those of the table in '{layout.files[0].parent}' as it is now, but of"
                 " another table, or of a copy from before or after a change: give directories that were copied or moved together"
@@ -106,7 +111,7 @@ def directories_of(given: Sequence[Path], layout: TableLayout, epochs: Epochs) -
             f" of. It can be opened where it was, in {listed}: there, change a row and commit; after that, copy or move it"
         )
     for volume, (each, place) in enumerate(zip(given, recorded, strict=True)):
-        if any(in_place) and not in_place[volume] and _is_at(place / ROWS_NAME, layout, volume, epochs):
+        if any(in_place) and not in_place[volume] and _is_at(place / ROWS_NAME, volume, epochs):
             raise ValueError(
                 f"'{each}' was given for directory {volume} (from 0) of a table, which is in '{place}' still, and others were"
                 f" given where they were: give '{place}', or a copy of each; or move '{place}' away if '{each}' takes its place"
@@ -114,30 +119,23 @@ def directories_of(given: Sequence[Path], layout: TableLayout, epochs: Epochs) -
     return list(given)
 
 
-def _is_at(path: Path, layout: TableLayout, volume: int, epochs: Epochs) -> bool:
+def _is_at(path: Path, volume: int, epochs: Epochs) -> bool:
     try:
-        found, number, _ = _identity_in(path, layout, volume)
+        found, number, _ = _identity_in(path)
     except OSError:
         return False
-    return number == volume and found in (epochs.identity, epochs.previous)
+    return number == volume and found in (epochs.identity, *epochs.previous)
 
 
-def _identity_in(path: Path, layout: TableLayout, volume: int) -> tuple[str, int, int]:
+def _identity_in(path: Path) -> tuple[str, int, int]:
     """Return the identity that a file has behind its rows, its number, and the bytes of a version.
 
     The identity is empty if it has none. Raises OSError.
     """
     with open_regular(path) as file:
-        file.seek(_offset(layout, volume))
-        found = _IDENTITY.match(file.read(_BYTES))
-    return ("", 0, 0) if found is None else (found[1].decode(), int(found[2]), int(found[3]))
-
-
-def renewed(epochs: Epochs, identity: str) -> Epochs:
-    """Return the epochs with a new identity, which the files do not have yet. One that they were being given is kept."""
-    if epochs.previous is not None:
-        return epochs
-    return replace(epochs, identity=identity, previous=epochs.identity)
+        file.seek(max(os.fstat(file.fileno()).st_size - LARGEST_SECTOR - _BYTES, 0))
+        found = list(_IDENTITY.finditer(file.read()))
+    return (found[-1][1].decode(), int(found[-1][2]), int(found[-1][3])) if found else ("", 0, 0)
 
 
 def _same(path: Path, other: Path) -> bool:

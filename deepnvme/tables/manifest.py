@@ -30,6 +30,7 @@ _KIND_WITHOUT_IDENTITY = "deepnvme table 1"
 _MOST_BYTES = 64 << 20
 """Of a manifest. Each crash between two commits, and each rollback, adds some 30 bytes."""
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Identity = Annotated[str, Field(pattern=r"\A([0-9a-f]{32})?\z")]
 
 
 class CorruptTable(OSError):
@@ -67,8 +68,8 @@ class _Fields(BaseModel):
     attributes: dict[str, Any]
     name: str = ""
     prepared: Prepared | None = None
-    identity: Annotated[str, Field(pattern=r"\A([0-9a-f]{32})?\z")] = ""
-    previous: Annotated[str, Field(pattern=r"\A([0-9a-f]{32})?\z")] | None = None
+    identity: _Identity = ""
+    previous: list[_Identity] = []
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ class Epochs:
     identity: str = ""
     """Of the table since it was first written to by its last writer, as its files of rows have it; empty in the first version of
     the format."""
-    previous: str | None = None
-    """The one before, while some files may have that still; None once all have ``identity``."""
+    previous: tuple[str, ...] = ()
+    """Those that some files may have still; none once a commit has flushed ``identity`` into all of them."""
 
     def adopt(self, prepared: Prepared) -> Epochs:
         """Return the epochs with a prepared commit as the last one."""
@@ -146,7 +147,7 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) 
         name=epochs.name,
         prepared=epochs.prepared,
         identity=epochs.identity,
-        previous=epochs.previous,
+        previous=list(epochs.previous),
     )
     text = fields.model_dump_json(indent=1) + "\n"
     if len(text.encode()) > _MOST_BYTES:
@@ -204,6 +205,6 @@ def load_manifest(directory: Path) -> tuple[TableLayout, Epochs]:
     layout = TableLayout(files, fields.rows, columns, 0, fields.version_bytes, fields.chunk)
     epochs = Epochs(
         fields.committed, fields.reserved, tuple(fields.abandoned), fields.attributes, fields.name, fields.prepared,
-        fields.identity, fields.previous,
+        fields.identity, tuple(fields.previous),
     )  # fmt: skip
     return layout, epochs

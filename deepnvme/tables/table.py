@@ -29,7 +29,7 @@ from deepnvme.store.directory_lock import DirectoryLock, DirectoryOwner
 
 from .background import BackgroundThread
 from .creating import create_files
-from .identity import check_identity, directories_of, file_bytes
+from .identity import LARGEST_SECTOR, check_identity, directories_of, file_bytes
 from .layout import State, TableLayout, columns_of
 from .manifest import ROWS_NAME, CorruptTable, Epochs, ManifestWatch, load_manifest
 from .opening import CheckpointFormat, find_layout
@@ -50,8 +50,6 @@ Errors = Literal["raise", "partial"]
 DEFAULT_MEMORY_BUDGET = 64 << 20
 _FEWEST_SLOTS = 64
 """Rows that an updatable table has in memory at least."""
-_LARGEST_SECTOR = 64 << 10
-"""Bytes. No more than that is behind the rows of a table, and their identity."""
 _LOCKED_REMEDY = "commit() what is to be kept, and call its close() (an embedding has it as .table)"
 """What to do about a table that another one is opened beside, both to be written."""
 
@@ -249,9 +247,9 @@ class Table:
                 epochs = self._newest_epochs()  # the writer may have committed meanwhile
             for path in layout.files:
                 self._files.append(self._engine.open(path, "r+" if writable else "r", whole_sectors=True))
-            self._check_files(writable)
             if self._directories is not None:
                 epochs = self._check_identity(epochs)
+            self._check_files(writable)
             self._memory, self._cache = self._new_cache(writable)
             self._show(epochs)
             self._reader = RowReader(self._engine, self._files, layout, self._cache, self._lock, self.staging_bytes * 2 // 3)
@@ -280,7 +278,7 @@ class Table:
         for volume, (path, file) in enumerate(zip(self._layout.files, self._files, strict=True)):
             wanted = self._layout.bytes_in(volume)
             size = file.size()
-            if size < wanted or (self._directories is not None and size > file_bytes(self._layout, volume) + _LARGEST_SECTOR):
+            if size < wanted or (self._directories is not None and size > file_bytes(self._layout, volume) + LARGEST_SECTOR):
                 raise CorruptTable(path, f"it has {size} bytes, and {self._layout.rows} rows need {wanted}")
             if writable and self._layout.version_bytes % file.sector_size:
                 raise ValueError(

@@ -16,7 +16,7 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine, File, Future
 from deepnvme.ops import load_async_io
 
-from .identity import renewed, write_identity
+from .identity import write_identity
 from .layout import TableLayout
 from .manifest import Epochs, Prepared, save_manifest
 from .reading import RowReader, int64_at
@@ -182,7 +182,8 @@ class RowWriter:
         if reserving.present > reserving.reserved:
             reserving = replace(reserving, reserved=reserving.present + _RESERVED_EPOCHS)
         if not self._identity_written:
-            reserving = renewed(reserving, uuid.uuid4().hex)
+            former = (*reserving.previous, reserving.identity)
+            reserving = replace(reserving, identity=uuid.uuid4().hex, previous=former)
         if reserving is not self.epochs or self._manifest_uncertain:
             save_manifest(self._directories, self._layout, reserving)
             with defer_interrupts():
@@ -297,7 +298,7 @@ class RowWriter:
         if self._written_in_epoch or attributes != self.epochs.attributes or name not in ("", self.epochs.name):
             committed = replace(self.epochs, committed=self.epochs.present, attributes=attributes, name=name)
             if self._written_in_epoch:  # and flushed, with the identity
-                committed = replace(committed, previous=None)
+                committed = replace(committed, previous=())
             self._manifest_uncertain = True
             save_manifest(self._directories, self._layout, committed)
             with defer_interrupts():

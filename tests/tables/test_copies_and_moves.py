@@ -68,16 +68,19 @@ def test_a_moved_table_is_opened_by_all_directories(original: list[Path]) -> Non
     check(moved[0], torch.full_like(ROWS, 5))
 
 
+@pytest.mark.parametrize("rows", [70, 7000, 20_000])
 @pytest.mark.parametrize("updatable", [False, True])
-def test_another_order_is_refused(drive: Path, updatable: bool) -> None:
+def test_another_order_is_refused(drive: Path, updatable: bool, rows: int) -> None:
+    """Also where the files have different sizes."""
     directories = [drive / name for name in "abc"]
-    Table.from_tensor(directories, ROWS, updatable=updatable).close()
+    Table.from_tensor(directories, ROWS[:rows], updatable=updatable).close()
     first, second, third = (each.rename(each.with_name(f"moved {each.name}")) for each in directories)
     with pytest.raises(ValueError, match=f"'{third}' is directory 2 .from 0. of its table, and was given as directory 1"):
         Table.open([first, third, second])
     with pytest.raises(FileNotFoundError):
         Table.open([second, first, third])
-    check([first, second, third], ROWS)
+    with Table.open([first, second, third]) as table:
+        assert torch.equal(table.read(EVERY[:rows]), ROWS[:rows])
 
 
 def test_directories_of_a_table_and_of_its_copy_are_not_mixed(original: list[Path]) -> None:
@@ -145,8 +148,18 @@ def test_a_writer_that_ended_in_its_first_commit_leaves_a_table_that_is_opened(o
         assert json.loads((original[0] / "deepnvme-table.json").read_text())["previous"]
         check(original, ROWS)
     change(original, 3)
-    assert json.loads((original[0] / "deepnvme-table.json").read_text())["previous"] is None
+    assert json.loads((original[0] / "deepnvme-table.json").read_text())["previous"] == []
     check(original, torch.full_like(ROWS, 3))
+
+
+def test_copies_made_after_a_writer_that_did_not_commit_are_not_mixed_later(original: list[Path]) -> None:
+    with Table.open(original[0], writable=True, memory_budget=0) as table:
+        table.write(EVERY, -ROWS)
+    copies = copied(original, "copy")
+    change(original[0], 1)
+    refused([copies[0], *original[1:]], original[1], copies[0])
+    refused([original[0], *copies[1:]], copies[1])
+    check(copies, ROWS)
 
 
 def as_of_version_1(directories: Sequence[Path]) -> None:
