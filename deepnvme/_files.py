@@ -86,7 +86,7 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     file = open(path, "rb", opener=_open)  # noqa: SIM115  the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "a regular file is needed, and this is a FIFO, a device or a socket", os.fspath(path))
+        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
     return file
 
 
