@@ -8,6 +8,7 @@ directories that the manifest names tell which belong together.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Sequence
@@ -85,6 +86,7 @@ def directories_of(given: Sequence[Path], layout: TableLayout, epochs: Epochs) -
         epochs: What it says of commits.
 
     Raises:
+        FileNotFoundError: If only the first is given, and another one is not where it was.
         ValueError: If the table is not where it was, so that all directories have to be given; or if some of those that are given
             are where they were, and others are copies of those that are there still.
     """
@@ -98,6 +100,10 @@ def directories_of(given: Sequence[Path], layout: TableLayout, epochs: Epochs) -
         return recorded
     in_place = [_same(each, place) for each, place in zip(given, recorded, strict=False)]
     if len(given) == 1 and in_place[0]:
+        for place in recorded[1:]:
+            if not (place / ROWS_NAME).exists():
+                text = f"a directory of the table in '{first}' is not where it was; if it was moved, give all {count} directories"
+                raise FileNotFoundError(errno.ENOENT, text, str(place))
         return [first, *recorded[1:]]
     listed = ", ".join(f"'{each}'" for each in recorded)
     if len(given) == 1:

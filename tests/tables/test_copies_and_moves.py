@@ -112,6 +112,9 @@ def test_one_directory_is_moved_to_another_drive(original: list[Path]) -> None:
     moved = [original[0], copy, original[2]]
     refused(moved, copy, original[1], "move", original[1], "away")
     shutil.rmtree(original[1])
+    with pytest.raises(FileNotFoundError, match=f"'{original[0]}' is not where it was.*give all 3") as missing:
+        Table.open(original[0])
+    assert missing.value.filename == str(original[1])
     change(moved, 7)
     check(original[0], torch.full_like(ROWS, 7))
 
