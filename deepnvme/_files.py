@@ -5,6 +5,8 @@ and such as are not trusted, since an unpacked archive can contain links, device
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import stat
 from collections.abc import Iterator
@@ -73,6 +75,19 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
         if status.st_size > most:
             raise UnfitFile(f"it has {status.st_size} bytes, and may have {most}")
         return file.read(status.st_size)
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Open a file for reading that a user has named. Never waits for a FIFO's writer.
+
+    Raises:
+        OSError: From opening. EINVAL for a FIFO, a device or a socket; IsADirectoryError.
+    """
+    file = open(path, "rb", opener=_open)  # noqa: SIM115  the caller closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+    return file
 
 
 def lines_of(file: Path) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ._files import open_regular
 from ._lazy import public_names
 from ._sizes import byte_count
 from .engine import Backend
@@ -86,7 +87,7 @@ class AioConfig(BaseModel):
             ValueError: If the configuration is no JSON object. pydantic.ValidationError: If the block is not valid.
         """
         if not isinstance(config, Mapping):
-            with open(config, encoding="utf-8") as file:
+            with open_regular(config) as file:
                 config = json.load(file)
         if not isinstance(config, Mapping):
             raise ValueError(f"a DeepSpeed configuration is a JSON object, got {type(config).__name__}")

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
+from deepnvme._files import open_regular
 from deepnvme._profiler_ranges import profiler_range
 from deepnvme._progress import Progress, ProgressOption, shown_progress
 from deepnvme.engine import Engine
@@ -190,8 +191,9 @@ def _load(
     config: AioConfig | None,
 ) -> Any:
     """Load one .pt file and return the whole object. Storages that ``keys`` rule out are not read."""
-    if os.path.getsize(path) == 0:
-        raise CorruptCheckpoint(path, "the file is empty")
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            raise CorruptCheckpoint(path, "the file is empty")
     found = pt_records.records_of(path) if pt_records.is_zip(path) else None
     if found is not None:
         if found.script and safe:  # torch says so, too, but neither which file nor torch.jit.load

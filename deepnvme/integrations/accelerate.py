@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from deepnvme._files import open_regular
 from deepnvme._lazy import public_names
 from deepnvme._model_structure import REST, ties_of, weights_by_name
 from deepnvme._shortened_lists import listed
@@ -342,7 +343,7 @@ def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Ten
 def _crc32(path: str) -> int:
     """Return the CRC-32 of a file's bytes, read a part at a time."""
     crc = 0
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while part := file.read(1 << 20):
             crc = crc32(part, crc)
     return crc

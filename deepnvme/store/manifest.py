@@ -90,6 +90,10 @@ class StoreMembership:
     """Index of the directory that this is in, among the store's directories."""
     first: str
     """The directory with the manifest, at the time when this was written."""
+    directory: str = ""
+    """The directory that this is in, at that time. Empty in stores that earlier versions of the package have made."""
+    previous: str = ""
+    """The identity that the manifest may have still, while the store is given a new one."""
 
 
 def publish(directory: Path, manifest: StoreManifest) -> None:
@@ -189,7 +193,8 @@ def _membership(data: bytes) -> StoreMembership:
     """Parse a membership. Raises ValueError or RecursionError."""
     fields = _parsed(data)
     try:
-        return StoreMembership(str(fields["store"]), int(fields["index"]), str(fields["first"]))
+        more = str(fields.get("directory", "")), str(fields.get("previous", ""))
+        return StoreMembership(str(fields["store"]), int(fields["index"]), str(fields["first"]), *more)
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 

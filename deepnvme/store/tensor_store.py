@@ -82,8 +82,8 @@ class TensorStore:
         FileExistsError: Without ``persist``, if a directory has a persisted store.
         FileNotFoundError: With ``read_only``, if a directory has no persisted store.
         CorruptManifest: If the manifest is damaged.
-        ValueError: If the directories are not those of one store, none is given, one is given twice, a weight is not positive
-            and finite, or both ``engine`` and ``config`` are given.
+        ValueError: If the directories are not those of one store, or of a store and a copy of it; none is given, one is given
+            twice, a weight is not positive and finite, or both ``engine`` and ``config`` are given.
         OSError: From creating and opening files.
     """
 

@@ -103,10 +103,9 @@ class Volumes:
             # The tensors in the manifest that was found.
             self.tensors: Mapping[str, StoredTensor] = {} if known is None else known.tensors
             self._identity = uuid.uuid4().hex if known is None else known.store
+            self._renewed = known is None  # whether no copy of the store can have its identity
             if persist and known is None:
-                first = str(self._owners[0].directory)
-                for index, locked in enumerate(self._owners[1:], 1):
-                    manifest.join(locked.directory, StoreMembership(self._identity, index, first))
+                self._join()
         except BaseException:
             self.leave()
             raise
@@ -160,7 +159,23 @@ class Volumes:
         for owner in self._owners:
             owner.check()
         self._persisted = True
+        previous = self._identity
+        if not self._renewed and len(self._owners) > 1:
+            # From now on this store differs from copies of it: their directories are not taken for its own any more.
+            self._identity = uuid.uuid4().hex
+            self._join(previous)
         manifest.publish(self._owners[0].directory, StoreManifest(self._identity, len(self._owners), tensors))
+        if self._identity != previous:
+            self._renewed = True
+            with contextlib.suppress(OSError):  # the tensors are published; the next owner comes to this again
+                self._join()
+
+    def _join(self, previous: str = "") -> None:
+        """Have all directories but the first say that they belong to the store. Raises OSError."""
+        first = str(self._owners[0].directory)
+        for index, locked in enumerate(self._owners[1:], 1):
+            directory = locked.directory
+            manifest.join(directory, StoreMembership(self._identity, index, first, str(directory), previous))
 
     def _own(
         self, weights: Mapping[Path, float], persist: bool, engine: Engine, owner: DirectoryOwner
@@ -259,8 +274,44 @@ def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[
         )
     order = [first]
     for wanted in range(1, manifest.directories):
-        found = [index for index, member in members.items() if (member.store, member.index) == (manifest.store, wanted)]
+        found = [index for index, member in members.items() if member.index == wanted and _belongs(member, manifest.store)]
         if len(found) != 1:
-            raise ValueError(f"directory {wanted} (from 0) of the store in '{directories[first]}' is not among those given")
+            raise ValueError(
+                f"directory {wanted} (from 0) of the store in '{directories[first]}', as it is now, is not among those given:"
+                " give directories that were copied or moved together"
+            )
         order += found
+        _check_not_mixed(directories[first], directories[found[0]], members[found[0]], manifest.store)
     return manifest, order
+
+
+def _belongs(member: StoreMembership, store: str) -> bool:
+    return store in (member.store, member.previous)
+
+
+def _check_not_mixed(first: Path, directory: Path, member: StoreMembership, store: str) -> None:
+    """Raise ValueError if one of two directories of a store is where it was, and the other a copy of one that is there still."""
+    first_in_place = _same(first, Path(member.first))
+    in_place = bool(member.directory) and _same(directory, Path(member.directory))
+    if in_place and not first_in_place:
+        moved, place = first, Path(member.first)
+        there = load(place)
+        still = there is not None and _belongs(member, there.store)
+    elif first_in_place and not in_place and member.directory:
+        moved, place = directory, Path(member.directory)
+        other = membership(place)
+        still = other is not None and other.index == member.index and _belongs(other, store)
+    else:
+        return
+    if still:
+        raise ValueError(
+            f"'{moved}' was given for '{place}', which is there still, beside a directory of the store that is where it was: give"
+            f" '{place}', or a copy of each; or move '{place}' away if '{moved}' takes its place"
+        )
+
+
+def _same(path: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from deepnvme.ops import load_async_io
 from deepnvme.profiles import engine_for
 from deepnvme.store.directory_lock import DirectoryLock, DirectoryOwner
 
+from .identity import file_bytes, write_identity
 from .layout import Column, TableLayout
 from .manifest import MANIFEST_NAME, ROWS_NAME, Epochs, save_manifest
 
@@ -89,13 +91,16 @@ def create_files(
             with naming_file(path):
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
-                    size = padded(layout.bytes_in(volume), sector)
+                    size = padded(file_bytes(layout, volume), sector)
                     preallocate(descriptor, 0, size, str(path), "give the table a directory on a larger drive")
                 finally:
                     os.close(descriptor)
         filled = values is not None or any(initial.values())
         if filled:
             _fill(engine, files, layout, values, initial)
+        identity = uuid.uuid4().hex
+        for future in write_identity(engine, files, layout, identity):
+            future.result()
         for future in [engine.fsync(file) for file in files]:
             future.result()
         _note(directories, unfinished)
@@ -105,7 +110,7 @@ def create_files(
             sync_directory(directory)
             sync_directory(directory.parent)
         committed = _FIRST_EPOCH if updatable and filled else 0
-        save_manifest(directories, layout, Epochs(committed, committed))
+        save_manifest(directories, layout, Epochs(committed, committed, identity=identity))
         with contextlib.suppress(OSError):  # the table is whole with it, too
             (directories[0] / _NOTE_NAME).unlink()
 

@@ -12,6 +12,8 @@ import torch
 
 from deepnvme.memory.alignment import padded
 
+_MOST_BYTES = 1 << 40
+"""Of a record: far from where numbers of bytes of a table would not fit into 64 bits."""
 VALUES = "values"
 """Name of the column that has the rows' values; the others are optimizer states."""
 
@@ -50,15 +52,22 @@ def columns_of(dtype: torch.dtype, shape: Sequence[int], states: Mapping[str, St
     """Return the columns of a record: the values, and states after them.
 
     Raises:
-        ValueError: If a row would have no bytes, or a state has the name of the values.
+        ValueError: If a row would have no bytes, or more than a TiB; a size is negative, or a dtype quantized; or a state has the
+            name of the values.
     """
     if VALUES in (states or {}):
         raise ValueError(f"a state must not have the name {VALUES!r}, which the rows themselves have")
     columns: list[Column] = []
     end = 0
     for name, state in {VALUES: State(dtype, shape), **(states or {})}.items():
+        if str(state.dtype).startswith("torch.q"):
+            raise ValueError(f"{name} must have a dtype that is not quantized, got {state.dtype}: store what int_repr() returns")
+        if any(size < 0 for size in state.shape):
+            raise ValueError(f"the shape of {name} must not have negative sizes, got {tuple(state.shape)}")
         column = Column(name, state.dtype, tuple(state.shape), padded(end, state.dtype.itemsize))
         end = column.offset + column.nbytes
+        if end > _MOST_BYTES:
+            raise ValueError(f"a row and its states may have {_MOST_BYTES} bytes, got {end} with {name} of shape {column.shape}")
         columns.append(column)
     if not columns[0].nbytes:
         raise ValueError(f"a row must have at least one byte, got shape {tuple(shape)} in {dtype}")

@@ -25,10 +25,12 @@ MANIFEST_NAME = "deepnvme-table.json"
 """Name of the manifest in the table's first directory."""
 ROWS_NAME = "rows"
 """Name of the file with rows in each of the table's directories."""
-_KIND = "deepnvme table 1"
+_KIND = "deepnvme table 2"
+_KIND_WITHOUT_IDENTITY = "deepnvme table 1"
 _MOST_BYTES = 64 << 20
 """Of a manifest. Each crash between two commits, and each rollback, adds some 30 bytes."""
-_Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Identity = Annotated[str, Field(pattern=r"\A([0-9a-f]{32})?\z")]
 
 
 class CorruptTable(OSError):
@@ -57,8 +59,8 @@ class _Fields(BaseModel):
     kind: str
     rows: _Count
     columns: Annotated[list[tuple[str, str, list[_Count], _Count]], Field(min_length=1)]
-    version_bytes: _Count
-    chunk: Annotated[int, Field(ge=1)]
+    version_bytes: Annotated[int, Field(ge=0, le=1 << 41)]
+    chunk: Annotated[int, Field(ge=1, le=1 << 40)]
     directories: Annotated[list[str], Field(min_length=1)]
     committed: _Count
     reserved: _Count
@@ -66,6 +68,8 @@ class _Fields(BaseModel):
     attributes: dict[str, Any]
     name: str = ""
     prepared: Prepared | None = None
+    identity: _Identity = ""
+    previous: list[_Identity] = []
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,11 @@ class Epochs:
     """The last commit's, if it was made together with those of other tables."""
     prepared: Prepared | None = None
     """A commit that is perhaps in force: other tables decide."""
+    identity: str = ""
+    """Of the table since it was first written to by its last writer, as its files of rows have it; empty in the first version of
+    the format."""
+    previous: tuple[str, ...] = ()
+    """Those that some files may have still; none once a commit has flushed ``identity`` into all of them."""
 
     def adopt(self, prepared: Prepared) -> Epochs:
         """Return the epochs with a prepared commit as the last one."""
@@ -125,7 +134,7 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) 
         ValueError: If the attributes are nothing that JSON can hold, or too large.
     """
     fields = _Fields(
-        kind=_KIND,
+        kind=_KIND if epochs.identity else _KIND_WITHOUT_IDENTITY,
         rows=layout.rows,
         columns=[(each.name, str(each.dtype).removeprefix("torch."), list(each.shape), each.offset) for each in layout.columns],
         version_bytes=layout.version_bytes,
@@ -137,6 +146,8 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) 
         attributes=dict(epochs.attributes),
         name=epochs.name,
         prepared=epochs.prepared,
+        identity=epochs.identity,
+        previous=list(epochs.previous),
     )
     text = fields.model_dump_json(indent=1) + "\n"
     if len(text.encode()) > _MOST_BYTES:
@@ -172,8 +183,8 @@ class ManifestWatch:
         self._file.close()
 
 
-def load_manifest(directory: Path) -> tuple[list[Path], TableLayout, Epochs]:
-    """Return the directories of a table, its layout and its epochs.
+def load_manifest(directory: Path) -> tuple[TableLayout, Epochs]:
+    """Return the layout of a table, with its files where they were when the manifest was written, and its epochs.
 
     Raises:
         FileNotFoundError: If there is no table in the directory.
@@ -182,7 +193,7 @@ def load_manifest(directory: Path) -> tuple[list[Path], TableLayout, Epochs]:
     path = directory / MANIFEST_NAME
     try:
         fields = _Fields.model_validate_json(read_regular(path, _MOST_BYTES))
-        if fields.kind != _KIND:
+        if fields.kind != (_KIND if fields.identity else _KIND_WITHOUT_IDENTITY):
             raise ValueError(f"it says that it is {fields.kind!r}, and not {_KIND!r}")
         columns = tuple(Column(name, dtype_named(dtype), tuple(shape), offset) for name, dtype, shape, offset in fields.columns)
         values, *states = columns
@@ -190,13 +201,10 @@ def load_manifest(directory: Path) -> tuple[list[Path], TableLayout, Epochs]:
             raise ValueError("its columns do not follow one another")
     except (UnfitFile, ValidationError, ValueError) as error:
         raise CorruptTable(path, str(error)) from error
-    directories = [Path(each) for each in fields.directories]
-    if directories[0] != directory:  # it was moved: others beside it move with it
-        directories = [directory, *directories[1:]]
-    layout = TableLayout(
-        tuple(each / ROWS_NAME for each in directories), fields.rows, columns, 0, fields.version_bytes, fields.chunk
-    )
+    files = tuple(Path(each) / ROWS_NAME for each in fields.directories)
+    layout = TableLayout(files, fields.rows, columns, 0, fields.version_bytes, fields.chunk)
     epochs = Epochs(
-        fields.committed, fields.reserved, tuple(fields.abandoned), fields.attributes, fields.name, fields.prepared
-    )
-    return directories, layout, epochs
+        fields.committed, fields.reserved, tuple(fields.abandoned), fields.attributes, fields.name, fields.prepared,
+        fields.identity, tuple(fields.previous),
+    )  # fmt: skip
+    return layout, epochs

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from deepnvme._files import open_regular
 from deepnvme._shortened_lists import listed
 from deepnvme.checkpoint.weight_locations import Location, weights_in
 
@@ -98,7 +99,7 @@ def _numpy(path: Path) -> TableLayout:
         import numpy
     except ImportError as error:
         raise RuntimeError("numpy is needed to open .npy files: pip install numpy") from error
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         try:
             version = numpy.lib.format.read_magic(file)
             # Version 3 is for structures whose fields have names beyond latin-1: no tensor can have these.
@@ -109,6 +110,8 @@ def _numpy(path: Path) -> TableLayout:
         except ValueError as error:
             raise CorruptTable(path, str(error)) from error
         begin = file.tell()
+    if any(size < 0 for size in shape):
+        raise CorruptTable(path, f"its header says that its shape is {shape}")
     if not shape:
         raise ValueError(f"'{path}' has one value, and no rows")
     if fortran_order and sum(each > 1 for each in shape) > 1:

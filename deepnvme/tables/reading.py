@@ -396,7 +396,8 @@ class RowReader:
         cause, first = batch.errors[0], rows[0]
         more = f", and {len(rows) - 1} other rows" if len(rows) > 1 else ""
         text = f"row {first.row} at offset {first.offset}{more}: {cause.strerror}"
-        error = RowsUnreadable(cause.errno, text, first.file)
+        # ENODATA is the engine's, of a read that ended before its last byte: the file has become shorter.
+        error = RowsUnreadable(errno.ESTALE if cause.errno == errno.ENODATA else cause.errno, text, first.file)
         error.failed = rows
         error.__cause__ = cause
         return error

@@ -50,7 +50,7 @@ def states_of(optimizer: OptimizerFactory, dtype: torch.dtype, embedding_dim: in
     """Return what an optimizer keeps for a table of rows of ``embedding_dim`` elements.
 
     Raises:
-        ValueError: If it does not take sparse gradients, or changes rows that are not in them.
+        ValueError: If it does not take sparse gradients, changes rows that are not in them, or makes NaN of gradients of 0.
     """
     name = optimizer_name(optimizer)
     parameter = torch.nn.Parameter(torch.ones(_ROWS, embedding_dim, dtype=dtype))
@@ -61,6 +61,11 @@ def states_of(optimizer: OptimizerFactory, dtype: torch.dtype, embedding_dim: in
         # Optimizers such as SparseAdam make their states in the first step. The last row has no gradient in it: its states are
         # what all rows begin with.
         _step(tried, parameter, 0, 0.0)
+        if parameter.isnan().any():
+            raise ValueError(
+                f"{name} makes NaN of rows in {dtype} where their gradient is 0, in memory too, as it divides by an eps that is 0"
+                f" in this dtype: give a larger one, optimizer=functools.partial(torch.optim.{name}, eps=1e-4)"
+            )
         initial = {key: value[-1].clone() for key, value in state.items() if _is_per_row(value)}
         # A step with gradients for other rows must leave the last row and its states as they are: it would not be read.
         for row in (0, 1):

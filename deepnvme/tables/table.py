@@ -29,8 +29,9 @@ from deepnvme.store.directory_lock import DirectoryLock, DirectoryOwner
 
 from .background import BackgroundThread
 from .creating import create_files
+from .identity import LARGEST_SECTOR, check_identity, directories_of, file_bytes
 from .layout import State, TableLayout, columns_of
-from .manifest import CorruptTable, Epochs, ManifestWatch, load_manifest
+from .manifest import ROWS_NAME, CorruptTable, Epochs, ManifestWatch, load_manifest
 from .opening import CheckpointFormat, find_layout
 from .paths import AnyPath, as_directories
 from .reading import RowReader, RowsFuture, RowsUnreadable, unit_of
@@ -183,8 +184,9 @@ class Table:
         """Open a table, or a file that is one already, without a copy.
 
         Args:
-            paths: The directory of a table, or of one over several drives the first; a ``.npy`` file; a ``.safetensors`` or
-                ``.pt`` file; or any other file, whose rows are as ``dtype`` and ``shape`` say.
+            paths: The directory of a table, or of one over several drives the first; if it was copied or moved, all of them, in
+                the order in which it was created. Or a ``.npy`` file; a ``.safetensors`` or ``.pt`` file; or any other file,
+                whose rows are as ``dtype`` and ``shape`` say.
             name: Of the tensor in a ``.safetensors`` or ``.pt`` file that has several.
             dtype: Of the values in a raw file.
             shape: Of one row in a raw file.
@@ -202,8 +204,8 @@ class Table:
             FileNotFoundError: If there is no such file or table.
             StoreLocked: If another writer has the table, who is named. One that nobody has any more is collected first.
             CorruptTable: If the table is damaged, or one of its files too short.
-            ValueError: For a file whose rows do not lie one after the other, a raw file without ``dtype`` and ``shape``, or
-                ``writable`` for what is not an updatable table.
+            ValueError: For directories that do not belong together, or not in this order; a file whose rows do not lie one after
+                the other, a raw file without ``dtype`` and ``shape``, or ``writable`` for what is not an updatable table.
             OSError: From opening it.
         """
         memory_budget = budget_bytes(memory_budget, "memory_budget")
@@ -212,13 +214,9 @@ class Table:
         first = given[0]
         source: dict[str, Any] = {"paths": given, "name": name, "dtype": dtype, "shape": shape, "offset": offset}
         if first.is_dir():
-            _, layout, epochs = load_manifest(first)
-            directories = [each.parent for each in layout.files]
-            if len(given) > 1 and len(given) != len(directories):
-                raise ValueError(f"the table in '{first}' has {len(directories)} directories, got {len(given)}")
-            if len(given) > 1 and set(given) != set(directories):  # it was moved
-                directories = given
-                layout = replace(layout, files=tuple(each / layout.files[0].name for each in directories))
+            layout, epochs = load_manifest(first)
+            directories = directories_of(given, layout, epochs)
+            layout = replace(layout, files=tuple(each / ROWS_NAME for each in directories))
             if writable and not layout.updatable:
                 raise ValueError(f"the rows of '{first}' cannot be changed: make a copy by Table.create(..., updatable=True)")
             return cls(layout, directories, epochs, writable, memory_budget, staging_bytes, config, source)
@@ -242,13 +240,15 @@ class Table:
                 owner = DirectoryOwner("Table", _LOCKED_REMEDY)
                 for directory in self._directories:
                     self._locks.append(DirectoryLock(directory, owner))
-                _, _, epochs = load_manifest(self._directories[0])  # the writer before may have committed meanwhile
+                _, epochs = load_manifest(self._directories[0])  # the writer before may have committed meanwhile
                 epochs = epochs.begin()
             elif self._directories is not None and layout.updatable:
                 self._manifest = ManifestWatch(self._directories[0])
                 epochs = self._newest_epochs()  # the writer may have committed meanwhile
             for path in layout.files:
                 self._files.append(self._engine.open(path, "r+" if writable else "r", whole_sectors=True))
+            if self._directories is not None:
+                epochs = self._check_identity(epochs)
             self._check_files(writable)
             self._memory, self._cache = self._new_cache(writable)
             self._show(epochs)
@@ -268,20 +268,38 @@ class Table:
             raise
 
     def _check_files(self, writable: bool) -> None:
-        """Raise CorruptTable if a file is too short or its versions are, and ValueError if its rows cannot be changed here."""
+        """Raise CorruptTable if a file has not the size of its rows, or its versions are too short for them; and ValueError if
+        its rows cannot be changed here.
+        """
         header = load_async_io().tables.VERSION_HEADER_BYTES
         version = self._layout.version_bytes
         if self._layout.updatable and version < header + self._layout.record_bytes:
             raise CorruptTable(self._layout.files[0], f"a row does not fit into the {version} bytes of a version")
         for volume, (path, file) in enumerate(zip(self._layout.files, self._files, strict=True)):
             wanted = self._layout.bytes_in(volume)
-            if file.size() < wanted:
-                raise CorruptTable(path, f"it has {file.size()} bytes, and {self._layout.rows} rows need {wanted}")
+            size = file.size()
+            if size < wanted or (self._directories is not None and size > file_bytes(self._layout, volume) + LARGEST_SECTOR):
+                raise CorruptTable(path, f"it has {size} bytes, and {self._layout.rows} rows need {wanted}")
             if writable and self._layout.version_bytes % file.sector_size:
                 raise ValueError(
                     f"'{path}' is on a drive with sectors of {file.sector_size} bytes, and versions of rows have"
                     f" {self._layout.version_bytes}: make a copy by Table.create"
                 )
+
+    def _check_identity(self, epochs: Epochs) -> Epochs:
+        """Return the epochs of the manifest that the files belong to. Raises ValueError if they belong to none."""
+        while True:
+            try:
+                check_identity(self._layout, epochs)
+                return epochs
+            except ValueError:
+                if self._manifest is None or not self._manifest.replaced():
+                    raise
+            # A writer has given the table a new identity meanwhile.
+            assert self._directories is not None
+            self._manifest.close()
+            self._manifest = ManifestWatch(self._directories[0])
+            epochs = self._newest_epochs()
 
     def _new_cache(self, writable: bool) -> tuple[torch.Tensor, RowCache]:
         """Return the cache of the memory budget, and its memory."""
@@ -538,7 +556,7 @@ class Table:
     def _newest_epochs(self) -> Epochs:
         """Return those of the manifest, which is still this table's. Raises OSError."""
         assert self._directories is not None
-        _, layout, epochs = load_manifest(self._directories[0])
+        layout, epochs = load_manifest(self._directories[0])
         if replace(layout, files=self._layout.files) != self._layout:
             raise OSError(errno.ESTALE, "the table was replaced by another one", str(self._directories[0]))
         return epochs
@@ -567,7 +585,11 @@ class Table:
         numbers = numbers.flatten()
         rows = rows.detach().to("cpu").contiguous().view(numbers.numel(), *self.row_shape)
         numbers, last = last_of_each(numbers)
-        self._change(numbers, lambda begin, end, records: self._layout.values.of(records).copy_(rows[last[begin:end]]))
+
+        def fill(begin: int, end: int, records: torch.Tensor) -> None:
+            self._layout.values.of(records).copy_(rows[last[begin:end]])
+
+        self._change(numbers, fill, all_columns=len(self._layout.columns) == 1)
 
     def read_records(self, ids: torch.Tensor, *, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return rows with their states, by name: ``"values"``, and as :attr:`states` has them. Blocks.
@@ -624,16 +646,17 @@ class Table:
         if failure is not None:
             raise failure
 
-    def _change(self, numbers: torch.Tensor, fill: Callable[[int, int, torch.Tensor], object], all_columns: bool = False) -> None:
-        """Change rows, some at a time: ``fill(begin, end, records)`` puts the new values of some numbers into their records."""
-        whole = all_columns or len(self._layout.columns) == 1
+    def _change(self, numbers: torch.Tensor, fill: Callable[[int, int, torch.Tensor], object], all_columns: bool) -> None:
+        """Change rows, some at a time: ``fill(begin, end, records)`` puts new values of some numbers into their records, which
+        are read before unless it puts all columns there.
+        """
         with self._lock:
             writer = self._writer_here()
             step = writer.rows_at_a_time
             for begin in range(0, numbers.numel(), step):
                 some = numbers[begin : begin + step].contiguous()
                 records = torch.zeros(some.numel(), self._layout.record_bytes, dtype=torch.uint8)
-                if not whole:
+                if not all_columns:
                     self._read_records(some, records)
                 fill(begin, begin + some.numel(), records)
                 writer.change(some, records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine, File, Future
 from deepnvme.ops import load_async_io
 
+from .identity import write_identity
 from .layout import TableLayout
 from .manifest import Epochs, Prepared, save_manifest
 from .reading import RowReader, int64_at
@@ -74,6 +76,7 @@ class RowWriter:
         self.prepared = epochs.prepared
         """A commit of the writer before that other tables may have; None once a row was changed here."""
         self._written_in_epoch = False
+        self._identity_written = False  # into the files, which only a commit flushes
         self._manifest_uncertain = False  # a commit failed or was interrupted, and may be in force nevertheless
         self._flush_error: OSError | None = None
         self._flushed = False  # nothing was changed since the last flush
@@ -172,15 +175,24 @@ class RowWriter:
         return begun
 
     def _begin_epoch(self) -> None:
-        """Have the manifest say that versions of this epoch may be on the drive, before they are."""
+        """Have the manifest say that versions of this epoch may be on the drive, before they are. Before the first ones of this
+        writer the table gets a new identity, so that its files are not taken for those of a copy any more.
+        """
         reserving = self.epochs
         if reserving.present > reserving.reserved:
             reserving = replace(reserving, reserved=reserving.present + _RESERVED_EPOCHS)
+        if not self._identity_written:
+            former = (*reserving.previous, reserving.identity)
+            reserving = replace(reserving, identity=uuid.uuid4().hex, previous=former)
         if reserving is not self.epochs or self._manifest_uncertain:
             save_manifest(self._directories, self._layout, reserving)
             with defer_interrupts():
                 self.epochs = reserving
                 self._manifest_uncertain = False
+        if not self._identity_written:
+            for future in write_identity(self._engine, self._files, self._layout, self.epochs.identity):
+                future.result()
+            self._identity_written = True
         self._written_in_epoch = True
 
     def _write_part(self) -> bool:
@@ -285,6 +297,8 @@ class RowWriter:
         attributes = self.epochs.attributes if attributes is None else copy.deepcopy(dict(attributes))
         if self._written_in_epoch or attributes != self.epochs.attributes or name not in ("", self.epochs.name):
             committed = replace(self.epochs, committed=self.epochs.present, attributes=attributes, name=name)
+            if self._written_in_epoch:  # and flushed, with the identity
+                committed = replace(committed, previous=())
             self._manifest_uncertain = True
             save_manifest(self._directories, self._layout, committed)
             with defer_interrupts():
@@ -317,7 +331,7 @@ class RowWriter:
             with defer_interrupts():
                 self._cache.drop_changed(present)
                 self.epochs = epochs
-                self._written_in_epoch = self._manifest_uncertain = False
+                self._written_in_epoch = self._manifest_uncertain = self._identity_written = False
                 self._flush_error = None
                 self._show()
         else:

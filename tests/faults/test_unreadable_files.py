@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import torch
 import deepnvme
 import deepnvme.safetensors
 from deepnvme.checkpoint import NVMeReader, NVMeWriter, verify
+from deepnvme.config import AioConfig
 from deepnvme.store import manifest
+from deepnvme.streaming import WeightStore
 from deepnvme.swap import TensorStore, buffer_pool
+from deepnvme.tables import Table, open_ngram_tables
 
 from ..support.faulty_filesystem import FaultyFilesystem
 
@@ -155,3 +159,51 @@ def test_a_stores_manifest_is_named(direct_disk: FaultyFilesystem, name: str) ->
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
     with TensorStore(directories, persist=True) as store:
         assert torch.equal(store.get("large").result(), STATE["large"])
+
+
+FIFOS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "load": ("model.pt", deepnvme.load),
+    "load of safetensors": ("model.safetensors", deepnvme.load),
+    "load_file": ("model.safetensors", deepnvme.safetensors.load_file),
+    "verify": ("model.pt", verify),
+    "WeightStore.build": ("model.pt", lambda path: WeightStore.build(path, path.with_name("weights"))),
+    "WeightStore.build of safetensors": ("model.safetensors", lambda path: WeightStore.build(path, path.with_name("weights"))),
+    "Table.open of .npy": ("rows.npy", Table.open),
+    "Table.open of .pt": ("rows.pt", Table.open),
+    "Table.open of safetensors": ("rows.safetensors", Table.open),
+    "Table.open of raw rows": ("rows", lambda path: Table.open(path, dtype=torch.float32, shape=3)),
+    "open_ngram_tables": ("rows.safetensors", open_ngram_tables),
+    "AioConfig": ("ds_config.json", AioConfig.from_deepspeed),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", FIFOS)
+def test_a_fifo_is_refused_rather_than_waited_for(name: str, drive: Path) -> None:
+    file, read = FIFOS[name]
+    os.mkfifo(drive / file)
+    with pytest.raises(OSError, match="regular file") as refused:
+        read(drive / file)
+    assert (refused.value.errno, refused.value.filename) == (errno.EINVAL, str(drive / file))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.timeout(60)
+def test_a_fifo_among_the_files_of_a_distributed_checkpoint_is_refused(drive: Path) -> None:
+    save_distributed(drive / "checkpoint")
+    (data,) = (drive / "checkpoint").glob("*.distcp")
+    data.unlink()
+    os.mkfifo(data)
+    from torch.distributed.checkpoint import CheckpointException
+
+    with pytest.raises(CheckpointException, match="no regular file"):
+        load_distributed(drive / "checkpoint")
+
+
+@pytest.mark.timeout(60)
+def test_a_fifo_in_the_place_of_a_tables_rows_is_refused(drive: Path) -> None:
+    Table.from_tensor(drive / "table", STATE["large"].view(-1, 10)).close()
+    (drive / "table" / "rows").unlink()
+    os.mkfifo(drive / "table" / "rows")
+    with pytest.raises(OSError, match="regular file"):
+        Table.open(drive / "table")

@@ -8,11 +8,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
 from deepnvme.store.directory_lock import StoreLocked
-from deepnvme.tables import CorruptTable, State, Table
+from deepnvme.tables import CorruptTable, RowsUnreadable, State, Table
 
 from ..support.disks import Disk
 
@@ -162,16 +163,23 @@ def test_a_truncated_table_is_refused(drive: Path, updatable: bool) -> None:
 def test_a_table_that_becomes_shorter_while_it_is_open(drive: Path, table: Table) -> None:
     os.truncate(drive / "table" / "rows", 100 * 1024)
     assert torch.equal(table.read(torch.arange(90)), VALUES[:90])
-    with pytest.raises(OSError, match=r"row 100 at offset 102400.*no longer has"):
+    with pytest.raises(RowsUnreadable, match=r"row 100 at offset 102400.*no longer has") as caught:
         table.read(torch.arange(200))
+    assert caught.value.errno == errno.ESTALE
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("kind", "table 2"), ("rows", -1), ("chunk", 0), ("columns", []), ("directories", []), ("committed", "5"), ("more", 1)],
-)
-def test_a_damaged_manifest_is_refused(drive: Path, field: str, value: object) -> None:
-    Table.from_tensor(drive / "table", VALUES).close()
+    [
+        ("kind", "table 2"), ("rows", -1), ("chunk", 0), ("columns", []), ("directories", []), ("committed", "5"), ("more", 1),
+        ("rows", 1 << 70), ("chunk", 1 << 70), ("chunk", (1 << 64) - 1), ("committed", 1 << 70), ("reserved", 1 << 64),
+        ("abandoned", [[1, 1 << 64]]), ("version_bytes", 1 << 70), ("identity", "x"), ("identity", ""),
+        ("columns", [["values", "quint8", [3], 0]]), ("columns", [["values", "float32", [1 << 62], 0]]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [0, 200])
+def test_a_damaged_manifest_is_refused(drive: Path, field: str, value: object, rows: int) -> None:
+    Table.from_tensor(drive / "table", VALUES[:rows], updatable=True).close()
     path = drive / "table" / "deepnvme-table.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(CorruptTable) as caught:
@@ -196,6 +204,45 @@ def test_a_damaged_manifest_does_not_have_memory_overwritten(drive: Path) -> Non
         path.write_text(json.dumps(whole | damage))
         with pytest.raises(CorruptTable):
             Table.open(drive / "table", writable=True)
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+def test_headers_of_versions_are_not_read_as_rows(drive: Path, rows: int) -> None:
+    Table.from_tensor(drive / "table", VALUES[:rows], updatable=True).close()
+    path = drive / "table" / "deepnvme-table.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version_bytes": 0}))
+    with pytest.raises(CorruptTable):
+        Table.open(drive / "table")
+
+
+@pytest.mark.parametrize("shape", ["(-200, 3)", "(200, -3)", "(-200, -3)", "(-1,)"])
+def test_negative_sizes_in_a_header_of_numpy_are_refused(drive: Path, shape: str) -> None:
+    numpy.save(drive / "x.npy", VALUES.numpy())
+    content = (drive / "x.npy").read_bytes()
+    dictionary, padding = b"(200, 3), }", b" " * 10
+    assert dictionary + padding in content
+    damaged = f"{shape}, }}".encode().ljust(len(dictionary + padding))
+    (drive / "x.npy").write_bytes(content.replace(dictionary + padding, damaged))
+    with pytest.raises(CorruptTable, match="shape"):
+        Table.open(drive / "x.npy")
+
+
+@pytest.mark.parametrize("shape", [-1, (-3, -1), (3, -1), 1 << 70])
+def test_sizes_that_no_row_can_have_are_refused(drive: Path, shape: int | tuple[int, ...]) -> None:
+    VALUES.numpy().tofile(drive / "raw")
+    for attempt in (
+        lambda: Table.open(drive / "raw", dtype=torch.float32, shape=shape),
+        lambda: Table.create(drive / "table", 0, shape, torch.float32),
+        lambda: Table.create(drive / "table", 3, 3, torch.float32, states={"sum": State(torch.int8, torch.Size([2, 0, -1]))}),
+    ):
+        with pytest.raises(ValueError, match=r"negative sizes|may have"):
+            attempt()
+    assert not (drive / "table").exists()
+
+
+def test_quantized_rows_are_refused(drive: Path) -> None:
+    with pytest.raises(ValueError, match="int_repr"):
+        Table.create(drive / "table", 3, 3, torch.quint8)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b"\xff\xfe"])

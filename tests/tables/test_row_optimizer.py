@@ -334,6 +334,16 @@ def test_optimizers_that_cannot_train_rows_are_refused(drive: Path) -> None:
     reader.table.close()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_an_eps_that_is_zero_in_float16_is_refused_for_what_torch_makes_of_it(drive: Path, kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"NaN of rows in torch.float16 where their gradient is 0.*functools.partial.*eps=1e-4"):
+        EmbeddingOnDisk(10, 4, path=drive / "table", dtype=torch.float16, optimizer=kind)
+    larger = functools.partial(kind, eps=1e-4)
+    ours = EmbeddingOnDisk(10, 4, path=drive / "table", dtype=torch.float16, optimizer=larger)
+    step(ours, RowOptimizer(ours), torch.tensor([1]))
+    assert ours(torch.arange(10)).isfinite().all()
+
+
 def test_an_embedding_is_added_later(drive: Path) -> None:
     first = EmbeddingOnDisk(10, 4, path=drive / "a", optimizer=torch.optim.SparseAdam)
     second = EmbeddingOnDisk(10, 4, path=drive / "b", optimizer=torch.optim.SparseAdam)

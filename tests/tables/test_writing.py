@@ -25,6 +25,13 @@ def test_of_equal_ids_the_last_row_counts(drive: Path) -> None:
         assert torch.equal(table.read(torch.tensor([4, 9])), torch.tensor([[9.0, 10, 11], [3, 4, 5]]))
 
 
+def test_records_of_which_no_column_is_given_stay_as_they_are(drive: Path) -> None:
+    with Table.from_tensor(drive / "table", VALUES, updatable=True) as table:
+        table.write_records(torch.tensor([4, 9]), {})
+        table.commit()
+        assert torch.equal(table.read(torch.arange(200)), VALUES)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int8, torch.complex64, torch.complex128])
 def test_every_dtype_is_written(drive: Path, dtype: torch.dtype) -> None:
     values = torch.randint(0, 2, (300, 5)).to(dtype)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from deepnvme._files import naming_file
+from deepnvme._files import naming_file, open_regular
 from deepnvme.checkpoint import file_io
 from deepnvme.checkpoint.formats.dcp_tensor import HEAD, Elements, KnownArchives, contiguous_strides
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, is_damage
@@ -297,7 +297,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner, engine: Eng
 def open_item_file(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
     """Open a file to look into it. Raises OSError naming the requested item too."""
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror}, where item {_name(request)} should be", str(path)) from error
     with file:

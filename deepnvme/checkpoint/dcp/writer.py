@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from deepnvme._files import sync_directory
+from deepnvme._files import open_regular, sync_directory
 from deepnvme._interrupts import Latch, defer_interrupts
 from deepnvme.checkpoint.file_io import shared_engine, write
 from deepnvme.checkpoint.formats.dcp_tensor import flat, frame, memory_of_item
@@ -328,7 +328,7 @@ def _named_in(file: Path, names: set[str]) -> set[str]:
     """
     named: set[str] = set()
     longest = max(map(len, names), default=0)
-    with contextlib.suppress(OSError), file.open("rb") as stream:
+    with contextlib.suppress(OSError), open_regular(file) as stream:
         end = b""
         while names - named and (block := stream.read(_BLOCK)):
             named |= {name for name in names - named if name.encode() in end + block}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.serialization import LoadEndianness, get_default_load_endianness
 
-from deepnvme._files import naming_file
+from deepnvme._files import naming_file, open_regular
 
 from .pickle_scan import PickleScan, names_only_plain, why_wasteful
 from .recognition import what_archive
@@ -81,7 +81,7 @@ _header = operator.attrgetter("header")
 
 def is_zip(path: str | os.PathLike[str]) -> bool:
     """Return whether the file begins as a zip archive, by which torch.load tells it from the older formats."""
-    with naming_file(path), open(path, "rb") as file:
+    with naming_file(path), open_regular(path) as file:
         return file.read(4) == b"PK\3\4"
 
 
@@ -90,14 +90,14 @@ def is_pickle(path: str | os.PathLike[str]) -> bool:
 
     False for a safetensors file, although that may begin with the same byte.
     """
-    with naming_file(path), open(path, "rb") as file:
+    with naming_file(path), open_regular(path) as file:
         head = file.read(9)
     return len(head) == 9 and head[:1] == b"\x80" and head[8:] != b"{"
 
 
 def refuse_damaged_beginning(path: str | os.PathLike[str]) -> None:
     """Raise CorruptCheckpoint for a file that ends as a zip archive but does not begin as one."""
-    with open(path, "rb") as file, contextlib.suppress(BadDirectory):
+    with open_regular(path) as file, contextlib.suppress(BadDirectory):
         beginning = file.read(4)
         if entries(file) and beginning != b"PK\3\4":
             raise CorruptCheckpoint(path, f"it ends as a zip archive, and begins with {beginning!r}")
@@ -110,7 +110,7 @@ def records_of(path: str | os.PathLike[str]) -> PtRecords:
         CorruptCheckpoint: If the directory is damaged or lacks records that torch.save writes.
         OSError: If the file cannot be read.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         try:
             found = entries(file)
         except BadDirectory as error:
@@ -159,7 +159,7 @@ def read_record(path: str | os.PathLike[str], record: Record) -> bytes:
     Raises:
         CorruptCheckpoint: If the record is damaged or cut off. WrongChecksum if it has other bytes than were saved.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         offset = _data_offset(path, file.fileno(), record)
         file.seek(offset)
         data = file.read(record.nbytes)
@@ -300,14 +300,14 @@ def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> lis
     Raises:
         CorruptCheckpoint: If a record's header is damaged, or the data would end past the end of the file.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return [_data_offset(path, file.fileno(), record) for record in records]
 
 
 def wrong_names(path: str | os.PathLike[str], records: Iterable[Record]) -> list[str]:
     """Return messages for the records whose own headers have other names than the directory. Blocks."""
     wrong = []
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for record in records:
             file.seek(record.header)
             *_, length, _ = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size).ljust(LOCAL_HEADER.size, b"\0"))
@@ -352,7 +352,7 @@ def _what_is_missing(path: str | os.PathLike[str]) -> str | None:
     Raises:
         OSError: If the file cannot be read.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         try:
             begin = data_of(file.read(LOCAL_HEADER.size), 0)

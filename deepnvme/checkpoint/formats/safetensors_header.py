@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from deepnvme._files import UnfitFile, read_regular
+from deepnvme._files import UnfitFile, open_regular, read_regular
 from deepnvme._shortened_lists import listed
 from deepnvme.memory.tensor_bytes import span_nbytes
 
@@ -129,7 +129,7 @@ def read_header(path: str | os.PathLike[str], begin: int = 0) -> list[TensorEntr
 
 def _read_header(path: str | os.PathLike[str], begin: int) -> list[TensorEntry]:
     """Do what :func:`read_header` does, with errors by the bytes of the header only."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(begin)
         start = file.read(_LENGTH.size)

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from deepnvme._files import open_regular
 from deepnvme.config import AioConfig
 from deepnvme.engine import Backend
 from deepnvme.tune.measure.unsuitable import Unsuitable
@@ -106,7 +107,8 @@ _OPTIONS: Mapping[str, tuple[str, tuple[type, ...], str]] = {
 
 def _read(path: Path) -> dict[str, list[Any]]:
     """Return the values that a sweep file lists for each field of AioConfig. Raises OSError, ValueError or RecursionError."""
-    document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
+    with open_regular(path) as file:
+        document = json.load(file, object_pairs_hook=_object)
     if not isinstance(document, dict) or not document:
         raise ValueError("must be a JSON object that maps options to lists of values")
     lists: dict[str, list[Any]] = {}

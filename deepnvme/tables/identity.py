@@ -1,0 +1,151 @@
+"""Which files of rows belong to one table: each has, behind its rows, the table's identity, its own number, and the bytes of a
+version of a row.
+
+A writer gives the table a new identity when it first writes, so that a table and its copy differ once one of them was changed:
+files of both together are refused then. Copies that nobody has changed have the same identity and the same rows. Of these, the
+directories that the manifest names tell which belong together.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from deepnvme._files import open_regular
+from deepnvme.engine import Engine, File, Future
+from deepnvme.memory.alignment import padded
+
+from .layout import TableLayout
+from .manifest import ROWS_NAME, CorruptTable, Epochs
+
+_BYTES = 4096
+"""Of an identity in a file, which is at its end: whole sectors of any drive but those with larger ones."""
+LARGEST_SECTOR = 64 << 10
+"""Bytes that a file may have behind its rows, and its identity, at most."""
+_IDENTITY = re.compile(rb"deepnvme table ([0-9a-f]{32}) file ([0-9]{1,9}) versions of ([0-9]{1,15}) bytes\n")
+
+
+def file_bytes(layout: TableLayout, volume: int) -> int:
+    """Return the size of a file with its identity."""
+    return _offset(layout, volume) + _BYTES
+
+
+def _offset(layout: TableLayout, volume: int) -> int:
+    return padded(layout.bytes_in(volume), _BYTES)
+
+
+def write_identity(engine: Engine, files: Sequence[File], layout: TableLayout, identity: str) -> list[Future]:
+    """Start writing an identity into the files of a table, in whole sectors; return at once."""
+    futures = []
+    for volume, file in enumerate(files):
+        text = f"deepnvme table {identity} file {volume} versions of {layout.version_bytes} bytes\n".encode()
+        content = torch.frombuffer(bytearray(text.ljust(max(_BYTES, file.sector_size), b"\0")), dtype=torch.uint8)
+        futures.append(engine.write(content, file, _offset(layout, volume)))
+    return futures
+
+
+def check_identity(layout: TableLayout, epochs: Epochs) -> None:
+    """Check that files belong to the table of a manifest, in this order. Blocks.
+
+    Raises:
+        ValueError: If one does not. It is named.
+        CorruptTable: If a file's end is missing, or versions of rows have another size than the manifest says.
+        OSError: From reading.
+    """
+    for volume, path in enumerate(layout.files):
+        found, number, version_bytes = _identity_in(path)
+        known = (epochs.identity, *epochs.previous)
+        if not found and "" not in known:
+            why = f"it has {path.stat().st_size} bytes, and does not end with the identity of a table"
+            raise CorruptTable(path, f"{why}; {layout.rows_in(volume)} rows need {file_bytes(layout, volume)}")
+        if found not in known:
+            raise ValueError(
+                f"the rows in '{path.parent}' are not those of the table in '{layout.files[0].parent}' as it is now, but of"
+                " another table, or of a copy from before or after a change: give directories that were copied or moved together"
+            )
+        if found and version_bytes != layout.version_bytes:
+            raise CorruptTable(path, f"versions of rows have {version_bytes} bytes, and {layout.version_bytes} in the manifest")
+        if found and number != volume:
+            raise ValueError(
+                f"'{path.parent}' is directory {number} (from 0) of its table, and was given as directory {volume}: give the"
+                " directories in the order in which the table was created"
+            )
+
+
+def directories_of(given: Sequence[Path], layout: TableLayout, epochs: Epochs) -> list[Path]:
+    """Return the directories of a table, in its order.
+
+    Args:
+        given: The first, or all of them.
+        layout: What the manifest in the first one says, also of where they were when it was written.
+        epochs: What it says of commits.
+
+    Raises:
+        FileNotFoundError: If only the first is given, and another one is not where it was.
+        ValueError: If the table is not where it was, so that all directories have to be given; or if some of those that are given
+            are where they were, and others are copies of those that are there still.
+    """
+    recorded = [path.parent for path in layout.files]
+    first, count = given[0], len(recorded)
+    if len(given) > 1 and len(given) != count:
+        raise ValueError(f"the table in '{first}' has {count} directories, got {len(given)}")
+    if count == 1:
+        return list(given)
+    if set(given) == set(recorded):
+        return recorded
+    in_place = [_same(each, place) for each, place in zip(given, recorded, strict=False)]
+    if len(given) == 1 and in_place[0]:
+        for place in recorded[1:]:
+            if not (place / ROWS_NAME).exists():
+                text = f"a directory of the table in '{first}' is not where it was; if it was moved, give all {count} directories"
+                raise FileNotFoundError(errno.ENOENT, text, str(place))
+        return [first, *recorded[1:]]
+    listed = ", ".join(f"'{each}'" for each in recorded)
+    if len(given) == 1:
+        raise ValueError(
+            f"the table in '{first}' was copied or moved: its manifest was written in '{recorded[0]}'. Give all {count}"
+            f" directories that it has now, in the order of those that it had: {listed}"
+        )
+    if not epochs.identity and not all(in_place):
+        raise ValueError(
+            f"the table in '{first}' is from an earlier version of the package, whose files do not say which directory they are"
+            f" of. It can be opened where it was, in {listed}: there, change a row and commit; after that, copy or move it"
+        )
+    for volume, (each, place) in enumerate(zip(given, recorded, strict=True)):
+        if any(in_place) and not in_place[volume] and _is_at(place / ROWS_NAME, volume, epochs):
+            raise ValueError(
+                f"'{each}' was given for directory {volume} (from 0) of a table, which is in '{place}' still, and others were"
+                f" given where they were: give '{place}', or a copy of each; or move '{place}' away if '{each}' takes its place"
+            )
+    return list(given)
+
+
+def _is_at(path: Path, volume: int, epochs: Epochs) -> bool:
+    try:
+        found, number, _ = _identity_in(path)
+    except OSError:
+        return False
+    return number == volume and found in (epochs.identity, *epochs.previous)
+
+
+def _identity_in(path: Path) -> tuple[str, int, int]:
+    """Return the identity that a file has behind its rows, its number, and the bytes of a version.
+
+    The identity is empty if it has none. Raises OSError.
+    """
+    with open_regular(path) as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - LARGEST_SECTOR - _BYTES, 0))
+        found = list(_IDENTITY.finditer(file.read()))
+    return (found[-1][1].decode(), int(found[-1][2]), int(found[-1][3])) if found else ("", 0, 0)
+
+
+def _same(path: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False
