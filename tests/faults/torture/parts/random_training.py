@@ -243,9 +243,10 @@ def attack(random: Random, directory: Path) -> None:
             raise Wrong(f"close() has left {list(directory.iterdir())}")
     except Exception as error:
         faulty = "a drive that is well" if drive is None else "a drive that fails"
-        error.add_note(
-            f"on {faulty}: {dtype}, {optimizer.__name__} {settings}, {options}, checkpoints: {model.checkpoints}\n{model}"
-        )
+        if hasattr(error, "add_note"):
+            error.add_note(
+                f"on {faulty}: {dtype}, {optimizer.__name__} {settings}, {options}, checkpoints: {model.checkpoints}\n{model}"
+            )
         raise
 
 
