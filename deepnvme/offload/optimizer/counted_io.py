@@ -258,8 +258,11 @@ class CountedIO:
             def seconds(move: Callable[[str, torch.Tensor], StoreFuture[Any]]) -> float:
                 """Move all parts at once by ``move``, and return the seconds it took. Blocks. Raises the first OSError."""
                 begun = time.perf_counter()
-                transfers = [move(name, part) for name, part in zip(names, parts, strict=True)]
-                errors = [error for transfer in transfers if (error := transfer.exception()) is not None]
+                transfers: list[StoreFuture[Any]] = []
+                try:
+                    transfers.extend(map(move, names, parts))
+                finally:  # also of those before one that could not begin: the memory is lent to others next
+                    errors = [error for transfer in transfers if (error := transfer.exception()) is not None]
                 if errors:
                     raise errors[0]
                 return time.perf_counter() - begun

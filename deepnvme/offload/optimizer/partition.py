@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -143,14 +143,46 @@ class SubGroupPlanner:
         exact = param.dtype in (torch.float32, torch.float64) or self._master_weights
         return self._class in ELEMENTWISE and exact and local_of(param).is_contiguous()
 
+    def trial_states(self, group: Mapping[str, Any], dimensions: int, given: Container[str]) -> tuple[list[str], str | None]:
+        """Make a step of a small trial parameter with options, and another one with those of its states that are given.
+
+        Args:
+            group: The options.
+            dimensions: Of the parameter.
+            given: Keys of states.
+
+        Returns:
+            The keys of those states that have the parameter's shape, and what the second step did not find; None if it went well.
+            A class that cannot step such a parameter needs nothing.
+        """
+        try:
+            optimizer, trial = self._stepped(group, (2,) * dimensions)
+        except Exception:
+            return [], None
+        states = optimizer.state[trial]
+        alike = [key for key, value in states.items() if isinstance(value, torch.Tensor) and value.shape == trial.shape]
+        alike = alike if dimensions else []
+        for key in [key for key in states if key not in given]:
+            del states[key]
+        try:
+            step_without_global_hooks(optimizer)
+        except KeyError as error:
+            return alike, str(error)
+        return alike, None
+
+    def _stepped(self, group: Mapping[str, Any], shape: Sequence[int]) -> tuple[Optimizer, torch.nn.Parameter]:
+        """Return an optimizer with a group's options, and a parameter of zeros that it has stepped with a gradient of zeros."""
+        trial = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device="cpu"))
+        trial.grad = torch.zeros_like(trial)
+        optimizer = self._make([{**options_of(group), "params": [trial]}])
+        step_without_global_hooks(optimizer)
+        return optimizer, trial
+
     def _estimated_states_an_element(self, group: dict[str, Any]) -> float:
         """Estimate state elements per parameter element by stepping a small trial parameter; if that fails, 2, as for Adam."""
         dimensions = max((param.dim() for param in group["params"]), default=1)
-        trial = torch.nn.Parameter(torch.zeros((32,) * max(1, min(dimensions, 3)), dtype=torch.float32, device="cpu"))
-        trial.grad = torch.zeros_like(trial)
         try:
-            optimizer = self._make([{**options_of(group), "params": [trial]}])
-            step_without_global_hooks(optimizer)
+            optimizer, trial = self._stepped(group, (32,) * max(1, min(dimensions, 3)))
             kept = [value.numel() for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor)]
             return sum(numel for numel in kept if numel > 1) / trial.numel()
         except Exception:

@@ -473,9 +473,21 @@ class TrainedModel:
         self.steps = self._committed_steps
         self.uses.begin(self._rest)
 
+    def check_absent(self) -> None:
+        """Raise RuntimeError if other code has given values to parameters that are on the drive."""
+        for block in self.blocks:
+            if not block.parameters.holds:
+                block.parameters.check_absent()
+
     def check_between_steps(self) -> None:
-        """Complete the last step. Raises RuntimeError within a step; OSError if a failed one still cannot be undone."""
+        """Complete the last step.
+
+        Raises:
+            RuntimeError: Within a step; if other code has changed parameters that are on the drive.
+            OSError: If a failed step still cannot be undone.
+        """
         with self.undone_if_it_fails():
             self.finish_deferred()
+        self.check_absent()
         if self.micro_batches_run:
             raise RuntimeError("a step is under way: run its other micro-batches, and call step()")

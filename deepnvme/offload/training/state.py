@@ -16,6 +16,7 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.offload.activations.saved_tensor import is_distributed
 from deepnvme.offload.optimizer.block_versions import BlockVersions, Versioned
 from deepnvme.offload.optimizer.params import local_of
+from deepnvme.offload.optimizer.partition import SubGroupPlanner
 from deepnvme.offload.optimizer.state_dict import OffloadedStates
 from deepnvme.offload.optimizer.sub_group import BlockLayout, BlockSection
 
@@ -35,6 +36,7 @@ class TrainingState:
         model: The model.
         trained: Its blocks.
         optimizer: Has the options of each step in its ``param_groups``.
+        planner: Knows the optimizer's class.
         versions: Maps blocks.
         states: The optimizer's states.
         modules: Modules whose parameters come and go.
@@ -46,13 +48,14 @@ class TrainingState:
         model: nn.Module,
         trained: TrainedModel,
         optimizer: Optimizer,
+        planner: SubGroupPlanner,
         versions: BlockVersions,
         states: OffloadedStates,
         modules: Iterable[nn.Module],
         ranks: TrainingRanks,
     ) -> None:
         self._ranks = ranks
-        self._model, self._trained, self._optimizer = model, trained, optimizer
+        self._model, self._trained, self._optimizer, self._planner = model, trained, optimizer, planner
         self._versions, self._states = versions, states
         self._guarding = True
         self._guards = [
@@ -153,13 +156,18 @@ class TrainingState:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Do what :meth:`OffloadedTraining.load_state_dict` does. Raises ValueError, OSError."""
+        _check_keys(state, ("model", "optimizer", "steps"), "a state")
         names, model, optimizer = self._names(), state["model"], state["optimizer"]
-        self._check_fits(model, names)
-        self._check_shards(model, optimizer["state"], names)
+        _check_keys(optimizer, ("state", "param_groups"), "the optimizer of a state")
+        if not isinstance(state["steps"], int) or state["steps"] < 0:
+            raise ValueError(f"steps must be a number of steps, at least 0, got {state['steps']!r}")
         options = {name: group for group in optimizer["param_groups"] for name in group["params"]}
+        self._check_fits(model, {*optimizer["state"], *options}, names)
         missing = [name for param, name in names.items() if param.requires_grad and name not in options]
         if missing:
             raise ValueError(f"the optimizer's param_groups do not have {listed(missing, 8)}")
+        self._check_states(optimizer["state"], options, names)
+        self._check_shards(model, optimizer["state"], names)
         groups = self._optimizer.param_groups
         before = [dict(group) for group in groups]
         with self._trained.undone_if_it_fails():
@@ -169,7 +177,7 @@ class TrainingState:
                 for block in self._trained.blocks:
                     self._load_block(block, names, model, state.get("quantized"), optimizer["state"])
                 norm = state.get("gradient_norm")
-                self._trained.commit(int(state["steps"]), None if norm is None else torch.as_tensor(norm).clone())
+                self._trained.commit(state["steps"], None if norm is None else torch.as_tensor(norm).clone())
             except BaseException:
                 for group, values in zip(groups, before, strict=True):
                     group.clear()
@@ -221,25 +229,70 @@ class TrainingState:
                     distributed.append(f"{name} {key}")
         self._ranks.check_alike(crc32("\n".join(distributed).encode()) >> 1, "the names of the DTensors in the state")
 
+    def _check_states(
+        self, states: Mapping[str, Any], options: Mapping[str, Mapping[str, Any]], names: Mapping[torch.Tensor, str]
+    ) -> None:
+        """Raise ValueError if a parameter's states lack what the optimizer needs for a step, or have other shapes."""
+        wrong = []
+        trials: dict[tuple[Any, ...], tuple[list[str], str | None]] = {}  # most parameters are like others
+        for param, name in names.items():
+            if param.requires_grad and states.get(name):
+                like = id(options[name]), param.dim(), *states[name]
+                if like not in trials:
+                    trials[like] = self._planner.trial_states(options[name], param.dim(), states[name])
+                trial, missing = trials[like]
+                wrong += [f"{name}: {self._planner.optimizer_class.__name__} needs {missing}"] if missing else []
+                wrong += [
+                    f"{key} of {name}: {_shape(states[name][key])} instead of {tuple(param.shape)}"
+                    for key in trial
+                    if key in states[name] and _shape(states[name][key]) != param.shape
+                ]
+        if wrong:
+            raise ValueError(f"these are no states to go on from: {listed(wrong, 8)}")
+
     def _names(self) -> dict[torch.Tensor, str]:
         """Return the first name of each parameter."""
         return {param: name for name, param in reversed(list(self._model.named_parameters(remove_duplicate=False)))}
 
-    def _check_fits(self, state: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> None:
-        """Raise ValueError if a state has not all parameters of the model, in their shapes."""
+    def _check_fits(self, state: Mapping[str, Any], stepped: Iterable[str], names: Mapping[torch.Tensor, str]) -> None:
+        """Raise ValueError if a state has not all parameters of the model, in their shapes, or if it has anything else.
+
+        Args:
+            state: The model's.
+            stepped: Names that the optimizer's state has.
+            names: Of the parameters.
+        """
         wrong = [
-            f"{name}: {tuple(state[name].shape) if name in state else 'missing'} instead of {tuple(param.shape)}"
+            f"{name}: {_shape(state[name]) if name in state else 'missing'} instead of {tuple(param.shape)}"
             for param, name in names.items()
-            if name not in state or state[name].shape != param.shape
+            if name not in state or _shape(state[name]) != param.shape
         ]
         wrong += [
-            f"{name}: {tuple(state[name].shape)} instead of {tuple(buffer.shape)}"
+            f"{name}: {_shape(state[name])} instead of {tuple(buffer.shape)}"
             for name, buffer in self._model.named_buffers()
-            if name in state and state[name].shape != buffer.shape
+            if name in state and _shape(state[name]) != buffer.shape
         ]
+        with self._unguarded():
+            known = self._model.state_dict(keep_vars=True)
+        strangers = [*(name for name in state if name not in known), *(name for name in stepped if name not in names.values())]
+        wrong += [f"{name}: not in the model" for name in dict.fromkeys(strangers)]
         if wrong:
             kind = type(self._model).__name__
             raise ValueError(f"this is the state of another model than this {kind}: {listed(wrong, 8)}")
+
+
+def _check_keys(state: Any, keys: Iterable[str], what: str) -> None:
+    """Raise ValueError if a state is no mapping that has these keys."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{what} is a mapping, got {type(state).__name__}")
+    missing = [repr(key) for key in keys if key not in state]
+    if missing:
+        raise ValueError(f"{what} has what state_dict() returns, and this one lacks {', '.join(missing)}")
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Return a tensor's shape; None for what is none."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def _is_like(value: Any, shard: torch.Tensor) -> bool:

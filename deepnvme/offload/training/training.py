@@ -6,11 +6,12 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -80,6 +81,24 @@ Some are read and others written while one is stepped. Where a block of 154 MB o
 for less than two such blocks, reading and writing took turns: a step took 0.84 instead of 0.72 s."""
 
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _by_one_thread(
+    method: Callable[Concatenate[OffloadedTraining, Arguments], Result],
+) -> Callable[Concatenate[OffloadedTraining, Arguments], Result]:
+    """Have a method refuse to run beside one that another thread runs, after ``close()``, and in a forked child."""
+
+    @functools.wraps(method)
+    def claiming(self: OffloadedTraining, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Call the method; its own docstring takes the place of this one."""
+        with self._claimed():
+            return method(self, *args, **kwargs)
+
+    return claiming
+
+
 class _OptimizerOptions(Optimizer):
     """The options of the steps, for schedulers of the learning rate: ``param_groups`` has one group for each block."""
 
@@ -97,6 +116,9 @@ class OffloadedTraining:
     A block's parameters are in memory while it computes. They are read ahead in the order of the last step. When the backward has
     all gradients of a block, it is stepped, and written while the next one computes. Parameters outside of the blocks stay in
     memory, and their states are on the drive. Results are the same bits as in memory.
+
+    Its methods are called by one thread at a time: while one runs, another thread gets a RuntimeError. What gives values to
+    parameters between steps, other than :meth:`load_state_dict`, is found at the next use and is a RuntimeError as well.
 
     A step is made as a whole, or undone: after an exception parameters and states are as after the last completed step.
 
@@ -197,6 +219,7 @@ class OffloadedTraining:
         self._closed = False
         self._closed_because = "this training is closed"
         self._process = os.getpid()
+        self._claims: dict[str, threading.Thread] = {}  # "by": the thread that runs a method
         self._owner = DirectoryOwner("OffloadedTraining")
         self._saved_steps = 0  # how many the last state_dict() or load_state_dict() knew of
         close_training_of(model, self._owner, checkpoint is not None)
@@ -223,15 +246,13 @@ class OffloadedTraining:
             self._dequantized = ParameterMemory(pool)
             sharing = self._ranks if self._ranks.several else None
             parameter_blocks = [
-                ParameterBlock(number, some, self._dequantized, quantize, some is rest, None if some is rest else sharing)
+                ParameterBlock(number, some, self._dequantized, quantize, None if some is rest else sharing)
                 for number, some in enumerate([*params, rest])
             ]
             sub_groups = self._sub_groups(parameter_blocks, planner)
             self._engine = engine_for(directories, config)
             try:
-                self._store, self._directories = open_own_store(
-                    directories, _PREFIX, self._engine, self._owner, collect=True
-                )
+                self._store, self._directories = open_own_store(directories, _PREFIX, self._engine, self._owner, collect=True)
             except BaseException:
                 self._engine.close()
                 raise
@@ -284,7 +305,7 @@ class OffloadedTraining:
             check = self._check_between_steps
             states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, residents, check)
             parts = [*modules, *partition.tied]
-            self._state = TrainingState(model, self._trained, self.optimizer, self._versions, states, parts, self._ranks)
+            self._state = TrainingState(model, self._trained, self.optimizer, planner, self._versions, states, parts, self._ranks)
             chosen = activation_budget is None
             self._make_saver = functools.partial(TrainingActivations, self._trained.uses, directories, chosen, config)
             self._saver: save_on_disk | None = None
@@ -363,6 +384,7 @@ class OffloadedTraining:
         """Number of completed steps, those before a loaded state included."""
         return self._trained.steps
 
+    @_by_one_thread
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """Make a step. Blocks until it is on the drive, unless steps are ``deferred``.
 
@@ -379,7 +401,6 @@ class OffloadedTraining:
             FloatingPointError: With ``clip_by="previous"``, if the norm of the gradients is not finite. The step was undone.
             OSError: From the drive. The step was undone.
         """
-        self._check_usable()
         micro_batches: list[MicroBatch] = []
         if (args or kwargs) and self._trained.micro_batches_run:
             raise RuntimeError("step() with arguments runs all micro-batches of a step itself: end the one under way first")
@@ -405,6 +426,7 @@ class OffloadedTraining:
         """
         return self._estimate_writes()
 
+    @_by_one_thread
     def plan(self) -> TrainingPlan:
         """Return how the memory is divided, which blocks are computed again, what a step should take, and by which measurements.
 
@@ -415,7 +437,6 @@ class OffloadedTraining:
             RuntimeError: Before the end of the third step; after :meth:`close`; in a forked child.
             OSError: From the drive.
         """
-        self._check_usable()
         return self._planner.plan()
 
     def _begin_step(self) -> None:
@@ -441,6 +462,7 @@ class OffloadedTraining:
                 self._recomputed.remove(module)
                 keep_for_backward(module)
 
+    @_by_one_thread
     def run_micro_batches(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """Run the forward, which returns the loss, and the backward of each micro-batch of a step. Call :meth:`step` after it.
 
@@ -457,7 +479,6 @@ class OffloadedTraining:
             RuntimeError: If a step is under way; after :meth:`close`; in a forked child.
             OSError: From the drive. The step was undone.
         """
-        self._check_usable()
         if self._trained.micro_batches_run:
             raise RuntimeError("a step is under way: call step() or undo_step() before run_micro_batches()")
         with self._trained.undone_if_it_fails():
@@ -514,13 +535,13 @@ class OffloadedTraining:
 
     @contextlib.contextmanager
     def _one_micro_batch(self, of: int | None = None) -> Iterator[None]:
-        self._check_usable()
-        with self._trained.undone_if_it_fails():
+        with self._claimed(), self._trained.undone_if_it_fails():
             self._begin_step()
             with self._trained.running(of=of), self._saved_tensors():
                 yield
             self._rounds += 1
 
+    @_by_one_thread
     def gradient_norm(self) -> torch.Tensor:
         """Return the 2-norm of all gradients, before they are clipped: between the last micro-batch and :meth:`step`. Blocks.
 
@@ -530,10 +551,10 @@ class OffloadedTraining:
             RuntimeError: At another time, or without ``max_norm``, since norms are not measured then.
             OSError: From the drive. The step was undone.
         """
-        self._check_usable()
         with self._trained.undone_if_it_fails():
             return self._trained.gradient_norm()
 
+    @_by_one_thread
     def undo_step(self) -> None:
         """Go back to the last completed step, if micro-batches of another one were run.
 
@@ -541,7 +562,6 @@ class OffloadedTraining:
             RuntimeError: After :meth:`close`; in a forked child.
             OSError: From the drive. Call it again then.
         """
-        self._check_usable()
         self._trained.finish_undo()
         self._trained.abandon_step()
 
@@ -556,6 +576,25 @@ class OffloadedTraining:
             raise RuntimeError("this training is the parent process's: a forked child cannot use it")
         if self._closed:
             raise RuntimeError(self._closed_because)
+
+    @contextlib.contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """Have other threads be refused in this context.
+
+        Raises RuntimeError if it is another thread's, after :meth:`close`, and in a forked child.
+        """
+        self._check_usable()
+        first, this = not self._claims, threading.current_thread()
+        try:
+            other = self._claims.setdefault("by", this)  # one of two threads that come at the same time gets the other one
+            if other is not this:
+                raise RuntimeError(
+                    f"this training is used by thread {other.name!r} now: call its methods from one thread at a time"
+                )
+            yield
+        finally:
+            if first and self._claims.get("by") is this:
+                self._claims.clear()
 
     def _check_between_steps(self) -> None:
         self._check_usable()
@@ -582,6 +621,7 @@ class OffloadedTraining:
 
     # -- states
 
+    @_by_one_thread
     def state_dict(self) -> dict[str, Any]:
         """Return the model and the optimizer as of the last completed step, with tensors mapped from the drive.
 
@@ -603,6 +643,7 @@ class OffloadedTraining:
         self._saved_steps = self.steps
         return state
 
+    @_by_one_thread
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`state_dict` to a file as ``torch.save`` does, see :func:`deepnvme.save`. Blocks until it is on the drive.
 
@@ -618,6 +659,7 @@ class OffloadedTraining:
             state = self.state_dict()
         save(state, path, group=self._ranks.group)
 
+    @_by_one_thread
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the model, the optimizer's states and options, and :attr:`steps`. One block at a time is in memory.
@@ -627,7 +669,8 @@ class OffloadedTraining:
                 is clipped by its own norm.
 
         Raises:
-            ValueError: If names or shapes are not those of the model, or a value cannot be quantised. Nothing is changed then.
+            ValueError: If names, shapes or states are not those of the model and its optimizer, or a value cannot be quantised.
+                Nothing is changed then.
             RuntimeError: Within a step.
             OSError: From the drive. Nothing is changed then.
         """
@@ -647,11 +690,14 @@ class OffloadedTraining:
                 training is made of it with a ``checkpoint``. A UserWarning tells of steps that no :meth:`state_dict` has.
 
         Raises:
-            OSError: From reading them. Nothing is closed then.
+            RuntimeError: While another thread runs a method; with ``restore``, if other code has changed parameters that are on
+                the drive, which is told once. Nothing is closed then.
+            OSError: From reading them: nothing is closed then. From closing or removing a file: all else is done then.
         """
         if self._closed or os.getpid() != self._process:
             return
-        self._close(restore)
+        with self._claimed():
+            self._close(restore)
         if not restore and self.steps != self._saved_steps:
             warnings.warn(
                 f"this OffloadedTraining is closed without restore=True: its {self.steps} steps are lost. save() keeps them, and"
@@ -667,6 +713,7 @@ class OffloadedTraining:
         rest = blocks[-1].parameters
         restored: dict[torch.Tensor, torch.Tensor] = {}
         if restore:
+            self._trained.check_absent()
             self._trained.undo()
             with self._ranks.calling_together():
                 for block in blocks:
@@ -678,24 +725,25 @@ class OffloadedTraining:
                 restored.update((param, param.data.clone()) for param in rest.params)
             uses.end(rest)
         self._closed = True
-        self._trained.remove_hooks()
-        self._planner.remove_hooks()
-        self._state.remove_hooks()
-        for module in self._recomputed:
-            keep_for_backward(module)
-        uses.end_all()
-        self._schedule.cache.clear()
-        for param, value in restored.items():
-            param.data = value
-        absent = [param for block in blocks for param in block.parameters.absent_params() if param not in restored]
-        if absent:
-            AbsentValues(self.model, absent)
-        if self._saver is not None:
-            self._saver.close()
-        self._dequantized.close()
-        self._store.close()
-        self._engine.close()
-        remove_directories(self._directories)
+        with contextlib.ExitStack() as ending:  # from the last to the first, whether or not one of them raises
+            ending.callback(remove_directories, self._directories)
+            ending.callback(self._engine.close)
+            ending.callback(self._store.close)
+            ending.callback(self._dequantized.close)
+            if self._saver is not None:
+                ending.callback(self._saver.close)
+            self._trained.remove_hooks()
+            self._planner.remove_hooks()
+            self._state.remove_hooks()
+            for module in self._recomputed:
+                keep_for_backward(module)
+            uses.end_all()
+            self._schedule.cache.clear()
+            for param, value in restored.items():
+                param.data = value
+            absent = [param for block in blocks for param in block.parameters.absent_params() if param not in restored]
+            if absent:
+                AbsentValues(self.model, absent)
 
     def _close_for_successor(self, other: DirectoryOwner) -> None:
         """Close, since the model gets another training. Warns with UserWarning if steps are lost. Raises OSError."""
@@ -759,9 +807,7 @@ def _pieces(blocks: Iterable[TrainedBlock]) -> dict[torch.Tensor, list[tuple[Sub
     return found
 
 
-def _grouped(
-    params: Sequence[Sequence[nn.Parameter]], param_groups: Iterable[dict[str, Any]] | None
-) -> list[dict[str, Any]]:
+def _grouped(params: Sequence[Sequence[nn.Parameter]], param_groups: Iterable[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer: those given, or one for each block. Raises ValueError."""
     trained = [[param for param in some if param.requires_grad] for some in params]
     if param_groups is None:

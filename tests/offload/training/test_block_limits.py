@@ -25,7 +25,7 @@ class OneOfEight(TrainingRanks):
 def test_the_sum_of_the_gradients_of_tied_tiles_is_not_a_shard(tied: bool) -> None:
     param = nn.Parameter(torch.zeros(64, 1024))
     memory = ParameterMemory(None)
-    blocks = [ParameterBlock(0, [param], memory, ranks=OneOfEight()), ParameterBlock(1, [], memory, stays=True)]
+    blocks = [ParameterBlock(0, [param], memory, ranks=OneOfEight()), ParameterBlock(1, [], memory)]
     planner = SubGroupPlanner(torch.optim.SGD, {"lr": 0.1}, False, 1 << 62)
     sub_groups = [planner.sub_groups_of([{"params": list(blocks[0].shards)}], 0, 0), []]
     limits = BlockLimits(sub_groups, blocks, planner, 0, False, True, {param} if tied else ())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from deepnvme.memory.pool import BufferPool
 from deepnvme.offload.training import OffloadedTraining
+from deepnvme.swap import TensorStore
 
 from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
-from ...support.offloaded_training import assert_same_model, assert_same_values
+from ...support.offloaded_training import assert_same_model, assert_same_values, state_of
 
 WIDTH, ROWS, WORDS = 64, 8, 90
 
@@ -656,3 +659,197 @@ def test_a_scheduler_sets_the_learning_rate(drive: Path) -> None:
                 each.step(*batch(step))
                 scheduler.step()
         assert_same_model(training, reference.model)
+
+
+class SharedAndFrozen(nn.Module):
+    """Two layers that have one frozen weight, in no block therefore, beside a head that is trained and in none either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.blocks[1].weight = self.blocks[0].weight
+        self.blocks[0].weight.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("activations", ["memory", "nvme", "recompute"])
+def test_blocks_may_share_a_frozen_weight_beside_a_trained_head(drive: Path, activations: str) -> None:
+    model = SharedAndFrozen()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW([param for param in reference.parameters() if param.requires_grad], lr=1e-2)
+    with OffloadedTraining(
+        model, torch.optim.AdamW, nvme_path=drive, blocks=list(model.blocks), activations=activations, lr=1e-2
+    ) as training:
+        for step in range(3):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            expected = reference(x)
+            expected.backward()
+            optimizer.step()
+            loss = training.step(x)
+            assert loss is not None
+            assert torch.equal(loss, expected)
+        assert_same_model(training, reference)
+
+
+def _write_to_data(param: nn.Parameter) -> None:
+    param.data.fill_(0)
+
+
+@torch.no_grad()
+def _write_in_place(param: nn.Parameter) -> None:
+    param.fill_(0)
+
+
+def _replace_data(param: nn.Parameter) -> None:
+    param.data = torch.zeros(param.shape)
+
+
+@pytest.mark.parametrize("write", [_write_to_data, _write_in_place, _replace_data])
+@pytest.mark.parametrize("use", ["step", "state_dict", "close"])
+def test_a_write_to_a_parameter_that_is_on_the_drive_is_an_error(
+    drive: Path, use: str, write: Callable[[nn.Parameter], None]
+) -> None:
+    model = Model()
+    training = training_of(model, drive)
+    training.step(*batch(0))
+    before = {name: value.clone() for name, value in training.state_dict()["model"].items()}
+    write(model.blocks[1].norm.weight)
+    uses: dict[str, Callable[[], object]] = {
+        "step": lambda: training.step(*batch(1)),
+        "state_dict": training.state_dict,
+        "close": lambda: training.close(restore=True),
+    }
+    with pytest.raises(RuntimeError, match=r"shapes \(64,\) were changed between steps"):
+        uses[use]()
+    assert_same_values(training.state_dict()["model"], before)
+    training.step(*batch(1))
+    training.close(restore=True)
+
+
+@pytest.mark.parametrize("method", ["step", "state_dict", "close"])
+def test_a_second_thread_is_refused_while_a_step_runs(drive: Path, method: str) -> None:
+    model = Model()
+    reference = InMemory(model, lambda params: torch.optim.AdamW(params, lr=1e-2), False, 1, None)
+    training = training_of(model, drive)
+    calls: dict[str, Callable[[], object]] = {
+        "step": lambda: training.step(*batch(1)),
+        "state_dict": training.state_dict,
+        "close": training.close,
+    }
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            calls[method]()
+        except BaseException as error:
+            errors.append(error)
+
+    def in_the_midst(*_: object) -> None:
+        other = threading.Thread(target=call, name="the other")
+        other.start()
+        other.join()
+
+    hook = model.blocks[2].register_forward_hook(in_the_midst)
+    torch.manual_seed(0)
+    training.step(*batch(0))
+    hook.remove()
+    assert len(errors) == 1
+    with pytest.raises(RuntimeError, match="one thread at a time"):
+        raise errors[0]
+    torch.manual_seed(0)
+    reference.step(*batch(0))
+    assert_same_model(training, reference.model)
+    training.close(restore=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("steps"), "lacks 'steps'"),
+        (lambda state: state.pop("optimizer"), "lacks 'optimizer'"),
+        (lambda state: state["optimizer"].pop("state"), "lacks 'state'"),
+        (lambda state: state.update(steps=-5), "steps must be a number of steps, at least 0, got -5"),
+        (lambda state: state.update(steps="many"), "steps must be a number of steps, at least 0, got 'many'"),
+        (lambda state: state["model"].update(extra=torch.ones(2)), "extra: not in the model"),
+        (lambda state: state["optimizer"]["state"].update(extra={}), "extra: not in the model"),
+        (lambda state: state["optimizer"]["param_groups"][0]["params"].append("extra"), "extra: not in the model"),
+        (
+            lambda state: state["optimizer"]["state"]["blocks.0.wide.weight"].pop("exp_avg_sq"),
+            "blocks.0.wide.weight: AdamW needs 'exp_avg_sq'",
+        ),
+        (
+            lambda state: state["optimizer"]["state"]["blocks.0.wide.weight"].update(exp_avg=torch.ones(3)),
+            r"exp_avg of blocks.0.wide.weight: \(3,\) instead of \(256, 64\)",
+        ),
+    ],
+)
+def test_a_state_that_no_step_could_go_on_from_changes_nothing(
+    drive: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    training = training_of(Model(), drive)
+    training.step(*batch(0))
+    good = copy.deepcopy(training.state_dict())
+    training.step(*batch(1))
+    before = copy.deepcopy(training.state_dict())
+    bad = copy.deepcopy(good)
+    change(bad)
+    with pytest.raises(ValueError, match=message):
+        training.load_state_dict(bad)
+    after = training.state_dict()
+    assert_same_values(after["model"], before["model"])
+    assert after["steps"] == 2
+    for name, values in before["optimizer"]["state"].items():
+        assert_same_values(after["optimizer"]["state"][name], values)
+    training.load_state_dict(good)
+    training.step(*batch(1))
+    training.close(restore=True)
+
+
+def test_a_momentum_may_begin_after_a_state_without_it_is_loaded(drive: Path) -> None:
+    training = training_of(Model(), drive, optimizer=torch.optim.SGD)
+    training.step(*batch(0))
+    state = copy.deepcopy(training.state_dict())
+    for group in state["optimizer"]["param_groups"]:
+        group["momentum"] = 0.9
+    training.load_state_dict(state)
+    training.step(*batch(1))
+    assert "momentum_buffer" in training.state_dict()["optimizer"]["state"]["blocks.0.wide.weight"]
+    training.close(restore=True)
+
+
+def test_a_write_that_failed_in_the_measuring_of_the_drive_is_told_once(drive: Path) -> None:
+    model = Model()
+    training = training_of(model, drive, activations="nvme")
+    for step in range(3):
+        training.step(*batch(step))
+    with failing("write", 1, at_once=True), failing("write", 0), pytest.raises(OSError, match="write of"):
+        training.plan()
+    training.step(*batch(3))
+    training.close(restore=True)
+    assert list(drive.iterdir()) == []
+
+
+def test_close_goes_to_its_end_and_then_raises(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    training = training_of(model, drive)
+    training.step(*batch(0))
+    expected = state_of(training)
+    end = TensorStore.close
+
+    def close(store: TensorStore) -> None:
+        end(store)
+        raise OSError(errno.EIO, "as asked for")
+
+    monkeypatch.setattr(TensorStore, "close", close)
+    with pytest.raises(OSError, match="as asked for"):
+        training.close(restore=True)
+    training.close()
+    assert list(drive.iterdir()) == []
+    assert_same_values(model.state_dict(), expected)

@@ -27,17 +27,16 @@ class ParameterBlock(VersionedBlock):
         params: Its parameters, each once, on the CPU.
         memory: What quantised weights are dequantised into, and shards gathered into.
         quantize: How weights that are not trained are quantised; None if they are not.
-        stays: Whether the block is always in memory. Of its parameters then only the quantised ones are frozen.
         ranks: The processes that the parameters are sharded over; None if this one has all of each, as of the block that stays
             in memory.
     """
 
     __slots__ = (
         "_absent",
+        "_absent_bytes",
         "_gathered",
         "_lender",
         "_whole",
-        "changes",
         "frozen",
         "holds",
         "layout",
@@ -53,7 +52,6 @@ class ParameterBlock(VersionedBlock):
         params: Sequence[nn.Parameter],
         memory: ParameterMemory,
         quantize: Scheme | None = None,
-        stays: bool = False,
         ranks: TrainingRanks | None = None,
     ) -> None:
         self.number = number
@@ -63,7 +61,7 @@ class ParameterBlock(VersionedBlock):
         """The processes that the parameters are sharded over; None if this one has all of each."""
         self.shards = self.params if ranks is None else tuple(_absent_shard(param, ranks) for param in params)
         """What the block has of each parameter: the parameter itself, or a parameter that is this process's shard."""
-        frozen = {index: self.shards[index] for index in _frozen(params, quantize, stays)}
+        frozen = {index: self.shards[index] for index in _frozen(params, quantize)}
         own = [(index, "", shard.detach()) for index, shard in enumerate(self.shards) if index not in frozen]
         self.layout = lay_out(own)
         """Where the parameters, or the shards, lie in the block, without the frozen ones."""
@@ -71,13 +69,12 @@ class ParameterBlock(VersionedBlock):
         self.frozen = FrozenParameters(f"{number}.frozen", frozen, quantize, memory) if frozen else None
         """The parameters that are not trained; None if they are in this block, or there are none."""
         self._absent = [absent_like(param) for param in params]
+        self._absent_bytes = [_element_bytes(absent).tolist() for absent in self._absent]
         self._lender = memory
         self._gathered: torch.Tensor | None = None
         self._whole = None if ranks is None else lay_out([(i, "", _padded(each, ranks)) for i, each in enumerate(params)])
         self.holds = 0
         """Number of uses of the parameters that have begun and not ended."""
-        self.changes = 0
-        """Number of steps that have changed the parameters, or were undone."""
 
     @property
     def parts(self) -> tuple[VersionedBlock, ...]:
@@ -184,8 +181,26 @@ class ParameterBlock(VersionedBlock):
         for param, place in self.values():
             param.data = place
 
+    def check_absent(self) -> None:
+        """Raise RuntimeError if other code has given values to parameters without memory. These are dropped."""
+        states = list(zip(self.params, self._absent, self._absent_bytes, strict=True))
+        changed = [
+            param
+            for param, absent, content in states
+            if param.data_ptr() != absent.data_ptr() or _element_bytes(absent).tolist() != content
+        ]
+        if changed:
+            for _, absent, content in states:
+                _element_bytes(absent).copy_(torch.tensor(content, dtype=torch.uint8))
+            self.detach()
+            shapes = ", ".join(str(tuple(param.shape)) for param in changed)
+            raise RuntimeError(
+                f"parameters of the shapes {shapes} were changed between steps, when their values are on the drive: the change is"
+                " dropped. To change values, load_state_dict() a state_dict() of this OffloadedTraining that has them"
+            )
+
     def detach(self) -> None:
-        """Have the parameters be without memory. To read one gives NaN, to write one raises RuntimeError."""
+        """Have the parameters be without memory. To read one gives NaN; a write is found by :meth:`check_absent`."""
         for param, absent in zip(self.params, self._absent, strict=True):
             param.data = absent
         self._gathered = None
@@ -237,11 +252,6 @@ class ParameterBlock(VersionedBlock):
 
     # -- its versions on the drive
 
-    def changed(self, number: int) -> None:
-        """Have the next write be of this version, since a step has changed the parameters."""
-        self.changes += 1
-        super().changed(number)
-
     def commit(self) -> None:
         """Take the newest version for the last completed step's."""
         super().commit()
@@ -255,13 +265,13 @@ class ParameterBlock(VersionedBlock):
             self.frozen.undo()
 
 
-def _frozen(params: Sequence[nn.Parameter], quantize: Scheme | None, stays: bool) -> dict[int, nn.Parameter]:
+def _frozen(params: Sequence[nn.Parameter], quantize: Scheme | None) -> dict[int, nn.Parameter]:
     """Return the parameters that are to be a block of their own, by their numbers.
 
     Beside trained ones, those that are not, which then are never written again. Without trained ones, only if some are quantised.
     """
     quantized = {index: param for index, param in enumerate(params) if quantizes(quantize, param)}
-    if stays or not (quantized or any(param.requires_grad for param in params)):
+    if not (quantized or any(param.requires_grad for param in params)):
         return quantized
     return {index: param for index, param in enumerate(params) if not param.requires_grad}
 
@@ -280,6 +290,11 @@ def _padded(param: nn.Parameter, ranks: TrainingRanks) -> torch.Tensor:
 def _is_in(tensor: torch.Tensor, content: torch.Tensor) -> bool:
     """Return whether a tensor begins in a block's bytes."""
     return 0 <= tensor.data_ptr() - content.data_ptr() < content.nbytes
+
+
+def _element_bytes(absent: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of the one element that all elements of a tensor of :func:`absent_like` are, as a view."""
+    return absent.as_strided((1,), (1,)).view(torch.uint8)
 
 
 def absent_like(param: torch.Tensor) -> torch.Tensor:

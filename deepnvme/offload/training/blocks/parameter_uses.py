@@ -65,11 +65,12 @@ class SavedParameter:
         view: How the tensor looks at them, or at the others.
     """
 
-    __slots__ = ("_block", "_changes", "_frozen", "_uses", "_view")
+    __slots__ = ("_block", "_changes", "_frozen", "_part", "_uses", "_view")
 
     def __init__(self, uses: ParameterUses, block: ParameterBlock, frozen: bool, view: View) -> None:
         self._uses, self._block, self._frozen, self._view = uses, block, frozen, view
-        self._changes = block.changes
+        self._part = block.frozen if frozen and block.frozen is not None else block
+        self._changes = self._part.changes
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor. Reads the block if it is not in memory.
@@ -78,7 +79,7 @@ class SavedParameter:
             RuntimeError: If a step has changed the parameters since.
             OSError: From reading.
         """
-        if self._block.changes != self._changes:
+        if self._part.changes != self._changes:
             raise RuntimeError(
                 f"the parameter that the {self._view} looks at was changed by a step since the forward: run the forward again"
             )
@@ -191,6 +192,7 @@ class ParameterUses:
     def begin(self, block: ParameterBlock) -> None:
         """Begin a use: the parameters are in memory from now on. Blocks while they are read. Raises OSError."""
         if block.holds == 0:
+            block.check_absent()
             if block.ranks is None:
                 self._schedule.acquire(block)
                 try:

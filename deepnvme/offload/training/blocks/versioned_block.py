@@ -14,13 +14,15 @@ class VersionedBlock(StoredBlock):
         content_bytes: Bytes of each.
     """
 
-    __slots__ = ("_committed", "current", "index")
+    __slots__ = ("_committed", "changes", "current", "index")
 
     def __init__(self, index: str, content_bytes: int) -> None:
         self.index = index
         """Identifies its versions."""
         self.current = self._committed = 0
         """Number of the newest version."""
+        self.changes = 0
+        """How often steps have changed the block, or were undone."""
         super().__init__(block_name(self), content_bytes)
         self.stored = False
 
@@ -31,6 +33,7 @@ class VersionedBlock(StoredBlock):
 
     def changed(self, number: int) -> None:
         """Set the number of the version that the next write, or read, of the block goes to."""
+        self.changes += 1
         self.current = number
         self.rename(block_name(self))
 
