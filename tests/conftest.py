@@ -21,6 +21,7 @@ from deepnvme.ops.op_builder import AsyncIOBuilder
 from deepnvme.tune.measure import folder
 
 from .native import EngineTestingBuilder
+from .support.compiled import compile_first
 from .support.disks import MIB, Disk, loop_disk, memory_disk
 from .support.faulty_filesystem import FaultyFilesystem, Mode, faulty_filesystem, obstacle
 from .support.interpreters import Interpreters
@@ -50,8 +51,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout's clock starts
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    compile_first(AsyncIOBuilder)  # also for the sake of programs, which would say on stderr that they compile it
+    if {"testing", "interpreters"} & set(getattr(item, "fixturenames", ())):
+        compile_first(EngineTestingBuilder)
     with machine(alone=item.get_closest_marker("alone") is not None):
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)  # before file systems are unmounted in which the program has files open
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    interpreters = getattr(item, "funcargs", {}).get("interpreters")
+    if interpreters is not None:
+        interpreters.close_if_running()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -150,9 +161,9 @@ def direct_disk(drive: Path) -> Iterator[FaultyFilesystem]:
     yield from made_disk(drive, "direct")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def op() -> ModuleType:
-    """The compiled async_io op. Before all tests, since a program that compiles it says so on stderr."""
+    """The compiled async_io op."""
     return AsyncIOBuilder().load()
 
 

@@ -23,6 +23,8 @@ from deepnvme.store.futures import StoreFuture
 from deepnvme.streaming import Streaming, WeightStore, stream
 from deepnvme.tables import Table
 
+from .support.patience import PATIENCE
+
 MIB = 1 << 20
 
 
@@ -96,7 +98,7 @@ def test_a_pool_is_told_while_another_thread_is_in_the_midst_of_a_call() -> None
     with pool._lock:
         thread = threading.Thread(target=lambda: told.append(repr(pool)), daemon=True)
         thread.start()
-        thread.join(timeout=30)
+        thread.join(timeout=PATIENCE)
     assert told == ["<BufferPool budget=1 MiB, 0 bytes in use, 0 bytes kept for reuse>"]
 
 

@@ -36,7 +36,6 @@ def test_a_device_is_not_read(tmp_path: Path, device: str) -> None:
         read_regular(path, 1 << 40)
 
 
-@pytest.mark.timeout(30)
 def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "file"
     os.mkfifo(path)

@@ -19,6 +19,7 @@ import pybind11
 import pytest
 
 from .op_builder.conftest import REPOSITORY, STANDIN
+from .support.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +92,7 @@ def build(kind: str, source: Path, destination: Path, **environment: str) -> sub
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
 
 
@@ -118,7 +119,7 @@ def load(installed: Path, package: Path | None = None, program: str = LOAD) -> s
         cwd=installed,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
 
 
@@ -178,7 +179,7 @@ def prepare(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     bash = shutil.which("bash")
     assert bash is not None
     variables = {**kept, "PYTHON": sys.executable, **environment}
-    return subprocess.run([bash, str(SETUP), *arguments], env=variables, capture_output=True, text=True, timeout=60)
+    return subprocess.run([bash, str(SETUP), *arguments], env=variables, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_setting_up_stops_at_once_where_no_compiler_can_be_had_and_says_what_to_type(bare_machine: Path) -> None:
@@ -226,7 +227,7 @@ def test_the_makefile_says_what_it_installs_before_it_does(tmp_path: Path, torch
     python.chmod(0o755)
     done = subprocess.run(
         ["make", "--no-print-directory", "demo", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}", "NO_APT=1"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode != 0
     said = done.stdout.splitlines()

@@ -19,7 +19,7 @@ def test_a_quick_run_tries_a_quarter_of_the_examples_and_any_other_run_all(reque
 @pytest.mark.parametrize("whole_exit", [True, False])
 @pytest.mark.parametrize(("end", "status"), [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError", 1)])
 def test_an_exit_has_its_status_and_pythons_cleanup_also_without_torchs(
-    whole_exit: bool, end: str, status: int, tmp_path: Path
+    whole_exit: bool, end: str, status: int, testing: object, tmp_path: Path
 ) -> None:
     interpreters = Interpreters(tmp_path, whole_exit)
     try:

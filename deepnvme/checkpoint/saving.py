@@ -73,7 +73,8 @@ def save(
             file.
         checksum: Whether the file has the CRC-32 of each tensor, for :func:`verify`, ``unzip -t`` and others, or 0 in its place.
             None: CRC-32 of tensors on the CPU, computed during writing; 0 for tensors on devices and with ``group``. True: all
-            tensors; those on devices, and all with ``group``, are computed first. False: 0 for all.
+            tensors; those on devices, and all with ``group``, are computed first. False: 0 for all. After
+            ``torch.serialization.set_crc32_options(False)``, None means 0 for all, and for the pickle too, as in torch.save.
         pool: Pool of the pinned buffers. None is the process's pool.
         progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
             for one from the beginning, False for none; or a function called with (bytes written, bytes of the file).

@@ -18,6 +18,8 @@ from harness.activation_models import ChainShape, SavedBytes, make
 from harness.activation_worker import OFFLOADED, OFFLOADED_WITH_ROOM
 from harness.torch_save_hooks import TorchSaveHooks
 
+from ..support.patience import PATIENCE
+
 pytestmark = pytest.mark.slow
 
 ACTIVATIONS = Path(__file__).resolve().parents[2] / "benchmarks" / "activations.py"
@@ -38,7 +40,7 @@ def run(place: Path, *parts: str) -> Run:
         + [argument for part in parts for argument in ("--only", part)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE,
         # Many threads for so small a model do nothing but wait for one another where there are fewer cores.
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -13,6 +13,8 @@ from typing import Any
 import engine_ceiling
 import pytest
 
+from ..support.patience import PATIENCE
+
 pytestmark = pytest.mark.slow
 
 ENGINE_CEILING = Path(__file__).resolve().parents[2] / "benchmarks" / "engine_ceiling.py"
@@ -79,6 +81,6 @@ def test_the_neighbours_of_each_fault_are_measured(document_of: Callable[..., di
     ],
 )
 def test_what_cannot_be_measured_or_drawn_is_refused_at_once(arguments: list[str], message: str) -> None:
-    done = subprocess.run([sys.executable, ENGINE_CEILING, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, ENGINE_CEILING, *arguments], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert message in done.stderr

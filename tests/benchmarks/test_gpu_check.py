@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from ..support.patience import PATIENCE
+
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -137,7 +139,7 @@ def test_without_a_gpu_it_says_so_in_one_line(command: list[str]) -> None:
         pytest.skip(f"needs {command[0]}")
     # As where no other make has begun all this, which this one would answer to.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert done.returncode != 0
     assert done.stdout == ""
     first, *rest = done.stderr.splitlines()

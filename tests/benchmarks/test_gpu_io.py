@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from ..support.patience import PATIENCE
+
 pytestmark = pytest.mark.slow
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -160,7 +162,7 @@ def test_an_interrupted_run_removes_its_files(op: ModuleType, measure: Any, driv
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    done = subprocess.run([sys.executable, BENCHMARKS / "gpu_io.py"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, BENCHMARKS / "gpu_io.py"], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("gpu_io: needs a CUDA device, and PyTorch ")
     assert done.stderr.count("\n") == 1

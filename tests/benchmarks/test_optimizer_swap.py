@@ -17,6 +17,8 @@ import torch
 from harness import identity
 from harness.in_memory import InMemory
 
+from ..support.patience import PATIENCE
+
 pytestmark = pytest.mark.slow
 
 OPTIMIZER_SWAP = Path(__file__).resolve().parents[2] / "benchmarks" / "optimizer_swap.py"
@@ -29,7 +31,7 @@ class Run:
     left_behind: list[str]
 
 
-def run(place: Path, parts: Sequence[str], *arguments: str, timeout: int = 240) -> Run:
+def run(place: Path, parts: Sequence[str], *arguments: str, timeout: float = PATIENCE) -> Run:
     drive = place / "drive"
     drive.mkdir(parents=True)
     report = place / "report.json"

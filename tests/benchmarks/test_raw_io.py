@@ -23,6 +23,8 @@ from harness.workloads import Sample
 
 from deepnvme.tune.measure.folder import folder_facts
 
+from ..support.patience import PATIENCE
+
 pytestmark = pytest.mark.slow
 
 RAW_IO = Path(__file__).resolve().parents[2] / "benchmarks" / "raw_io.py"
@@ -136,6 +138,6 @@ def test_memory_is_no_drive() -> None:
 
 
 def test_a_size_that_is_no_whole_block_is_refused_by_name() -> None:
-    done = subprocess.run([sys.executable, RAW_IO, "--size", "1000"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, RAW_IO, "--size", "1000"], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert "multiple of 1 MiB, got '1000'" in done.stderr

@@ -20,6 +20,8 @@ from harness.in_memory import InMemory
 from harness.training_models import TrainingShape
 from harness.training_usage import PeakMemory, own_memory
 
+from ..support.patience import PATIENCE
+
 pytestmark = pytest.mark.slow
 
 TRAINING = Path(__file__).resolve().parents[2] / "benchmarks" / "training.py"
@@ -32,7 +34,6 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_everyone_takes_every_turn(dtype: str, drive: Path, document_of: Callable[..., Any]) -> None:
     parts = ("drive", "deepspeed", "memory")
@@ -49,7 +50,6 @@ def test_everyone_takes_every_turn(dtype: str, drive: Path, document_of: Callabl
     assert all(dtype in target["what"] for target in document["targets"])
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("dtype", "parameters", "width"), [("float32", 18, 512), ("bfloat16", 27, 1024)])  # of no small matrices
 def test_deepspeed_trains_the_same_model_from_the_drive(
     dtype: str, parameters: int, width: int, request: pytest.FixtureRequest, drive: Path
@@ -64,7 +64,7 @@ def test_deepspeed_trains_the_same_model_from_the_drive(
         [sys.executable, TRAINING, *small, "--dir", benchmarked, "--json", report, "--deepspeed-python", python],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=2 * PATIENCE,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(report.read_text())

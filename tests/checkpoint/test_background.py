@@ -21,6 +21,7 @@ from deepnvme.transfer.gather import CHUNK
 
 from ..support.disks import Disk
 from ..support.engines import transfers_through
+from ..support.patience import PATIENCE
 
 State = dict[str, torch.Tensor]
 LAYER = CHUNK // 4
@@ -38,7 +39,7 @@ def all_ended() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if thread.name == "deepnvme-saves":  # which ends when there is nothing left to save
-            thread.join(20)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
     background.raise_unseen()
 
@@ -93,13 +94,13 @@ def test_at_least_one_has_to_be_in_flight(drive: Path, max_in_flight: int) -> No
 def test_a_failure_is_the_futures(drive: Path, pool: BufferPool, lazy: bool) -> None:
     future = deepnvme.async_save(state(), drive / "missing" / "a.pt", pool=pool, lazy=lazy)
     with pytest.raises(FileNotFoundError) as caught:
-        future.result(10)
+        future.result(PATIENCE)
     assert caught.value.filename == str(drive / "missing" / "a.pt")
     assert future.exception() is caught.value
     assert future.done()
     future.wait_staged(0)  # nothing is needed any more
     assert pool.in_use == 0
-    deepnvme.async_save(state(), drive / "a.pt", pool=pool).result(10)  # who has seen it is not told again
+    deepnvme.async_save(state(), drive / "a.pt", pool=pool).result(PATIENCE)  # who has seen it is not told again
 
 
 @pytest.mark.parametrize("save", [deepnvme.save, deepnvme.async_save])
@@ -110,7 +111,7 @@ def test_one_that_nobody_looked_at_is_raised_by_the_next_save(drive: Path, save:
     assert caught.value.filename == str(drive / "missing" / "a.pt")
     assert list(drive.iterdir()) == []
     done = save(state(), drive / "b.pt")
-    assert done is None or done.result(10)
+    assert done is None or done.result(PATIENCE)
     assert_saved(drive / "b.pt", state())
 
 
@@ -146,7 +147,7 @@ deepnvme.async_save([1], {str(drive)!r} + "/unseen/a.pt")
 def test_a_full_disk_leaves_nothing_behind(small_disk: Disk, pool: BufferPool) -> None:
     large = {"a": torch.zeros(small_disk.bytes_free() + 1, dtype=torch.uint8)}
     future = deepnvme.async_save(large, small_disk / "a.pt", pool=pool)
-    error = future.exception(30)
+    error = future.exception(PATIENCE)
     assert isinstance(error, OSError)
     assert error.errno == errno.ENOSPC
     assert pool.in_use == 0
@@ -159,7 +160,7 @@ def test_a_drive_that_fails_leaves_the_old_file(
 ) -> None:
     deepnvme.save(state(1), drive / "a.pt")
     with transfers_through(faulty("threads", error_every=50, error=errno.EIO)):
-        error = deepnvme.async_save(state(2), drive / "a.pt", pool=pool, lazy=lazy).exception(10)
+        error = deepnvme.async_save(state(2), drive / "a.pt", pool=pool, lazy=lazy).exception(PATIENCE)
     assert isinstance(error, OSError)
     assert error.errno == errno.EIO
     assert pool.in_use == 0
@@ -170,7 +171,7 @@ def test_a_failure_does_not_keep_the_state(drive: Path) -> None:
     tensor = torch.ones(LAYER)
     storage = weakref.ref(tensor.untyped_storage())
     future = deepnvme.async_save([tensor], drive / "missing" / "a.pt", lazy=True)
-    assert future.exception(10) is not None
+    assert future.exception(PATIENCE) is not None
     del tensor
     kept = storage() is not None
     assert not kept
@@ -195,7 +196,7 @@ def test_ctrl_c_while_it_is_copied_leaves_nothing_behind(
     assert len(copied) == chunk + 1
     assert list(drive.iterdir()) == []
     assert pool.in_use == 0
-    deepnvme.async_save(state(), drive / "a.pt", pool=pool).result(10)
+    deepnvme.async_save(state(), drive / "a.pt", pool=pool).result(PATIENCE)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -211,7 +212,7 @@ def test_memory_that_its_caller_holds_is_not_waited_for(drive: Path, pool: Buffe
     with pool.lease(pool.budget - left), pytest.raises(OutOfBuffers, match="all held by this thread"):
         deepnvme.async_save(state(), drive / "a.pt", pool=pool, lazy=lazy)
     assert list(drive.iterdir()) == []
-    deepnvme.async_save(state(), drive / "a.pt", pool=pool, lazy=lazy).result(10)
+    deepnvme.async_save(state(), drive / "a.pt", pool=pool, lazy=lazy).result(PATIENCE)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -222,16 +223,16 @@ def test_memory_that_another_thread_holds_is_waited_for(drive: Path, pool: Buffe
     def hold() -> None:
         leases.append(pool.lease(pool.budget))
         held.set()
-        back.wait(10)
+        back.wait(PATIENCE)
         leases.pop().release()
 
     other = threading.Thread(target=hold)
     other.start()
-    held.wait(10)
+    held.wait(PATIENCE)
     future = deepnvme.async_save(state(), drive / "a.pt", pool=pool, lazy=lazy)
     assert not future.done()
     back.set()
-    future.result(10)
+    future.result(PATIENCE)
     other.join()
     assert_saved(drive / "a.pt", state())
 
@@ -245,7 +246,7 @@ def test_the_file_is_that_of_save(drive: Path, obj: object, lazy: bool) -> None:
     for checksum in (None, False, True):
         deepnvme.save(obj, drive / "expected.pt", checksum=checksum)
         future = deepnvme.async_save(obj, drive / "found.pt", checksum=checksum, lazy=lazy)
-        assert future.result(10) == future.nbytes
+        assert future.result(PATIENCE) == future.nbytes
         assert (drive / "found.pt").read_bytes() == (drive / "expected.pt").read_bytes()
 
 
@@ -256,7 +257,7 @@ def test_checksums_are_of_what_is_saved_also_when_the_tensors_change(drive: Path
     for tensor in tensors.values():
         tensor.zero_()
     held.release()
-    future.result(10)
+    future.result(PATIENCE)
     report = deepnvme.checkpoint.verify(drive / "a.pt")
     assert (report.ok, report.contents_checked) == (True, True)
 
@@ -268,7 +269,7 @@ def test_tensors_may_change_when_it_returns(drive: Path, pool: BufferPool, held:
     for tensor in tensors.values():
         tensor.zero_()
     held.release()
-    future.result(10)
+    future.result(PATIENCE)
     assert_saved(drive / "a.pt", state(1))
 
 
@@ -279,7 +280,7 @@ def test_tensors_may_change_once_they_are_staged(drive: Path, lazy: bool, budget
     future.wait_staged(10)
     for tensor in tensors.values():
         tensor.zero_()
-    future.result(10)
+    future.result(PATIENCE)
     assert_saved(drive / "a.pt", state(1))
     assert pool.in_use == 0
     assert pool.allocated <= budget
@@ -291,7 +292,7 @@ def test_what_the_budget_does_not_hold_is_waited_for(drive: Path, held: Any) -> 
         future.wait_staged(0.05)
     held.release()
     future.wait_staged(10)
-    future.result(10)
+    future.result(PATIENCE)
     assert_saved(drive / "a.pt", state(1))
 
 
@@ -307,7 +308,7 @@ def test_writing_begins_while_the_rest_is_copied(
         copy(self, begin, end, into)
 
     monkeypatch.setattr(FileImage, "copy", patient)
-    deepnvme.async_save(state(), drive / "a.pt", pool=pool).result(10)
+    deepnvme.async_save(state(), drive / "a.pt", pool=pool).result(PATIENCE)
 
 
 def test_the_state_may_go_when_it_is_staged(drive: Path, pool: BufferPool, held: Any) -> None:
@@ -318,7 +319,7 @@ def test_the_state_may_go_when_it_is_staged(drive: Path, pool: BufferPool, held:
     kept = storage() is not None
     assert not kept
     held.release()
-    future.result(10)
+    future.result(PATIENCE)
 
 
 def test_a_relative_path_is_that_of_the_call(
@@ -330,7 +331,7 @@ def test_a_relative_path_is_that_of_the_call(
     monkeypatch.chdir(tmp_path / "elsewhere")
     held.release()  # and the second begins
     for value, future in enumerate(futures):
-        future.result(10)
+        future.result(PATIENCE)
         assert future.path == drive / f"{value}.pt"
     assert_saved(drive / "1.pt", state(1))
     assert list(Path().iterdir()) == []
@@ -350,9 +351,9 @@ def test_at_most_so_many_are_in_flight(drive: Path, pool: BufferPool, held: Any)
     assert caller.is_alive()
     fourth = deepnvme.async_save([3], drive / "3.pt", pool=pool, max_in_flight=3)
     held.release()
-    caller.join(10)
+    caller.join(PATIENCE)
     for future in (*futures, *third, fourth):
-        future.result(10)
+        future.result(PATIENCE)
     assert [torch.load(drive / f"{step}.pt") for step in range(4)] == [[0], [1], [2], [3]]
 
 
@@ -363,7 +364,7 @@ def test_the_last_call_has_the_last_word_on_a_path(drive: Path, pool: BufferPool
         future = deepnvme.async_save(state(value), drive / "a.pt", pool=pool)
     done = last(state(3), drive / "link")
     assert future.done() or done is not None
-    assert done is None or done.result(10)
+    assert done is None or done.result(PATIENCE)
     assert_saved(drive / "a.pt", state(3))
 
 
@@ -372,7 +373,7 @@ def test_threads_may_save_at_the_same_time(drive: Path, pool: BufferPool) -> Non
         for _ in range(5):
             future = deepnvme.async_save(state(seed), drive / f"{seed}.pt", pool=pool)
             future.wait_staged(30)
-            assert future.result(30) == future.nbytes
+            assert future.result(PATIENCE) == future.nbytes
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
     for thread in threads:

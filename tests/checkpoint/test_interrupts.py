@@ -23,6 +23,7 @@ from deepnvme.transfer.gather import DIRECT_FROM
 
 from ..faults.torture.interruption import Interruption, interrupted
 from ..faults.torture.parts import interrupts_save
+from ..support.patience import PATIENCE
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
@@ -175,5 +176,5 @@ class TestLatch:
         latch.set()
         latch.set()
         for other in others:
-            other.join(30)
+            other.join(PATIENCE)
         assert waited == [True] * 4

@@ -19,6 +19,7 @@ from deepnvme.checkpoint import saving
 from deepnvme.checkpoint.publication import SUFFIX
 
 from ..support.disks import Disk
+from ..support.patience import PATIENCE, until
 
 
 def state(step: int) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def test_one_that_cannot_be_removed_is_told_with_what_is_saved(
 
     def save() -> None:
         if asynchronous:
-            manager.save(2, state(2), asynchronous=True).result(10)
+            manager.save(2, state(2), asynchronous=True).result(PATIENCE)
         else:
             manager.save(2, state(2))
 
@@ -113,7 +114,6 @@ def test_killed_at_any_moment_enough_are_whole(drive: Path, interpreters: Any, k
     chance, begun = random.Random(keep), 0
     output = interpreters.stdout()
     for _ in range(6):
-        output.write_text("")  # that of the program before
         child = interpreters.start(f"""
 import deepnvme, torch
 from deepnvme.swap import BufferPool
@@ -123,9 +123,7 @@ for step in range({begun}, {begun} + 10_000):
     manager.save(step, state, fsync=False, asynchronous={asynchronous}, pool=pool)
     print(step, flush=True)
 """)
-        deadline = time.monotonic() + 30
-        while output.read_text().count("\n") <= keep + 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: output.read_text().count("\n") > keep + 2)
         time.sleep(chance.random() * 0.02)
         os.kill(child, signal.SIGKILL)
         assert interpreters.wait(child).returncode == -signal.SIGKILL
@@ -152,7 +150,7 @@ def test_the_highest_steps_are_kept(drive: Path, keep: int, asynchronous: bool) 
         future = manager.save(step * 10, state(step * 10), asynchronous=asynchronous)
         assert (future is not None) is asynchronous
     if future is not None:
-        future.result(10)
+        future.result(PATIENCE)
     assert manager.latest() == 50
     assert manager.steps() == [0, 10, 20, 30, 40, 50][-keep:]
     assert_whole(manager, manager.steps())

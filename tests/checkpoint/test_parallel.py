@@ -92,7 +92,7 @@ assert all(os.wait()[1] == 0 for _ in range(1, size))
 
 def run(size: int, program: str, drive: Path, interpreters: Interpreters) -> None:
     opening = f"import pathlib\ndrive, size = pathlib.Path({str(drive)!r}), {size}\n"
-    interpreters.run(opening + PRELUDE + textwrap.dedent(program) + CLOSING, timeout=120).check()
+    interpreters.run(opening + PRELUDE + textwrap.dedent(program) + CLOSING).check()
 
 
 @pytest.fixture(autouse=True)

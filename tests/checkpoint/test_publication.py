@@ -21,6 +21,7 @@ from deepnvme.checkpoint.publication import SUFFIX, Destination, Publication
 from ..support.disks import MIB, Disk
 from ..support.engines import transfers_are, transfers_through
 from ..support.interpreters import Interpreters
+from ..support.patience import PATIENCE
 
 OLD = {"old": torch.arange(100)}
 
@@ -108,7 +109,7 @@ class TestKills:
             assert os.listdir(drive) == ["file.pt"]
             assert values() == {{-1}}
             print(seen, left)
-        """, timeout=240.0)  # fmt: skip
+        """)  # fmt: skip
         saved, left = map(int, printed.check().split())
         assert saved > 20, "hardly a child came to save anything"
         assert left > 20, "hardly a child was killed while it wrote"
@@ -266,7 +267,7 @@ class TestFaults:
             if save == "save":
                 deepnvme.save({"new": 1}, path)
             elif save == "async_save":
-                deepnvme.async_save({"new": 1}, path).result(30)
+                deepnvme.async_save({"new": 1}, path).result(PATIENCE)
             elif save == "manager":
                 manager.save(1, {"new": 1})
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import deepnvme
+from deepnvme.checkpoint import verify
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 
 from ..support.interpreters import Interpreters
@@ -92,6 +94,26 @@ def test_the_file_has_checksums_unless_it_is_to_have_none(drive: Path, kind: str
             sums = {info.CRC for info in archive.infolist() if "/data/" in info.filename and info.file_size}
             assert archive.testzip() is None if checksum is not False else sums <= {0}
             assert checksum is False or 0 not in sums
+
+
+@pytest.fixture
+def torch_without_checksums() -> Iterator[None]:
+    torch.serialization.set_crc32_options(False)
+    yield
+    torch.serialization.set_crc32_options(True)
+
+
+@pytest.mark.usefixtures("torch_without_checksums")
+def test_checksums_that_torch_is_to_leave_out_are_left_out_unless_they_are_asked_for(drive: Path) -> None:
+    obj = {"weight": torch.arange(3000.0)}
+    for checksum, left_out in ((None, True), (True, False)):
+        deepnvme.save(obj, drive / "file.pt", checksum=checksum)
+        with zipfile.ZipFile(drive / "file.pt") as archive:
+            assert ({info.CRC for info in archive.infolist()} == {0}) == left_out
+        assert torch.equal(torch.load(drive / "file.pt")["weight"], obj["weight"])
+        assert torch.equal(deepnvme.load(drive / "file.pt", checksum=True)["weight"], obj["weight"])
+        report = verify(drive / "file.pt")
+        assert (report.checksums, report.problems) == (0 if left_out else 1, ())
 
 
 def test_progress_is_told_bytes_up_to_those_of_the_file(drive: Path) -> None:

@@ -11,18 +11,34 @@ import torch
 
 from deepnvme.ops.op_builder import toolchain
 
-from .gds_fixtures import cached_stand_in
+from ..support.compiled import compile_first
+from .gds_fixtures import ReadyBuilder, cached_stand_in
 from .stand_in import StandIn
+
+
+def obstacle() -> str | None:
+    """Why there is no stand-in; None if there can be one."""
+    if torch.cuda.is_available():
+        return "needs a machine without a CUDA device: the stand-in would take the place of its driver"
+    compiler = toolchain.find()
+    return f"needs a compiler: {compiler.reason}" if isinstance(compiler, toolchain.Attempt) else None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout's clock starts
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if obstacle() is None:
+        cached_stand_in("libcuda.so.1", "-O1")
+        if "libraries" in getattr(item, "fixturenames", ()):
+            cached_stand_in("libcufile.so.0")
+            compile_first(ReadyBuilder)  # looks for the libraries when it is used, not now
+    return (yield)
 
 
 @pytest.fixture(scope="session")
 def libcuda() -> Path:
     """The stand-in, compiled."""
-    if torch.cuda.is_available():
-        pytest.skip("needs a machine without a CUDA device: the stand-in would take the place of its driver")
-    compiler = toolchain.find()
-    if isinstance(compiler, toolchain.Attempt):
-        pytest.skip(f"needs a compiler: {compiler.reason}")
+    if (why := obstacle()) is not None:
+        pytest.skip(why)
     return cached_stand_in("libcuda.so.1", "-O1")
 
 

@@ -15,12 +15,12 @@ import torch
 import deepnvme
 
 from ..support.memory import page_aligned, pattern
+from ..support.patience import PATIENCE
 from .stand_in import INVALID_VALUE, DeviceTensor, StandIn
 
 CONTENT = pattern(300_001)
 OLD = pattern(300_001, 1)
 REASON = r"CUDA_ERROR_OUT_OF_MEMORY \(as the test asked\)"
-WITHIN = 20  # seconds: then it hangs
 
 # What is called for a request: at submission, then on the way.
 AT_SUBMISSION = ["cuCtxPushCurrent", "cuEventCreate", "cuEventRecord", "cuEventQuery"]
@@ -30,16 +30,16 @@ ON_THE_WAY = ["cuMemHostRegister", "cuStreamCreate", "cuMemcpyHtoDAsync", "cuMem
 def assert_usable(driver: StandIn, engine: Any, drive: Path) -> None:
     """For the device, and for the host."""
     target = driver.tensor(bytes(len(CONTENT)))
-    engine.write(driver.tensor(CONTENT), drive / "later").result(WITHIN)
-    engine.read(target, drive / "later").result(WITHIN)
+    engine.write(driver.tensor(CONTENT), drive / "later").result(PATIENCE)
+    engine.read(target, drive / "later").result(PATIENCE)
     assert driver.content(target) == CONTENT
-    engine.write(page_aligned(CONTENT), drive / "later").result(WITHIN)
+    engine.write(page_aligned(CONTENT), drive / "later").result(PATIENCE)
 
 
 def error_of(start: Callable[..., Any], *arguments: object) -> int | None:
     """With which errno the request failed, at submission or later."""
     try:
-        start(*arguments).result(WITHIN)
+        start(*arguments).result(PATIENCE)
     except OSError as error:
         return error.errno
     return None
@@ -124,7 +124,7 @@ def test_a_context_that_cannot_be_had_is_an_error_and_asked_for_again(
     driver.fail("cuDevicePrimaryCtxRetain")
     with pytest.raises(OSError, match=f"cuDevicePrimaryCtxRetain: {REASON}"):
         engine.write(tensor, drive / "file")
-    engine.write(tensor, drive / "file").result(WITHIN)
+    engine.write(tensor, drive / "file").result(PATIENCE)
     assert (drive / "file").read_bytes() == CONTENT
 
 
@@ -136,7 +136,7 @@ def test_what_cuda_refuses_later_is_of_its_request_alone(driver: StandIn, backen
     with deepnvme.Engine(backend=backend, block_size=65536) as engine:
         driver.fail(function)
         refused = getattr(engine, direction)(tensor, drive / "file")
-        error = refused.exception(WITHIN)
+        error = refused.exception(PATIENCE)
         assert isinstance(error, OSError)
         assert (error.errno, error.filename) == (errno.EIO, str(drive / "file"))
         assert f"{direction} of 300001 bytes at offset 0" in str(error)
@@ -155,7 +155,7 @@ def test_a_copy_that_cannot_be_waited_for_leaves_the_tensor_alone_once_its_failu
     driver.delay(0.05)
     driver.fail(function, 1 if function == "cuEventRecord" else 0)  # after the one of the work before it
     with pytest.raises(OSError, match=f"copy of device memory: {function}: {REASON}"):
-        engine.read(tensor, drive / "file").result(WITHIN)
+        engine.read(tensor, drive / "file").result(PATIENCE)
     then = driver.content(tensor)
     time.sleep(0.1)
     assert driver.content(tensor) == then
@@ -178,8 +178,8 @@ def test_a_copy_that_cannot_be_waited_for_is_over_before_its_memory_serves_again
                 stream.pause(0.5)  # nothing is copied before all submissions have recorded their events
                 futures = [engine.write(tensor, drive / str(index)) for index, tensor in enumerate(tensors)]
                 driver.fail(function)
-        assert futures[0].exception(WITHIN) is not None
-        assert [future.result(WITHIN) for future in futures[1:]] == [65536] * 3
+        assert futures[0].exception(PATIENCE) is not None
+        assert [future.result(PATIENCE) for future in futures[1:]] == [65536] * 3
     assert [(drive / str(index)).read_bytes() for index in (1, 2, 3)] == contents[1:]
 
 
@@ -216,8 +216,8 @@ def test_a_copy_that_fails_on_the_device_is_noticed(driver: StandIn, backend: An
         driver.fail("cuMemcpyHtoDAsync later" if direction == "read" else "cuMemcpyDtoHAsync later", 2, 700)
         refused = getattr(engine, direction)(tensor, drive / "file")
         with pytest.raises(OSError, match=r"copy of device memory: cu\w+: CUDA_ERROR_ILLEGAL_ADDRESS \(an illegal memory access"):
-            refused.result(WITHIN)
-        engine.write(page_aligned(CONTENT), drive / "host").result(WITHIN)
+            refused.result(PATIENCE)
+        engine.write(page_aligned(CONTENT), drive / "host").result(PATIENCE)
     assert (drive / "host").read_bytes() == CONTENT
 
 
@@ -233,7 +233,7 @@ def test_the_failure_of_the_work_before_is_an_error_and_nothing_is_moved(
         with pytest.raises(
             OSError, match=f"{direction} of 300001 bytes at offset 0: the work on the device before it: cuEventSynchronize"
         ) as caught:
-            refused.result(WITHIN)
+            refused.result(PATIENCE)
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(drive / "file"))
     assert (drive / "file").read_bytes() == OLD
     assert driver.content(tensor) == CONTENT
@@ -244,7 +244,7 @@ def test_a_flush_behind_a_write_whose_stream_failed_is_still_made(driver: StandI
     with driver.using(driver.stream()) as stream:
         stream.break_off(0.1)
         refused = engine.write(driver.tensor(CONTENT), drive / "file")
-    assert engine.fsync(drive / "file").result(WITHIN) == 0
+    assert engine.fsync(drive / "file").result(PATIENCE) == 0
     assert refused.exception(0) is not None
 
 
@@ -254,14 +254,14 @@ def test_memory_that_is_refused_for_more_staging_is_done_without(driver: StandIn
     with deepnvme.Engine() as engine:
         engine.write(driver.tensor(b"-" * 4096), drive / "file").result()
         driver.fail("cuMemHostRegister")
-        engine.write(driver.tensor(content), drive / "file").result(WITHIN)
+        engine.write(driver.tensor(content), drive / "file").result(PATIENCE)
     assert (drive / "file").read_bytes() == content
 
 
 def test_an_address_of_no_device_memory_is_an_error(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
     lost = torch.zeros(5000, dtype=torch.uint8).as_subclass(DeviceTensor)
     with pytest.raises(OSError, match="cuMemcpyDtoHAsync: CUDA_ERROR_INVALID_VALUE"):
-        engine.write(lost, drive / "file").result(WITHIN)
+        engine.write(lost, drive / "file").result(PATIENCE)
 
 
 def test_an_error_without_a_name_is_told_by_its_number(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
@@ -286,9 +286,9 @@ def test_a_handle_tells_each_failure_once(driver: StandIn, op: ModuleType, drive
 
 def round_trip(driver: StandIn, engine: Any, path: Path) -> None:
     target = driver.tensor(bytes(len(CONTENT)), misalignment=1)
-    assert engine.write(driver.tensor(CONTENT), path, 777).result(WITHIN) == len(CONTENT)
+    assert engine.write(driver.tensor(CONTENT), path, 777).result(PATIENCE) == len(CONTENT)
     assert path.read_bytes() == bytes(777) + CONTENT
-    assert engine.read(target, path, 777).result(WITHIN) == len(CONTENT)
+    assert engine.read(target, path, 777).result(PATIENCE) == len(CONTENT)
     assert driver.content(target) == CONTENT
     assert driver.guards_are_intact(target)
 
@@ -324,7 +324,7 @@ def test_an_error_of_the_drive_is_of_its_request_alone(
     (drive / "file").write_bytes(bytes(20 * 4096))
     engine = faulty(backend, error_every=7, error=error)
     futures = [getattr(engine, direction)(driver.tensor(bytes(4096)), drive / "file", at * 4096) for at in range(20)]
-    failed = [future.exception(WITHIN) for future in futures if future.exception(WITHIN) is not None]
+    failed = [future.exception(PATIENCE) for future in futures if future.exception(PATIENCE) is not None]
     assert [problem.errno for problem in failed] == [error, error]
     assert f"{direction} of 4096 bytes at offset" in str(failed[0])
 
@@ -334,7 +334,7 @@ def test_a_device_request_with_one_bad_block_gives_its_staging_back(
 ) -> None:
     engine = faulty(backend, queue_depth=4, error_every=30, error_limit=1, error=errno.EIO)
     with pytest.raises(OSError, match="write of 409600 bytes"):
-        engine.write(driver.tensor(bytes(409_600)), drive / "bad").result(WITHIN)
+        engine.write(driver.tensor(bytes(409_600)), drive / "bad").result(PATIENCE)
     round_trip(driver, engine, drive / "file")
 
 
@@ -350,7 +350,7 @@ def test_a_broken_backend_fails_every_device_request_and_holds_up_none(
     with driver.using(driver.stream()) as stream:
         stream.pause(0.02)
         futures = [getattr(engine, direction)(tensor, drive / "file") for tensor in tensors]
-        errors = [future.exception(WITHIN) for future in futures]
+        errors = [future.exception(PATIENCE) for future in futures]
     assert errors[-1] is not None
     assert errors[-1].errno == errno.EBADF
     engine.close()

@@ -533,7 +533,7 @@ def test_other_threads_run_while_a_transfer_waits(handle: Any, driver: StandIn, 
         stream.fill(tensor, CONTENT, 2 * SOON)
         thread.start()
         handle.sync_pwrite(tensor, path)
-    assert len(ticks) > 5
+    assert len(ticks) > 1
     thread.join()
 
 

@@ -147,7 +147,7 @@ for _ in range(5):
         del pending, done, pinned, engine, handle
         gc.collect()
         os._exit(7)
-    for _ in range(300):
+    for _ in range(20_000):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             break

@@ -315,7 +315,6 @@ def no_file(request: pytest.FixtureRequest, drive: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("call", [
     pytest.param(lambda engine, tensor, path: engine.read(tensor, path), id="read"),
     pytest.param(lambda engine, tensor, path: engine.write(tensor, path), id="write"),

@@ -136,7 +136,6 @@ def test_every_backend_says_whether_it_works(op: ModuleType) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(60)
 def test_more_events_than_the_system_allows_leave_no_worker_behind(backends: list[Any]) -> None:
     if "libaio" not in backends:
         pytest.skip("needs libaio")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ..support.patience import PATIENCE, until
 from ..support.system_calls import answering
 
 PAGE = 4096
@@ -140,10 +140,7 @@ def test_an_operation_that_is_cancelled_completes_once_and_the_next_is_none_the_
 
 
 def wait_for_hanging(bare: Any, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while bare.hanging() < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: bare.hanging() >= count)
 
 
 def test_the_thread_pool_cancels_what_no_thread_has_begun(testing: ModuleType) -> None:
@@ -212,7 +209,7 @@ def run_answered(testing: ModuleType, backends: list[Any], drive: Path) -> Calla
             """
         environment = {**os.environ, "LD_PRELOAD": str(answering(answer, drive))}
         arguments = [sys.executable, "-c", textwrap.dedent(begin) + textwrap.dedent(program)]
-        ran = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=60)
+        ran = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=PATIENCE)
         assert (ran.returncode, ran.stderr) == (0, "")
         return ran.stdout
 

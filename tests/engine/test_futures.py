@@ -19,6 +19,7 @@ import torch
 import deepnvme
 
 from ..support.memory import page_aligned, pattern
+from ..support.patience import PATIENCE, until
 
 Faulty = Callable[..., Any]
 
@@ -128,7 +129,7 @@ def test_every_thread_that_waits_is_told(held: Any, gate: Any, drive: Path) -> N
         thread.start()
     gate.release()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
     assert results == [5000] * 5
 
 
@@ -140,7 +141,7 @@ def test_other_threads_run_while_one_waits(held: Any, gate: Any, drive: Path) ->
 
 @pytest.mark.parametrize("wait", [
     pytest.param(lambda engine, future: future.result(), id="result"),
-    pytest.param(lambda engine, future: future.result(60), id="result with a timeout"),
+    pytest.param(lambda engine, future: future.result(PATIENCE), id="result with a timeout"),
     pytest.param(lambda engine, future: future.exception(), id="exception"),
     pytest.param(lambda engine, future: engine.close(), id="close"),
 ])  # fmt: skip
@@ -196,10 +197,7 @@ def test_a_tensor_whose_future_is_dropped_is_let_go_when_its_request_ends(held: 
     held.write(tensor, drive / "file")
     del tensor
     gate.release()
-    deadline = time.monotonic() + 20
-    while alive() is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: alive() is None)
 
 
 @pytest.mark.parametrize("wait", ["result", "exception"])

@@ -24,6 +24,7 @@ from deepnvme.engine import without_python
 
 from ..support.examples import examples
 from ..support.memory import PAGE, Guarded, bytes_of, page_aligned, pattern, zeros
+from ..support.patience import PATIENCE
 from ..support.threads import others_run_during
 from ..support.transfers import DTYPES, lengths
 
@@ -564,7 +565,7 @@ def test_close_in_the_middle_of_a_call_is_an_error_and_loses_nothing(drive: Path
     while engine.stats().requests == 0 and thread.is_alive():
         time.sleep(0)
     engine.close()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert ended in ([400_000], ["the engine is closed"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ import pytest
 import deepnvme
 
 from ..support.memory import Guarded
+from ..support.patience import until
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -52,9 +52,7 @@ def test_a_misaligned_tensor_keeps_the_drive_as_busy_as_its_staging_allows(
     journal = testing.Journal()
     engine = faulty("threads", block_size=block_size, queue_depth=queue_depth, num_threads=threads, gate=gate, journal=journal)
     future = getattr(engine, operation)(tensor, drive / "file")
-    deadline = time.monotonic() + 60
-    while len(journal.entries()) < blocks * threads and time.monotonic() < deadline:
-        time.sleep(0.001)
+    until(lambda: len(journal.entries()) >= blocks * threads)
     gate.release()
     future.result()
     assert most_under_way(journal) == blocks * threads
@@ -75,9 +73,7 @@ def test_bytes_in_flight_limit_a_worker(
     engine = faulty("threads", block_size=64 * KIB, queue_depth=32, in_flight_bytes=128 * KIB, gate=gate, journal=journal)
     tensors = [Guarded(bytes(size)).tensor for size in sizes]
     futures = [engine.write(tensor, drive / f"file {number}") for number, tensor in enumerate(tensors)]
-    deadline = time.monotonic() + 60
-    while len(journal.entries()) < expected and time.monotonic() < deadline:
-        time.sleep(0.001)
+    until(lambda: len(journal.entries()) >= expected)
     gate.release()
     assert [future.result() for future in futures] == sizes
     assert most_under_way(journal) == expected
@@ -100,9 +96,7 @@ def test_a_block_that_one_worker_may_not_start_is_left_to_another(
     futures = []
     for number in range(2):
         futures.append(engine.write(tensor, drive / f"file {number}"))
-        deadline = time.monotonic() + 60
-        while len(journal.entries()) < number + 1 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda number=number: len(journal.entries()) > number)  # type: ignore[misc]
     assert most_under_way(journal) == 2  # while the gate is shut
     gate.release()
     assert [future.result() for future in futures] == [64 * KIB] * 2
@@ -114,9 +108,7 @@ def test_blocks_that_are_smaller_than_a_sector_of_the_drive_do_not_make_the_queu
     journal = testing.Journal()
     engine = faulty("threads", block_size=512, queue_depth=8, gate=gate, journal=journal)
     future = engine.write(Guarded(bytes(MIB)).tensor, drive / "file")
-    deadline = time.monotonic() + 60
-    while len(journal.entries()) < 8 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    until(lambda: len(journal.entries()) >= 8)
     gate.release()
     assert future.result() == MIB
     assert most_under_way(journal) == 8

@@ -67,7 +67,6 @@ def test_a_cycle_is_one_call_that_submits_and_waits(traced: Traced, drive: Path)
     assert all(re.search(r"io_uring_enter\(\d+, 8, 1, IORING_ENTER_GETEVENTS", call) for call in calls)
 
 
-@pytest.mark.timeout(60)
 def test_a_block_wakes_one_of_the_workers_that_sleep(traced: Traced, drive: Path) -> None:
     (drive / "file").write_bytes(bytes(4096))
     calls = traced(f"""

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ..support.patience import PATIENCE
+
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -20,7 +22,9 @@ SPREAD = r"[\d.]+ \([\d.]+-[\d.]+\)"
 """How a median and its extremes are printed."""
 
 
-def run(name: str, *arguments: object, interpreter: Sequence[str] = (sys.executable, "-W", "error"), timeout: int = 240) -> str:
+def run(
+    name: str, *arguments: object, interpreter: Sequence[str] = (sys.executable, "-W", "error"), timeout: float = PATIENCE
+) -> str:
     done = subprocess.run(
         [*interpreter, EXAMPLES / name, *map(str, arguments)],
         capture_output=True,
@@ -89,7 +93,6 @@ def test_a_model_of_clicks_is_trained_from_tables_on_the_drive_as_in_memory(driv
     assert list(drive.iterdir()) == []
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("mode", "given"), [("full", ()), ("lora", ("--quantize", "int4"))], ids=["full", "quantised lora"]
 )
@@ -131,13 +134,12 @@ def test_without_transformers_the_example_has_its_help_and_says_what_to_install(
     for more, code, said in told:
         program = "import runpy, sys; sys.modules['transformers'] = None; "
         program += f"sys.argv = {[example, *more]}; runpy.run_path({example!r}, run_name='__main__')"
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == code, done.stdout + done.stderr
         assert said in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
 
 
-@pytest.mark.timeout(900)
 def test_deepspeed_trains_alike_with_and_without_this_package(
     request: pytest.FixtureRequest, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

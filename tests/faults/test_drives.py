@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import deepnvme
 
 from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.memory import page_aligned, pattern
+from ..support.patience import PATIENCE, until
 
 Faulty = Callable[..., Any]
 BLOCK = 4096
@@ -40,7 +40,7 @@ def test_a_drive_that_hangs_does_not_hold_up_another(hanging: FaultyFilesystem, 
     with deepnvme.Engine("threads", queue_depth=1) as engine:
         stuck = [engine.write(page_aligned(b"x" * BLOCK), hanging / "file") for _ in range(3)]
         content = pattern(100 * BLOCK)
-        assert engine.write(page_aligned(content), drive / "file").result(30) == len(content)
+        assert engine.write(page_aligned(content), drive / "file").result(PATIENCE) == len(content)
         assert not any(future.done() for future in stuck)
         hanging.heal()
         assert [future.result() for future in stuck] == [BLOCK] * 3
@@ -52,10 +52,10 @@ def test_a_file_that_cannot_be_closed_does_not_hold_up_another_drive(faulty_disk
         faulty_disk.fail("flush", effect="hang", times=-1)
         closing = engine.write(page_aligned(b"x" * BLOCK), faulty_disk / "file")
         for index in range(100):
-            assert engine.write(page_aligned(b"x" * BLOCK), drive / str(index)).result(30) == BLOCK
+            assert engine.write(page_aligned(b"x" * BLOCK), drive / str(index)).result(PATIENCE) == BLOCK
         assert not closing.done()
         faulty_disk.resume()
-        assert closing.result(30) == BLOCK
+        assert closing.result(PATIENCE) == BLOCK
 
 
 def test_a_flush_waits_for_writes_of_its_own_drive_only(hanging: FaultyFilesystem, drive: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_flush_waits_for_writes_of_its_own_drive_only(hanging: FaultyFilesyste
         stuck = engine.write(page_aligned(b"x" * BLOCK), hanging / "file")
         stuck_flush = engine.fsync(hanging / "file")
         engine.write(page_aligned(b"x" * BLOCK), drive / "file")
-        assert engine.fsync(drive / "file").result(30) == 0
+        assert engine.fsync(drive / "file").result(PATIENCE) == 0
         assert not stuck.done()
         assert not stuck_flush.done()
         hanging.heal()
@@ -82,9 +82,7 @@ def test_a_drive_gets_its_workers_with_its_first_transfer(faulty: Faulty, tmp_pa
             engine.write(page_aligned(b"x" * BLOCK), drive / folder / name).result()
             assert threads() == before + each * (index + 1)
     engine.close()
-    deadline = time.monotonic() + 20  # a joined thread may be listed for a moment
-    while threads() > before:
-        assert time.monotonic() < deadline
+    until(lambda: threads() <= before)  # a joined thread may be listed for a moment
 
 
 def test_the_counts_are_those_of_all_drives(faulty: Faulty, drive: Path) -> None:

@@ -18,6 +18,7 @@ import deepnvme
 from ..support.disks import MIB, Disk, loop_disk
 from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.memory import page_aligned
+from ..support.patience import PATIENCE, until
 
 COUNT = 50
 
@@ -89,7 +90,7 @@ def wait():
     while True:
         engine.write(torch.ones(1000), {str(drive / "more")!r}).result()
 threading.Thread(target=wait, daemon=True).start()
-""", timeout=15)  # fmt: skip
+""")  # fmt: skip
     assert expected(drive)
 
 
@@ -140,27 +141,20 @@ def test_ctrl_c_interrupts_a_handle_that_waits(interpreters: Any, slow_disk: Dis
         print(handle.wait(), handle.sync_pwrite(tensor, path), handle.wait(), flush=True)
     """)
     output = interpreters.stdout()
-    _until(lambda: "ready" in output.read_text())
+    until(lambda: "ready" in output.read_text())
     with slow_disk.frozen():
         (slow_disk.path.parent / "frozen").touch()
-        _until(lambda: "waiting" in output.read_text())
+        until(lambda: "waiting" in output.read_text())
         time.sleep(0.2)
         os.kill(child, signal.SIGINT)
         try:
-            _until(lambda: "interrupted" in output.read_text())  # while the drive is still frozen
+            until(lambda: "interrupted" in output.read_text())  # while the drive is still frozen
         finally:
             slow_disk.thaw()
             (slow_disk.path.parent / "thawed").touch()
     ended = interpreters.wait(child)
     assert ended.check().split("\n")[-2] == ("1 1 0" if "wait" in call else "0 1 0")
     assert (slow_disk / "file").read_bytes() == b"\7" * MIB
-
-
-def _until(condition: Any, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come about"
-        time.sleep(0.01)
 
 
 def test_a_ring_whose_poll_fails_gives_no_memory_back_that_the_kernel_still_uses(
@@ -183,7 +177,7 @@ def test_a_ring_whose_poll_fails_gives_no_memory_back_that_the_kernel_still_uses
                 future.result(1)
             assert direct_disk.heal() == ["read:hang"]
             with pytest.raises(OSError, match="io_uring poll"):
-                future.result(30)
+                future.result(PATIENCE)
 
 
 def event_descriptors() -> Iterator[int]:

@@ -85,7 +85,7 @@ def write_neighbours(directory: str, backends: list[Any]) -> None:
 
 def run_apart(interpreters: Any, call: str) -> None:
     """In a process that can be killed: one that hangs would keep the file system from being unmounted."""
-    interpreters.run(f"from tests.faults.test_filesystems import *\n{call}", timeout=25).check()
+    interpreters.run(f"from tests.faults.test_filesystems import *\n{call}").check()
 
 
 def test_large_transfers_go_direct(disk: Disk, engine: deepnvme.Engine) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import deepnvme
 
 from ..support.disks import MIB, Disk, loop_disk
 from ..support.memory import page_aligned
+from ..support.patience import PATIENCE, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:transfers of")
 
@@ -105,10 +105,7 @@ def test_a_write_whose_file_is_removed_as_it_opens_it_is_not_lost(engine: deepnv
     tensor = page_aligned(b"x" * 4096)
     writer = threading.Thread(target=lambda: engine.write(tensor, drive / "file").result())
     writer.start()
-    deadline = time.monotonic() + 30
-    while fcntl.fcntl(lease, fcntl.F_GETLEASE) == fcntl.F_WRLCK:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: fcntl.fcntl(lease, fcntl.F_GETLEASE) != fcntl.F_WRLCK)
     (drive / "file").unlink()
     os.close(lease)
     writer.join()
@@ -175,6 +172,6 @@ def test_an_empty_file_that_somebody_else_uses_stays(
     assert os.stat(path).st_size == 0
     close = used(path)
     gate.release()
-    assert future.exception(30).errno == errno.EDQUOT
+    assert future.exception(PATIENCE).errno == errno.EDQUOT
     assert path.exists() == (used is not by_nobody)
     close()

@@ -12,6 +12,7 @@ import pytest
 
 from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.memory import Guarded, page_aligned, pattern, zeros
+from ..support.patience import PATIENCE, until
 
 Faulty = Callable[..., Any]
 CONTENT = pattern(100_001)
@@ -64,11 +65,10 @@ def test_what_the_system_puts_off_is_tried_again(faulty: Faulty, backend: Any, d
 def test_what_the_system_puts_off_for_ever_is_an_error_in_the_end(faulty: Faulty, backend: Any, drive: Path, error: int) -> None:
     engine = faulty(backend, error_every=1, error=error)
     with pytest.raises(OSError, match="write of 4096 bytes at offset 0") as caught:
-        engine.write(page_aligned(CONTENT[:4096]), drive / "file").result(30)
+        engine.write(page_aligned(CONTENT[:4096]), drive / "file").result(PATIENCE)
     assert caught.value.errno == error
 
 
-@pytest.mark.timeout(60)
 def test_others_go_on_while_transfers_wait_to_be_tried_again(faulty: Faulty, backend: Any, drive: Path) -> None:
     """100 at a time, at most 1000 times, with a pause of 1 ms before each."""
     engine = faulty(backend, queue_depth=128, error_every=1, error=errno.EAGAIN, error_from=1 << 20)
@@ -78,10 +78,10 @@ def test_others_go_on_while_transfers_wait_to_be_tried_again(faulty: Faulty, bac
         while engine.stats()["retries"] < 2000:
             time.sleep(0.001)
         begin = time.monotonic()
-        for _ in range(200):
+        for _ in range(1000):
             engine.read(page_aligned(bytes(4096)), file).result()
-        assert time.monotonic() - begin < 10
-        assert {future.exception(30).errno for future in futures} == {errno.EAGAIN}
+        assert time.monotonic() - begin < PATIENCE / 5  # a worker that slept meanwhile took 0.1 s for each
+        assert {future.exception(PATIENCE).errno for future in futures} == {errno.EAGAIN}
 
 
 @pytest.mark.parametrize("refuse_every", [2, 3])
@@ -100,11 +100,7 @@ def test_a_backend_that_is_full_for_ever_is_an_error_in_the_end(interpreters: An
         engine = testing.faulty_engine("threads", 4096, {queue_depth}, 1, False, faults)
         for _ in range(2):  # the worker must be there for the next one too
             try:
-                engine.write(torch.ones(512), {str(drive / "file")!r}).result(6)
-            except TimeoutError:
-                sys.stderr.write("still under way after 6 s")
-                sys.stderr.flush()
-                os._exit(1)
+                engine.write(torch.ones(512), {str(drive / "file")!r}).result()
             except OSError:
                 pass
     """).check()
@@ -153,7 +149,7 @@ def test_what_one_worker_fails_the_others_give_up(faulty: Faulty, backend: Any, 
     engine = faulty(backend, queue_depth=2, num_threads=3, error_every=50, error=errno.EIO)
     contents = [pattern(200_000 + index, index) for index in range(30)]
     futures = [engine.write(page_aligned(each), drive / str(index)) for index, each in enumerate(contents)]
-    good = [index for index, future in enumerate(futures) if future.exception(60) is None]
+    good = [index for index, future in enumerate(futures) if future.exception(PATIENCE) is None]
     assert 0 < len(good) < 30
     assert all((drive / str(index)).read_bytes() == contents[index] for index in good)
 
@@ -201,28 +197,26 @@ def test_a_file_that_refuses_direct_transfers_is_warned_of(interpreters: Any, dr
 
 
 @pytest.mark.parametrize("break_after", [1, 5, 50])
-@pytest.mark.timeout(30)
 def test_a_broken_backend_fails_every_request_and_holds_up_none(
     faulty: Faulty, backend: Any, drive: Path, break_after: int
 ) -> None:
     tensors = [page_aligned(bytes(20_000)) for _ in range(30)]
     engine = faulty(backend, queue_depth=8, break_after=break_after)
     futures = [engine.write(tensor, drive / str(index)) for index, tensor in enumerate(tensors)]
-    errors = [future.exception(20) for future in futures]
+    errors = [future.exception(PATIENCE) for future in futures]
     assert errors[-1] is not None
     assert errors[-1].errno == errno.EBADF
     assert "a broken backend" in str(errors[-1])
-    assert engine.write(tensors[0], drive / "later").exception(20) is not None
+    assert engine.write(tensors[0], drive / "later").exception(PATIENCE) is not None
     engine.close()
     assert engine.stats()["requests"] == 31
 
 
-@pytest.mark.timeout(30)
 def test_a_flush_on_a_broken_backend_fails_too(faulty: Faulty, drive: Path) -> None:
     engine = faulty("threads", break_after=1)
     engine.write(page_aligned(bytes(20_000)), drive / "file")
     with pytest.raises(OSError, match="a broken backend"):
-        engine.fsync(drive / "file").result(20)
+        engine.fsync(drive / "file").result(PATIENCE)
 
 
 @pytest.mark.parametrize("faults", [
@@ -235,7 +229,7 @@ def test_faults_together_lose_nothing(faulty: Faulty, backend: Any, drive: Path,
     engine = faulty(backend, block_size=8192, queue_depth=4, num_threads=threads, **faults)
     contents = [pattern(30_000 + index, index) for index in range(20)]
     futures = [engine.write(Guarded(each, index % 3).tensor, drive / str(index)) for index, each in enumerate(contents)]
-    assert [future.result(60) for future in futures] == [len(each) for each in contents]
+    assert [future.result(PATIENCE) for future in futures] == [len(each) for each in contents]
     assert [(drive / str(index)).read_bytes() for index in range(20)] == contents
 
 
@@ -244,8 +238,8 @@ def test_the_last_attempt_is_not_far_off(faulty: Faulty, drive: Path) -> None:
     """A file that is never ready must not hold up its request for more than a few seconds."""
     engine = faulty("threads", error_every=1, error=errno.EAGAIN)
     begin = time.monotonic()
-    engine.write(page_aligned(bytes(4096)), drive / "file").exception(30)
-    assert time.monotonic() - begin < 10
+    engine.write(page_aligned(bytes(4096)), drive / "file").exception(PATIENCE)
+    assert time.monotonic() - begin < PATIENCE / 5
 
 
 def test_a_broken_backend_s_requests_end_when_nothing_uses_their_memory_any_more(
@@ -256,13 +250,11 @@ def test_a_broken_backend_s_requests_end_when_nothing_uses_their_memory_any_more
     target, another = page_aligned(bytes(4096)), page_aligned(bytes(4096))
     direct_disk.fail("read", effect="hang", times=-1)
     future = engine.read(target, direct_disk / "file")
-    deadline = time.monotonic() + 30
-    while not direct_disk.counts().get("read") and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: direct_disk.counts().get("read"))
     engine.read(another, direct_disk / "file")
     with pytest.raises(TimeoutError):
         future.result(0.5)
     direct_disk.heal()
     with pytest.raises(OSError, match="a broken backend"):
-        future.result(30)
+        future.result(PATIENCE)
     assert bytes(target.numpy()) == CONTENT[:4096]

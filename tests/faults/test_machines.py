@@ -37,7 +37,7 @@ def outcomes(interpreters: Any, io_dir: Path) -> dict[str, tuple[str, str]]:
     missing = requires()
     if missing is not None:
         pytest.skip(missing)
-    found: dict[str, tuple[str, str]] = json.loads(interpreters.run(PROGRAM.format(directory=str(io_dir)), timeout=550).check())
+    found: dict[str, tuple[str, str]] = json.loads(interpreters.run(PROGRAM.format(directory=str(io_dir))).check())
     return found
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ..support.memory import page_aligned
+from ..support.patience import PATIENCE
 
 SIZE = 5000
 
@@ -52,11 +53,11 @@ def test_any_allocation_of_a_transfer_may_fail(testing: Any, backend: Any, drive
     while failed:
         given = arguments(path, file, drive / "missing" / "file")
         future, failed, raised = testing.with_failing_allocation(engine, failing, all_after, True, method, *given)
-        assert raised or not failed or future.exception(30) is None
+        assert raised or not failed or future.exception(PATIENCE) is None
         if future is not None:
-            future.exception(30)
+            future.exception(PATIENCE)
         for target in (path, file):
-            assert engine.write(misaligned(), target).result(30) == SIZE
+            assert engine.write(misaligned(), target).result(PATIENCE) == SIZE
         failing += 1
     assert failing > 1
     engine.close()
@@ -82,8 +83,8 @@ def test_a_tensor_whose_transfer_has_begun_lives_though_the_call_has_raised(
         gc.collect()
         lives = alive() is not None
         gate.release()
-        engine.write(aligned(), drive / "file").result(30)
-        engine.fsync(drive / "file").result(30)  # after all writes
+        engine.write(aligned(), drive / "file").result(PATIENCE)
+        engine.fsync(drive / "file").result(PATIENCE)  # after all writes
         if engine.stats()["requests"] == before + 3:
             begun += 1
             assert lives

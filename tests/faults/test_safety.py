@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,17 +20,10 @@ import deepnvme
 from ..support.disks import MIB, Disk
 from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.memory import page_aligned, pattern
+from ..support.patience import PATIENCE, until
 
 Faulty = Callable[..., Any]
 BLOCK = 4096
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition is true."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # A backend that breaks.
@@ -92,13 +84,13 @@ def test_other_workers_go_on_with_what_a_broken_backend_had_not_begun(
     future = engine.write_many(tensors, drive / "file", [index * BLOCK for index in range(64)])
     until(lambda: len(journal.entries()) >= 16 + break_after)  # as much as the other can hold, and what the broken one has begun
     gate.release()
-    error = future.exception(30)
+    error = future.exception(PATIENCE)
     assert error.errno == errno.EBADF
     assert len(error.indices) <= break_after + 1  # one more may have been begun
     content = (drive / "file").read_bytes()
     whole = set(range(64)) - set(error.indices)
     assert all(content[index * BLOCK : (index + 1) * BLOCK] == pattern(BLOCK, index) for index in whole)
-    assert engine.write(tensors[0], drive / "file").result(30) == BLOCK
+    assert engine.write(tensors[0], drive / "file").result(PATIENCE) == BLOCK
 
 
 def test_an_engine_with_a_broken_backend_fails_what_comes(faulty: Faulty, drive: Path) -> None:
@@ -115,7 +107,7 @@ def test_an_engine_with_a_broken_backend_fails_what_comes(faulty: Faulty, drive:
 def test_a_backend_without_memory_is_asked_again(faulty: Faulty, backend: Any, drive: Path, every: int) -> None:
     if every == 1:
         engine = faulty(backend, out_of_memory_every=1)
-        error = engine.write(page_aligned(b"x" * BLOCK), drive / "file").exception(30)
+        error = engine.write(page_aligned(b"x" * BLOCK), drive / "file").exception(PATIENCE)
         assert (error.errno, error.filename) == (errno.ENOMEM, str(drive / "file"))
         return
     engine = faulty(backend, out_of_memory_every=every)
@@ -162,14 +154,14 @@ def test_a_transfer_under_way_is_cancelled_where_the_backend_can(faulty: Faulty,
     engine = faulty("threads", gate=gate)  # holds back what was submitted, and gives it up if it is asked to
     future = engine.write(page_aligned(b"x" * BLOCK), drive / "file")
     assert future.cancel()
-    assert future.exception(30).errno == errno.ECANCELED
+    assert future.exception(PATIENCE).errno == errno.ECANCELED
 
 
 def test_a_cancel_that_the_system_has_no_room_for_is_asked_again(faulty: Faulty, gate: Any, drive: Path) -> None:
     engine = faulty("threads", gate=gate, refuse_cancels=3)
     future = engine.write(page_aligned(b"x" * BLOCK), drive / "file")
     assert future.cancel()
-    assert future.exception(30).errno == errno.ECANCELED
+    assert future.exception(PATIENCE).errno == errno.ECANCELED
 
 
 def test_a_transfer_that_waits_to_be_tried_again_is_cancelled(faulty: Faulty, drive: Path) -> None:
@@ -177,7 +169,7 @@ def test_a_transfer_that_waits_to_be_tried_again_is_cancelled(faulty: Faulty, dr
     future = engine.write(page_aligned(b"x" * BLOCK), drive / "file")
     until(lambda: engine.stats()["retries"] > 20)  # some pauses
     assert future.cancel()
-    assert future.exception(30).errno == errno.ECANCELED
+    assert future.exception(PATIENCE).errno == errno.ECANCELED
 
 
 def test_a_transfer_that_has_ended_is_not_cancelled(engine: deepnvme.Engine, drive: Path) -> None:
@@ -221,7 +213,7 @@ def test_a_tensor_lives_until_its_cancelled_transfer_has_ended(faulty_disk: Faul
         gc.collect()
         assert alive() is not None
         faulty_disk.heal()
-        assert future.exception(30) is not None
+        assert future.exception(PATIENCE) is not None
 
 
 def test_requests_are_cancelled_by_several_threads_while_they_end(engine: deepnvme.Engine, drive: Path) -> None:
@@ -279,7 +271,7 @@ def test_an_interpreter_that_waits_at_exit_says_so_and_leaves_on_ctrl_c(interpre
         print("kept in a buffer")
     """)
     says = interpreters.stdout().with_name("stderr")
-    until(lambda: says.exists() and "Ctrl-C ends the process" in says.read_text())
+    until(lambda: "Ctrl-C ends the process" in says.read_text())
     assert f"deepnvme: waiting at exit for 1 transfer: write of {BLOCK} bytes at offset 0" in says.read_text()
     os.kill(child, signal.SIGINT)
     ended = interpreters.wait(child)

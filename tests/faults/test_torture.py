@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ..support.patience import PATIENCE
 from .torture import Torn, Wrong
 from .torture.__main__ import table
 from .torture.interruption import interrupted
@@ -76,7 +77,7 @@ def _lost_in_a_power_cut(attack: Callable[..., None], directory: Path, **options
 
 def test_the_table_of_a_failure_ends_the_program_with_1(drive: Path) -> None:
     words = [sys.executable, "-m", "tests.faults.torture", "--part", "controls.wrong", "--tries", "3", "--dir", str(drive)]
-    ended = subprocess.run(words, cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(words, cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 1, ended.stderr
     assert "on purpose" in ended.stdout
     assert list(drive.iterdir()) == []

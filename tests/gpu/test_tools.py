@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ..support.patience import PATIENCE
+
 pytestmark = pytest.mark.gpu
 
 
@@ -19,5 +21,5 @@ def test_ds_io_moves_gpu_memory(drive: Path, request: pytest.FixtureRequest, way
     more = [option for option in (way, direction) if option]
     command = [sys.executable, "-m", "deepnvme.tune.io", "--folder", str(drive), "--io_size", "8M", "--gpu"]
     command += ["--validate", *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr

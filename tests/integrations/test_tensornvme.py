@@ -28,6 +28,7 @@ from deepnvme.integrations.tensornvme.async_file_io import DescriptorWriter
 from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.interpreters import Interpreters
 from ..support.interrupts import interrupt_at
+from ..support.patience import PATIENCE
 
 BACKENDS = ("uring", "aio", "pthread")
 
@@ -850,12 +851,12 @@ def test_an_unchanged_program_runs_by_the_launcher(drive: Path) -> None:
         "print(x.sum().item())\n"
     )
     command = [sys.executable, "-m", "deepnvme.integrations.tensornvme", drive / "program.py", drive / "offload"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.split() == ["0", "45.0"], done.stderr
 
 
 def test_the_launcher_wants_a_program() -> None:
     command = [sys.executable, "-m", "deepnvme.integrations.tensornvme"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert "there is no program to run" in done.stderr

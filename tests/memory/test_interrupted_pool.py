@@ -13,6 +13,7 @@ import pytest
 from deepnvme.swap import BufferPool, Lease
 
 from ..faults.torture.interruption import Interruption
+from ..support.patience import PATIENCE, until
 
 PAGE = 4096
 
@@ -103,13 +104,12 @@ def test_nothing_stays_in_use(operation: Callable[[BufferPool], None]) -> None:
         if where.endswith((" __enter__", " __exit__", " release", " _give_back", " _wake")):
             error.__traceback__ = None  # it keeps the lease, which the caller has by then
         pool.set_budget(10 * PAGE)
-        deadline = time.monotonic() + 5
-        while pool.in_use and operation in (wait_for_another, give_up_waiting) and time.monotonic() < deadline:
-            time.sleep(0.001)  # the other thread has it still
+        if operation in (wait_for_another, give_up_waiting):
+            until(lambda: not pool.in_use)  # the other thread has it still
         assert pool.in_use == 0, where
         assert pool.allocated <= pool.budget, where
         with concurrent.futures.ThreadPoolExecutor(1) as other:  # no lock, and no place in the queue, was kept
-            lease: Lease = other.submit(pool.lease, 10 * PAGE, 5).result(10)
+            lease: Lease = other.submit(pool.lease, 10 * PAGE, 5).result(PATIENCE)
             assert pool.in_use == 10 * PAGE
             lease.release()
             del lease

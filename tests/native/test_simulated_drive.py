@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from ..support.patience import until
 
 GB_PER_S, IOPS, LATENCY = 14e9, 2.5e6, 60e-6
 SECOND = 10**12  # of a drive's clock
@@ -24,13 +25,6 @@ def model(testing: ModuleType) -> Any:
 @pytest.fixture
 def clock(testing: ModuleType, model: Any) -> Any:
     return testing.DriveClock(model)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # -- the clock ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import pytest
 
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, toolchain
 
+from ..support.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 OPS = (AsyncIOBuilder(), GDSBuilder())
 
@@ -38,5 +40,5 @@ def test_every_source_can_be_compiled_in_one_file_with_all_others(unit: Path) ->
     flags = [*op.cxx_args(), "-DDEEPNVME_EXTENSION_NAME=async_io_op", '-DDEEPNVME_SOURCE_HASH=""', f"-I{ROOT / 'csrc'}"]
     flags += [flag for place in foreign for flag in ("-isystem", place)]
     command = [*compiler.command, *compiler.compile_flags, *flags, "-fsyntax-only", str(unit)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ import pytest
 
 from deepnvme.ops.op_builder import ALL_OPS, AsyncIOBuilder, kernel, toolchain
 
+from ..support.patience import PATIENCE
 from .conftest import REPOSITORY
 
 Command = Callable[[str, str], Path]
@@ -129,7 +130,7 @@ def test_the_op_loads_from_the_cache_in_a_third_of_a_second(op: ModuleType) -> N
     def load() -> float:
         environment = {**os.environ, "TORCH_EXTENSIONS_DIR": cache}
         done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=REPOSITORY, env=environment
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, cwd=REPOSITORY, env=environment
         )
         assert done.returncode == 0, done.stderr
         seconds, library = done.stdout.split()

@@ -17,6 +17,7 @@ from deepnvme.ops.op_builder import cache as build_cache
 from deepnvme.ops.op_builder import jit
 
 from ..support.disks import MIB, memory_disk
+from ..support.patience import PATIENCE
 from .conftest import REPOSITORY, STANDIN, STANDIN_PROGRAM, StandinBuilder
 
 ATTACKER, VICTIM = 65534, 54321
@@ -52,7 +53,7 @@ def run_as(drive: Path) -> As:
         become += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"] if user else []
         done = subprocess.run(
             ["setpriv", *become, sys.executable, "-c", program],
-            env={**os.environ, "HOME": str(home), **environment}, capture_output=True, text=True, timeout=60,
+            env={**os.environ, "HOME": str(home), **environment}, capture_output=True, text=True, timeout=PATIENCE,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout.strip(), done.stderr
@@ -324,7 +325,7 @@ def test_on_a_noexec_file_system_another_place_is_found_before_anything_is_compi
         "XDG_CACHE_HOME": str(tmp_path / "own"),
     }
     for _ in range(2):
-        out, err = elsewhere(**environment).communicate(timeout=60)
+        out, err = elsewhere(**environment).communicate(timeout=PATIENCE)
         assert out == "1\n", err
         assert err.count("UserWarning") == 1
         assert f"{str(noexec)!r} is on a file system that is mounted noexec" in err
@@ -342,7 +343,7 @@ def test_where_the_users_cache_is_noexec_too_a_directory_for_temporary_files_ser
         pytest.skip("needs a /var/tmp from which can be executed")
     place = Path("/var/tmp", f"deepnvme-{os.geteuid()}")
     there_before = place.exists()
-    out, err = elsewhere(TORCH_EXTENSIONS_DIR="", XDG_CACHE_HOME=str(noexec)).communicate(timeout=60)
+    out, err = elsewhere(TORCH_EXTENSIONS_DIR="", XDG_CACHE_HOME=str(noexec)).communicate(timeout=PATIENCE)
     try:
         assert out == "1\n", err
         assert str(place) in err

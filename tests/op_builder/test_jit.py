@@ -19,6 +19,7 @@ import pytest
 from deepnvme.ops.op_builder import cache as build_cache
 from deepnvme.ops.op_builder import jit
 
+from ..support.patience import PATIENCE
 from .conftest import REPOSITORY, STANDIN, StandinBuilder
 
 Elsewhere = Callable[..., "subprocess.Popen[str]"]
@@ -26,7 +27,7 @@ Command = Callable[[str, str], Path]
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     return out.strip() + err
 
@@ -234,7 +235,7 @@ class SlowBuilder(StandinBuilder):
 
     def _load_prebuilt(self) -> ModuleType:
         self.begun.set()
-        self.go_on.wait(60)
+        self.go_on.wait(PATIENCE)
         return ModuleType("slow_op")
 
 
@@ -245,7 +246,7 @@ def test_what_is_loaded_is_had_while_another_op_is_built(standin: StandinBuilder
         threads.submit(slow.load)
         try:
             slow.begun.wait()
-            assert threads.submit(standin.load).result(timeout=30) is module
+            assert threads.submit(standin.load).result(timeout=PATIENCE) is module
         finally:
             slow.go_on.set()
 
@@ -280,7 +281,7 @@ os.waitpid(child, 0)
 SlowBuilder.build.set()
 building.join()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.stdout, done.returncode) == ("loaded\n", 0), done.stderr
 
 

@@ -8,12 +8,12 @@ import pty
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ..support.patience import PATIENCE
 from .conftest import REPOSITORY, STANDIN_PROGRAM, StandinBuilder
 
 Elsewhere = Callable[..., "subprocess.Popen[str]"]
@@ -44,15 +44,23 @@ def test_what_takes_long_is_announced_with_its_time(
     assert "compiling standin, once (about 30 s if the machine is idle)" in capfd.readouterr().err
 
 
-def test_the_line_is_there_before_the_compiler_has_finished(elsewhere: Elsewhere, tmp_path: Path, compiler: str) -> None:
-    slow = tmp_path / "slow-c++"
-    slow.write_text(f'#!/bin/sh\ncase " $* " in *" -c "*) sleep 3;; esac\nexec {compiler} "$@"\n')
-    slow.chmod(0o755)
-    with elsewhere(CXX=str(slow)) as process:
+@pytest.fixture
+def held_compiler(tmp_path: Path, compiler: str) -> Path:
+    """Compiles nothing until there is a file ``go on`` beside it."""
+    held = tmp_path / "held-c++"
+    wait = f"while [ ! -e '{tmp_path}/go on' ]; do sleep 0.05; done"
+    held.write_text(f'#!/bin/sh\ncase " $* " in *" -c "*) {wait};; esac\nexec {compiler} "$@"\n')
+    held.chmod(0o755)
+    return held
+
+
+def test_the_line_is_there_before_the_compiler_has_finished(elsewhere: Elsewhere, held_compiler: Path) -> None:
+    with elsewhere(CXX=str(held_compiler)) as process:
         assert process.stderr is not None
         assert "compiling standin" in process.stderr.readline()
         assert process.poll() is None
-        process.communicate(timeout=60)
+        held_compiler.with_name("go on").touch()
+        process.communicate(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("word", ["off", "0", "OFF"])
@@ -65,27 +73,22 @@ def test_it_is_silenced_by_the_environment(
 
 
 def test_what_is_in_the_cache_is_loaded_without_a_word(elsewhere: Elsewhere, standin: StandinBuilder) -> None:
-    first, second = (elsewhere().communicate(timeout=60) for _ in range(2))
+    first, second = (elsewhere().communicate(timeout=PATIENCE) for _ in range(2))
     assert "compiling" in first[1]
     assert second == ("1\n", "")
 
 
-def test_a_process_that_waits_for_the_build_of_another_says_so_once(
-    elsewhere: Elsewhere, tmp_path: Path, compiler: str, cache: Path
-) -> None:
-    slow = tmp_path / "slow-c++"
-    slow.write_text(f'#!/bin/sh\ncase " $* " in *" -c "*) sleep 2;; esac\nexec {compiler} "$@"\n')
-    slow.chmod(0o755)
-    builder = elsewhere(CXX=str(slow))
-    while not (cache / "standin_op").is_dir() or not list((cache / "standin_op").glob("building-*")):
-        assert builder.poll() is None, builder.communicate()
-        time.sleep(0.02)
-    waiting = elsewhere(CXX=str(slow))
-    out, err = waiting.communicate(timeout=60)
-    assert out == "1\n"
-    (line,) = err.splitlines()
+def test_a_process_that_waits_for_the_build_of_another_says_so_once(elsewhere: Elsewhere, held_compiler: Path) -> None:
+    builder = elsewhere(CXX=str(held_compiler))
+    assert builder.stderr is not None
+    assert "compiling standin" in builder.stderr.readline()
+    waiting = elsewhere(CXX=str(held_compiler))
+    assert waiting.stderr is not None
+    line = waiting.stderr.readline()
     assert line.startswith(f"deepnvme: waiting for another process that compiles standin: process {builder.pid} on ")
-    assert builder.communicate(timeout=60)[0] == "1\n"
+    held_compiler.with_name("go on").touch()
+    assert waiting.communicate(timeout=PATIENCE) == ("1\n", "")
+    assert builder.communicate(timeout=PATIENCE)[0] == "1\n"
 
 
 def test_a_failed_build_is_not_said_to_be_done(standin: StandinBuilder, capfd: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +114,7 @@ def test_a_terminal_shows_the_steps(standin: StandinBuilder) -> None:
                 seen.write(part)
         except OSError:  # how Linux says that nobody has the other end open any more
             pass
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=PATIENCE)
     assert (out, process.returncode) == (b"1\n", 0)
     text = seen.getvalue().decode()
     assert "compiling standin, once" in text

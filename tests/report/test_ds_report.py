@@ -27,6 +27,7 @@ from deepnvme.report import ds_report as report
 from deepnvme.report.facts import Fact
 from deepnvme.version import __version__
 
+from ..support.patience import PATIENCE
 from ..support.system_calls import answering
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -64,7 +65,7 @@ def run(*arguments: str, prelude: str = "", **environment: str) -> subprocess.Co
         text=True,
         cwd=REPOSITORY,
         env={**os.environ, **environment},
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 
@@ -276,7 +277,11 @@ def test_gds_compiled_ahead_of_time_is_installed_and_still_of_no_use_without_cud
 
 def test_the_report_as_a_module_says_it_too() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "deepnvme.report"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "ignore", "-m", "deepnvme.report"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"^gds \.{20} ", done.stdout, re.MULTILINE)
@@ -435,7 +440,7 @@ def test_a_reader_that_stops_reading_causes_no_traceback() -> None:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -462,7 +467,7 @@ def test_the_script_prints_what_the_module_prints() -> None:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert script.returncode == 0, script.stderr
     assert script.stdout.startswith("DeepNVMe general environment info:")

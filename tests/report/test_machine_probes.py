@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ..support import machine as machines
+from ..support.patience import PATIENCE
 
 Enter = Callable[[bool], threading.Event]
 
@@ -42,28 +43,28 @@ def enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ent
 
 def test_others_are_in_together_and_who_is_alone_waits_for_them_to_leave(enter: tuple[Enter, threading.Event]) -> None:
     send, leave = enter
-    assert send(False).wait(10)
-    assert send(False).wait(10)
+    assert send(False).wait(PATIENCE)
+    assert send(False).wait(PATIENCE)
     alone = send(True)
     assert not alone.wait(0.1)
     late = send(False)  # which may not overtake
     assert not late.wait(0.1)
     leave.set()
-    assert alone.wait(10)
-    assert late.wait(10)
+    assert alone.wait(PATIENCE)
+    assert late.wait(PATIENCE)
 
 
 def test_nobody_comes_in_to_who_is_alone(enter: tuple[Enter, threading.Event]) -> None:
     send, leave = enter
-    assert send(True).wait(10)
+    assert send(True).wait(PATIENCE)
     others = [send(False), send(True)]
     assert not any(other.wait(0.1) for other in others)
     leave.set()
-    assert all(other.wait(10) for other in others)
+    assert all(other.wait(PATIENCE) for other in others)
 
 
 def test_a_test_that_fails_leaves(enter: tuple[Enter, threading.Event]) -> None:
     with contextlib.suppress(ZeroDivisionError), machines.machine(True):
         1 / 0  # noqa: B018
     send, _ = enter
-    assert send(True).wait(10)
+    assert send(True).wait(PATIENCE)

@@ -36,8 +36,7 @@ def test_another_owner_in_this_process_is_refused_and_named(drive):
 
 
 def test_another_process_is_refused_and_the_owner_named(drive, interpreters):
-    interpreters.stdout().write_text("")
-    child = interpreters.start(HOLDER.format(path=str(drive), then="time.sleep(60)"))
+    child = interpreters.start(HOLDER.format(path=str(drive), then="time.sleep(3600)"))
     try:
         interpreters.wait_for("holds")
         with pytest.raises(StoreLocked, match=f"in use by the DirectoryLock of process {child} on "):
@@ -49,7 +48,6 @@ def test_another_process_is_refused_and_the_owner_named(drive, interpreters):
 
 
 def test_the_object_of_another_process_is_named(drive, interpreters):
-    interpreters.stdout().write_text("")
     text = """
 import time, deepnvme
 store = deepnvme.swap.TensorStore({path!r})
@@ -136,7 +134,7 @@ def test_a_file_where_the_directory_should_be(drive):
 def test_a_forked_child_does_not_keep_the_lock_of_a_dead_parent(drive, interpreters):
     then = """
 if os.fork() == 0:
-    time.sleep(60)
+    time.sleep(3600)
     os._exit(0)
 print("forked", flush=True)
 os.kill(os.getpid(), 9)

@@ -25,6 +25,7 @@ from deepnvme.swap import BufferPool, TensorStore
 
 from ..faults.torture.interruption import Interruption
 from ..support.engines import FailedTransfer
+from ..support.patience import PATIENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
@@ -97,7 +98,7 @@ class World:
         With ``waiting``, it first waits for all that is under way, what was interrupted included, where a call does only that.
         """
         with concurrent.futures.ThreadPoolExecutor(1) as other:
-            other.submit(self._check, states, waiting).result(60)
+            other.submit(self._check, states, waiting).result(PATIENCE)
 
     def _check(self, states: tuple[Tensors, ...], waiting: bool) -> None:
         store = self.store

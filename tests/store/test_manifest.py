@@ -20,6 +20,7 @@ from deepnvme.store.manifest import MANIFEST_NAME, CorruptManifest, StoredTensor
 from deepnvme.store.volumes import find_store
 
 from ..support.examples import examples
+from ..support.patience import PATIENCE
 
 ONE = StoreManifest("store", 1, {"a": StoredTensor("float32", (2, 3), ((0, 4096, 24),), (123,))})
 
@@ -129,7 +130,7 @@ try:
 except CorruptManifest as error:
     print(error.filename)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout == f"{path}\n"
 
 

@@ -97,8 +97,7 @@ def test_a_writer_is_kept_out_by_readers_and_they_by_a_writer(persisted, engine)
 
 
 def test_a_reader_that_was_killed_keeps_nobody_out(persisted, engine, interpreters):
-    interpreters.stdout().write_text("")
-    child = interpreters.start(READER.format(path=str(persisted), then="time.sleep(60)"))
+    child = interpreters.start(READER.format(path=str(persisted), then="time.sleep(3600)"))
     try:
         interpreters.wait_for("reads")
         with pytest.raises(StoreLocked, match="open for reading"):
@@ -110,7 +109,7 @@ def test_a_reader_that_was_killed_keeps_nobody_out(persisted, engine, interprete
 
 
 def test_a_child_forked_meanwhile_does_not_share_the_lock(persisted, engine, interpreters):
-    then = "child = os.fork()\nif child == 0: time.sleep(60)\nprint(child, flush=True)\nos._exit(0)"
+    then = "child = os.fork()\nif child == 0: time.sleep(3600)\nprint(child, flush=True)\nos._exit(0)"
     said = interpreters.run(READER.format(path=str(persisted), then=then)).check()
     child = int(said.split()[-1])
     try:

@@ -37,6 +37,7 @@ from ..faults.torture.interruption import interrupted
 from ..support.engines import FailedTransfer
 from ..support.files import flip
 from ..support.memory import bytes_of, numbered
+from ..support.patience import PATIENCE, until
 
 MIB = 1 << 20
 
@@ -148,18 +149,6 @@ def program(directory: Path, body: str) -> str:
     return PROGRAM.format(directory=str(directory), body=body)
 
 
-def start(interpreters, text: str) -> int:
-    interpreters.stdout().write_text("")  # what the one before has said
-    return interpreters.start(text)
-
-
-def said(interpreters, text: str) -> None:
-    deadline = time.monotonic() + 30
-    while text not in interpreters.stdout().read_text():
-        assert time.monotonic() < deadline, f"the program has not said '{text}'"
-        time.sleep(0.01)
-
-
 class TestOwners:
     def test_a_second_store_is_refused_and_the_first_goes_on(self, store, drive):
         store.put("name", torch.ones(3)).result()
@@ -171,9 +160,9 @@ class TestOwners:
 
     def test_a_killed_owner_s_files_are_reclaimed(self, drive, interpreters):
         body = 's = TensorStore(directory)\ns.put("a", torch.ones(1 << 20)).result()\nprint("put", flush=True)\ntime.sleep(60)'
-        child = start(interpreters, program(drive / "store", body))
+        child = interpreters.start(program(drive / "store", body))
         try:
-            said(interpreters, "put")
+            interpreters.wait_for("put")
             with pytest.raises(StoreLocked, match=f"process {child} on"):
                 TensorStore(drive / "store")
         finally:
@@ -523,14 +512,14 @@ class TestFlushes:
         commit = concurrent.futures.ThreadPoolExecutor(1)
         with commit:
             committing = commit.submit(store.commit)
-            losing.awaited.wait(10)
+            losing.awaited.wait(PATIENCE)
             real, losing.engine = losing.engine, faulty("threads", gate=gate)
             try:
                 put, got = store.put("later", numbered(3000)), store.get("new")
                 losing.gate.set()
-                assert committing.exception(10).errno == errno.EIO
+                assert committing.exception(PATIENCE).errno == errno.EIO
                 gate.release()
-                assert put.exception(10).errno == got.exception(10).errno == errno.EIO
+                assert put.exception(PATIENCE).errno == got.exception(PATIENCE).errno == errno.EIO
             finally:
                 gate.release()
                 losing.gate.set()
@@ -744,7 +733,7 @@ class TestWaiting:
 
     def in_time(self, call):
         with concurrent.futures.ThreadPoolExecutor(1) as other:
-            return other.submit(call).result(10)
+            return other.submit(call).result(PATIENCE)
 
     def test_others_use_the_store_while_a_put_waits_for_the_drive(self, drive, faulty, gate):
         pool = BufferPool(32 * MIB)
@@ -752,16 +741,16 @@ class TestWaiting:
             tensors = {str(index): numbered(64 << 10, index) for index in range(400)}  # more than four buffers
             thread = threading.Thread(target=lambda: store.put_many(tensors))
             thread.start()
-            threading.Timer(8, gate.release).start()  # or a store that does not let others in would hang the test
+            late = threading.Timer(PATIENCE / 2, gate.release)  # or a store that does not let others in would hang the test
+            late.start()
             try:
-                while pool.in_use < 16 * MIB:
-                    time.sleep(0.001)
-                begin = time.monotonic()
+                until(lambda: pool.in_use >= 16 * MIB)
                 assert len(self.in_time(store.names)) == 400
                 other = self.in_time(lambda: store.put("other", numbered(MIB)))
-                assert time.monotonic() - begin < 4
                 assert not other.done()
+                assert late.is_alive(), "they waited until the drive went on"
             finally:
+                late.cancel()
                 gate.release()
                 thread.join()
             assert torch.equal(store.get("399").result(), tensors["399"])
@@ -772,16 +761,17 @@ class TestWaiting:
             store.put("name", numbered(MIB)).result()
             gate.hold()
             commits = [threading.Thread(target=store.commit) for _ in range(2)]
-            threading.Timer(8, gate.release).start()
+            late = threading.Timer(PATIENCE / 2, gate.release)
+            late.start()
             try:
                 for commit in commits:
                     commit.start()
                 time.sleep(0.2)
-                begin = time.monotonic()
                 assert self.in_time(store.names) == ["name"]
                 self.in_time(lambda: store.put("later", numbered(MIB)))
-                assert time.monotonic() - begin < 4
+                assert late.is_alive(), "they waited until the drive went on"
             finally:
+                late.cancel()
                 gate.release()
                 for commit in commits:
                     commit.join()
@@ -798,7 +788,7 @@ class TestWaiting:
         def preallocate(*arguments):
             if not begun.is_set():
                 begun.set()
-                may_end.wait(8)  # or a store that does not let others in would hang the test
+                may_end.wait(PATIENCE / 2)  # or a store that does not let others in would hang the test
             return real(*arguments)
 
         with (
@@ -814,19 +804,17 @@ class TestWaiting:
                     growing = thread.submit(
                         lambda: store.put("large", numbered(20 * MIB)).result() if grow == "put" else store.reserve(40 * MIB)
                     )
-                    assert begun.wait(10)
-                    begin = time.monotonic()
+                    assert begun.wait(PATIENCE)
                     for each in (store, other):
                         assert torch.equal(self.in_time(lambda each=each: each.get("7").result()), many["7"])
                         self.in_time(lambda each=each: each.put_many({"7": many["8"], "new": many["9"]}).result())
                         self.in_time(lambda each=each: each.delete("8").result())
                         assert self.in_time(lambda each=each: "large" not in each and len(each) == 100)
                     self.in_time(lambda: other.put("large", numbered(20 * MIB)).result())
-                    assert time.monotonic() - begin < 6
-                    assert not growing.done()
+                    assert not growing.done(), "they waited until the file had grown"
                 finally:
                     may_end.set()
-                growing.result(10)
+                growing.result(PATIENCE)
             assert store.allocated_bytes >= (20 if grow == "put" else 40) * MIB
             assert grow == "reserve" or torch.equal(store.get("large").result(), numbered(20 * MIB))
             assert torch.equal(store.get("7").result(), many["8"])
@@ -839,21 +827,21 @@ class TestWaiting:
 
         def preallocate(*arguments):
             begun.set()
-            assert closing.wait(10)
+            assert closing.wait(PATIENCE)
             return real(*arguments)
 
         monkeypatch.setattr(data_file, "preallocate", preallocate)
         store = TensorStore(drive / "store")
         with concurrent.futures.ThreadPoolExecutor(2) as threads:
             put = threads.submit(store.put, "name", numbered(MIB))
-            assert begun.wait(10)
+            assert begun.wait(PATIENCE)
             close = threads.submit(store.close)
             time.sleep(0.2)
             assert not close.done()
             closing.set()
             with pytest.raises(ValueError, match="the store is closed"):
-                put.result(10)
-            close.result(10)
+                put.result(PATIENCE)
+            close.result(PATIENCE)
         assert not (drive / "store").exists()
 
     def test_puts_that_need_more_at_once_do_not_take_each_others_room(self, drive, engine):
@@ -861,7 +849,7 @@ class TestWaiting:
         with TensorStore(drive / "store", engine=engine) as store:
             with concurrent.futures.ThreadPoolExecutor(8) as threads:
                 for put in [threads.submit(store.put, name, tensor) for name, tensor in tensors.items()]:
-                    put.result(60).result(60)
+                    put.result(PATIENCE).result(PATIENCE)
             assert all(torch.equal(store.get(name).result(), tensor) for name, tensor in tensors.items())
             assert store.allocated_bytes == (drive / "store" / DATA_NAME).stat().st_size
 
@@ -1022,9 +1010,9 @@ def test_a_crash_at_any_point_leaves_the_last_commit(drive, interpreters):
     random.seed(5)
     committed = 0
     for crash in range(28):
-        child = start(interpreters, program(drive, WRITER))
+        child = interpreters.start(program(drive, WRITER))
         if crash % 4:
-            said(interpreters, "\n")  # else it is killed before or amid its first commit
+            interpreters.wait_for("\n")  # else it is killed before or amid its first commit
         time.sleep(random.uniform(0.0, 0.1))
         os.kill(child, signal.SIGKILL)
         printed = interpreters.wait(child).stdout.split()

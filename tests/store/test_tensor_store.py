@@ -28,6 +28,7 @@ from deepnvme.store.tensor_store import TensorStore
 
 from ..support.examples import examples
 from ..support.memory import bytes_of, numbered
+from ..support.patience import PATIENCE
 
 MIB = 1 << 20
 
@@ -685,7 +686,7 @@ def test_a_tensor_whose_future_is_dropped_is_let_go_when_it_has_been_read(drive,
         reading = store.get("name", tensor)
         del tensor, reading
         gate.release()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while alive() is not None:
             assert time.monotonic() < deadline
             gc.collect()
@@ -701,6 +702,6 @@ def test_what_is_cancelled_ends_with_an_error(drive, faulty, gate):
         reading = store.get("name", torch.empty(MIB, dtype=torch.uint8))
         assert reading.cancel()
         gate.release()
-        assert reading.exception(30).errno == errno.ECANCELED
+        assert reading.exception(PATIENCE).errno == errno.ECANCELED
         assert not reading.cancel()
         assert torch.equal(store.get("name").result(), numbered(MIB))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 from deepnvme.offload import save_on_disk
 from deepnvme.offload.activations.store import ActivationStore
 
+from .patience import until
 from .training import same_bits
 
 KIB = 1 << 10
@@ -61,10 +61,7 @@ class Training:
     def check_nothing_is_held(self) -> None:
         """Of any graph: no memory, no name in the store, no context open."""
         gc.collect()
-        deadline = time.monotonic() + 10
-        while (held := held_by(self.activations)) and time.monotonic() < deadline:
-            time.sleep(0.001)  # transfers of what was dropped end by themselves
-        assert not held, f"still held: {held}"
+        until(lambda: not held_by(self.activations), "that nothing is held")  # transfers of what was dropped end by themselves
 
 
 def hooks_are_set() -> bool:

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from .patience import PATIENCE
+
 # libfuse itself and a small C program, rather than a Python binding of it: requests of several threads are answered at a time,
 # none waits for an interpreter, and it outlives the process under test to unmount behind it.
 _SOURCE = Path(__file__).resolve().parents[1] / "native" / "faulty_filesystem.c"
@@ -144,7 +146,7 @@ def faulty_filesystem(directory: Path, mode: Mode = "direct") -> Iterator[Faulty
 def _unmount(path: Path) -> str:
     """Why it cannot be unmounted; empty if it is. Requests that have ended may be let go of a moment later."""
     command = ["umount"] if os.geteuid() == 0 else ["fusermount3", "-u"]
-    deadline = time.monotonic() + 3.0
+    deadline = time.monotonic() + PATIENCE
     while True:
         done = subprocess.run([*command, str(path)], capture_output=True, text=True)
         if done.returncode == 0:

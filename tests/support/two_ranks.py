@@ -93,4 +93,4 @@ def run_two(program: str, drive: Path, interpreters: Interpreters) -> None:
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo")
     opening = f"drive = {str(drive)!r}\n"
-    interpreters.run(opening + PRELUDE + textwrap.dedent(program) + CLOSING, timeout=120).check()
+    interpreters.run(opening + PRELUDE + textwrap.dedent(program) + CLOSING).check()

@@ -7,7 +7,6 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch
 from deepnvme import Engine
 from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.tables import Table
+
+from ..support.patience import until
 
 ROWS, WIDTH = 4096, 1024
 """16 MiB: many parts of staging memory, of which there are the fewest."""
@@ -50,13 +51,6 @@ def held(monkeypatch: pytest.MonkeyPatch, name: str, which: range = range(1 << 3
     return released
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
 def filled(path: Path, **more: Any) -> Table:
     return Table.from_tensor(path, torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH), staging_bytes=0, **more)
 
@@ -69,7 +63,7 @@ def test_a_prefetch_returns_before_anything_is_read_and_goes_on_by_itself(
         table.prefetch(IDS)
         assert table.stats().cached_rows == 0
         released.set()
-        eventually(lambda: table.stats().cached_rows == ROWS)
+        until(lambda: table.stats().cached_rows == ROWS)
         assert table.read(IDS)[:, 0].tolist() == (IDS * WIDTH).tolist()
         assert table.stats().misses == 0
 
@@ -88,7 +82,7 @@ def test_rows_in_two_prefetches_are_read_once(drive: Path) -> None:
     with filled(drive / "table") as table:
         table.prefetch(IDS)
         table.prefetch(IDS[::2])
-        eventually(lambda: table.stats().cached_rows == ROWS)
+        until(lambda: table.stats().cached_rows == ROWS)
         assert table.stats().rows_read == ROWS
 
 
@@ -110,7 +104,7 @@ def test_changed_rows_are_written_while_nobody_calls(drive: Path) -> None:
     with filled(drive / "table", updatable=True) as table:
         quarter = table.stats().cache_capacity // 4
         table.write(IDS[: 2 * quarter], torch.zeros(2 * quarter, WIDTH))
-        eventually(lambda: table.stats().changed_rows < quarter)
+        until(lambda: table.stats().changed_rows < quarter)
 
 
 @pytest.mark.parametrize("how", ["closed", "collected"])
@@ -136,9 +130,9 @@ def test_nothing_is_kept_of_a_table_that_is_gone(drive: Path, monkeypatch: pytes
             table.close()
         del table
         assert gone() is None
-        eventually(lambda: "deepnvme table" not in [thread.name for thread in threading.enumerate()])
+        until(lambda: "deepnvme table" not in [thread.name for thread in threading.enumerate()])
         assert len(allocated) == 2
-        eventually(lambda: all(each() is None for each in allocated))
+        until(lambda: all(each() is None for each in allocated))
     finally:
         gc.enable()
 

@@ -178,7 +178,6 @@ def kill_writers(interpreters: Interpreters, directories: list[Path], times: int
     numbered(directories, memory_budget=0).close()
     committed = 1
     for turn in range(times):
-        interpreters.stdout().write_text("")  # has what the one before has said until the program begins
         child = interpreters.start(_WRITER.format(directory=str(directories[0]), seed=seed + turn, rows=ROWS, width=WIDTH))
         interpreters.wait_for("committed" if turn % 3 == 0 else "ready")
         time.sleep(generator.random() * 0.2)

@@ -166,7 +166,7 @@ def test_many_tables_have_one_allowance_of_memory(interpreters: Interpreters, dr
     """16 tables of 8 MiB. Each for itself would have up to 48 MiB for rows on their way."""
     for number in range(16):
         EmbeddingOnDisk(4096, 512, path=drive / str(number), optimizer=torch.optim.SGD).table.close()
-    more = int(interpreters.run(_TRAIN.format(path=str(drive)), timeout=120).check())
+    more = int(interpreters.run(_TRAIN.format(path=str(drive))).check())
     assert more < 64 << 20, f"{more >> 20} MiB more than the budget"
 
 

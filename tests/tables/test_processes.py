@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.tables import Table
 
+from ..support.patience import PATIENCE
+
 VALUES = torch.arange(6000.0).view(2000, 3)
 IDS = torch.arange(2000)
 
@@ -44,7 +46,7 @@ def in_child(program: Callable[[], object]) -> None:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    timer = threading.Timer(30, os.kill, (child, 9))
+    timer = threading.Timer(PATIENCE, os.kill, (child, 9))
     timer.start()
     status = os.waitpid(child, 0)[1]
     timer.cancel()

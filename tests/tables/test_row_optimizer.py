@@ -519,7 +519,6 @@ for batch in range(10_000):
 @pytest.mark.parametrize("delay", [0.0, 0.003, 0.011, 0.05])
 def test_a_killed_training_goes_on_from_its_last_commit(delay: float, interpreters: Interpreters, drive: Path) -> None:
     """That is the last one of which ``commit()`` has returned, or the one under way after it: none is lost, or half there."""
-    interpreters.stdout().write_text("")  # has what the one before has said until the program begins
     child = interpreters.start(_TRAINING.format(rows=ROWS, dim=DIM, budget=SMALL, directory=str(drive)))
     interpreters.wait_for("committed 10\n")
     time.sleep(delay)

@@ -15,6 +15,8 @@ from deepnvme.transfer.block import Block, State
 from deepnvme.transfer.block_cache import BlockCache, Use
 from deepnvme.transfer.block_memory import PooledMemory
 
+from ..support.patience import PATIENCE, until
+
 SIZE = 8192
 STATES = ("a", "b", "c")
 GROUPS = 4
@@ -31,7 +33,7 @@ class Transfer:
         return self._ended.is_set()
 
     def exception(self, timeout: float | None = None) -> None:
-        assert self._ended.wait(20), "nobody ended this transfer"
+        assert self._ended.wait(PATIENCE), "nobody ended this transfer"
 
 
 class ByHand:
@@ -68,9 +70,7 @@ class ByHand:
 
     def soon(self, *names: str) -> None:
         """Exactly these are under way, or will be before long."""
-        deadline = time.monotonic() + 5
-        while set(self.under_way) != set(names) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: set(self.under_way) == set(names))
         assert set(self.under_way) == set(names)
 
 
@@ -197,4 +197,4 @@ def test_memory_that_other_threads_leased_for_it_is_not_waited_for(engine: ByHan
     begun = time.monotonic()
     with pytest.raises(OutOfBuffers, match="10000 bytes are held and 5000 needed"):
         cache.create(blocks[2])
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < PATIENCE

@@ -23,6 +23,7 @@ from deepnvme.version import __version__
 
 from ..support.disks import Disk
 from ..support.interpreters import REPOSITORY
+from ..support.patience import PATIENCE, until
 from .conftest import Command, Ran
 
 SCRIPT = (str(REPOSITORY / "bin" / "ds_io"),)
@@ -363,7 +364,7 @@ def test_stdout_that_is_closed_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_it_runs_as_a_script_and_as_a_module(program: tuple[str, ...], drive: Path) -> None:
     ended = subprocess.run(
         [sys.executable, *program, "--folder", drive, "--io_size", "1M", "--read", "--json", drive / "found.json"],
-        capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False,
+        capture_output=True, text=True, cwd=REPOSITORY, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (0, "")
     assert metric(ended.stdout, "E2E Read Speed") > 0
@@ -375,13 +376,6 @@ def test_it_runs_as_a_script_and_as_a_module(program: tuple[str, ...], drive: Pa
 
 def written(folder: Path) -> bool:
     return any(path.stat().st_size for path in folder.glob("ds_io-*/*") if not path.name.startswith("owner"))
-
-
-def wait_for(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.01)
 
 
 def session_of(leader: int) -> list[int]:
@@ -426,7 +420,7 @@ def test_an_interrupt_ends_it_and_removes_its_files(interpreters: Any, drive: Pa
         from deepnvme.tune.cli.io import main
         main(["--folder", {str(drive)!r}, "--io_size", "8M", "--loops", "1000000", "--read"])
     """)
-    wait_for(lambda: written(drive))
+    until(lambda: written(drive))
     for _ in range(times):
         os.kill(child, signal.Signals[number])
         time.sleep(0.002)
@@ -441,27 +435,27 @@ def test_an_interrupt_ends_all_of_its_processes(
     endless: Callable[..., subprocess.Popen[str]], drive: Path, number: signal.Signals
 ) -> None:
     process = endless("--multi_process", "2")
-    wait_for(lambda: written(drive))
+    until(lambda: written(drive))
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does: all of them get it
     else:
         process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out, err) == INTERRUPTED
     assert list(drive.iterdir()) == []
-    wait_for(lambda: session_of(process.pid) == [])  # multiprocessing's own tracker ends after the rest
+    until(lambda: session_of(process.pid) == [])  # multiprocessing's own tracker ends after the rest
 
 
 @pytest.mark.slow
 def test_an_interrupt_while_processes_start_is_one_line(endless: Callable[..., subprocess.Popen[str]], drive: Path) -> None:
     process = endless("--multi_process", "2")
-    wait_for(lambda: len(session_of(process.pid)) >= 3)
+    until(lambda: len(session_of(process.pid)) >= 3)
     time.sleep(0.3)  # they import
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out, err) == INTERRUPTED
     assert list(drive.iterdir()) == []
-    wait_for(lambda: session_of(process.pid) == [])
+    until(lambda: session_of(process.pid) == [])
 
 
 def test_signals_mean_what_they_did_before(ds_io: Command, drive: Path) -> None:

@@ -24,6 +24,7 @@ from deepnvme.tune.search import found_profiles as finding
 from deepnvme.tune.search.found_profiles import profiles_from
 
 from ..support.disks import Disk
+from ..support.patience import PATIENCE
 from ..support.tunings import tuning_of
 from .conftest import Command
 
@@ -251,7 +252,7 @@ def answered(keys: bytes, *arguments: str | Path, before: bytes = b"", prelude: 
     os.close(theirs)
     shown = bytearray()
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while select.select([ours], [], [], max(0, deadline - time.monotonic()))[0]:
             try:
                 more = os.read(ours, 4096)
@@ -263,7 +264,7 @@ def answered(keys: bytes, *arguments: str | Path, before: bytes = b"", prelude: 
                     time.sleep(0.001)
                 os.write(ours, keys)
                 keys = b""
-        return child.wait(10), shown.decode()
+        return child.wait(PATIENCE), shown.decode()
     finally:
         child.kill()
         child.wait()

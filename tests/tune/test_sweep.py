@@ -11,7 +11,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +27,7 @@ from deepnvme.tune.search.results import Figures, Result, Search, Striping, Tuni
 
 from ..support.disks import MIB, Disk
 from ..support.interpreters import Interpreters
+from ..support.patience import PATIENCE, until
 from .conftest import Command, Ran
 
 # Twelve settings: more than the table has rows.
@@ -175,11 +175,8 @@ def interrupted(interpreters: Interpreters, number: int, step: str, *arguments: 
         main({[str(argument) for argument in arguments]!r})
     """
     stderr = interpreters.stdout().with_name("stderr")
-    stderr.unlink(missing_ok=True)  # of the program before
     child = interpreters.start(program)
-    deadline = time.monotonic() + 30
-    while not (stderr.exists() and step in stderr.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: step in stderr.read_text(), f"that the program says {step!r}")
     os.kill(child, number)
     ended = interpreters.wait(child)
     return Ran(ended.returncode, ended.stdout, ended.stderr)
@@ -494,7 +491,7 @@ def test_on_a_terminal_a_bar_shows_how_far_it_is(drive: Path, few: Path, monkeyp
             monkeypatch.setattr(sys, "stderr", terminal)
             sweep.main(["--nvme_dir", str(drive), "--io_size", "1M", "--seconds", "1", "--sweep_config", str(few)])
     finally:
-        watcher.join(10)
+        watcher.join(PATIENCE)
         os.close(ours)
     text = shown.decode()
     assert "━" in text

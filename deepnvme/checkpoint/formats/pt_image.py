@@ -42,7 +42,8 @@ def pt_image(
         protocol: Pickle protocol.
         checksum: Whether the file has the CRC-32 of each storage, or 0 in its place. None for those that cost little: of storages
             on the CPU, unless ranks save together. These are computed while the image is written, see
-            :attr:`FileImage.checksums`; the others now. Blocks for these.
+            :attr:`FileImage.checksums`; the others now. Blocks for these. If it is None and
+            ``torch.serialization.set_crc32_options(False)`` was called, all records have 0, as in torch.save's files.
         across: If several ranks save one object with DTensors together: pickles it alike on every rank. The image then has this
             rank's part.
         alignment: Each storage begins at a multiple of this many bytes.
@@ -66,10 +67,13 @@ def pt_image(
     names += [f"archive/data/{key}" for key in range(len(storages))]
     names += [f"archive/{name}" for name in after]
     nbytes = array("Q", [*map(len, before.values()), *sizes, *map(len, after.values())])
-    crcs = array("Q", map(zlib.crc32, before.values()))
+    omitted = checksum is None and not torch.serialization.get_crc32_options()
+    checksum = False if omitted else checksum
+    crc32_of_text = (lambda text: 0) if omitted else zlib.crc32
+    crcs = array("Q", map(crc32_of_text, before.values()))
     beside = [checksum is not False and across is None and storage.device.type == "cpu" for storage in storages]
     crcs.extend(crc32_of(each) if checksum and not later else 0 for each, later in zip(storages, beside, strict=True))
-    crcs.extend(map(zlib.crc32, after.values()))
+    crcs.extend(map(crc32_of_text, after.values()))
     native = load_async_io().checkpoint
     text, headers, paddings, places = native.zip_layout(names, nbytes, crcs, alignment)
     image = _image(text, headers, paddings, [*before.values(), *storages, *after.values()])

@@ -291,7 +291,6 @@ def test_metadata_that_cannot_be_read_are_named(drive: Path, rank: int | None) -
     assert directory.value.filename == str(path)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("device", ["/dev/zero", None], ids=["a device", "a FIFO"])
 def test_what_has_no_end_is_not_read(path: Path, device: str | None) -> None:
     os.mkfifo(path) if device is None else path.symlink_to(device)

@@ -71,6 +71,13 @@ class TestIdentity:
             assert [info.header_offset for info in one.infolist()] == [info.header_offset for info in other.infolist()]
             assert {info.CRC for info in one.infolist() if "/data/" in info.filename} == {0}
 
+    @pytest.mark.parametrize("kind", OBJECTS)
+    def test_when_torch_is_told_to_leave_checksums_out(self, kind: str) -> None:
+        obj = OBJECTS[kind]()
+        expected = torchs(obj, checksum=False)
+        with config.patch({"save.compute_crc32": False}):
+            assert_identical(ours(obj, checksum=None), expected)
+
     def test_with_a_pickle_module_of_the_user(self) -> None:
         class Module:
             Pickler = pickle._Pickler  # type: ignore[attr-defined]

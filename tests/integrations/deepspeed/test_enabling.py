@@ -19,13 +19,14 @@ import torch.distributed as dist
 from deepnvme.checkpoint import NVMeCheckpointEngine
 from deepnvme.integrations import _running
 from deepnvme.integrations import deepspeed as integration
-from deepnvme.integrations.deepspeed import enabling, launching
+from deepnvme.integrations.deepspeed import enabling, launching, rank_failures
 from deepnvme.integrations.deepspeed import swap_tensor as zero
 from deepnvme.integrations.deepspeed.ops import PinHandle
 from deepnvme.integrations.deepspeed.rank_failures import RankFailures
 from deepnvme.ops.op_builder import GDSBuilder
 
 from ...support.interpreters import Interpreters
+from ...support.patience import PATIENCE
 from . import stand_in as deepspeed_stand_in
 from .stand_in import contents
 
@@ -334,14 +335,15 @@ def test_a_path_that_cannot_be_made_is_named(swap: Callable[[Path], Any], tmp_pa
 # Ranks
 
 
-def test_a_rank_tells_the_others_what_failed_it() -> None:
+def test_a_rank_tells_the_others_what_failed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_failures, "_HEARD_WITHIN", 2 * PATIENCE)
     store = dist.HashStore()
     ranks = [RankFailures(store, rank, 3) for rank in range(3)]
     assert ranks[0].failure() is None
     error = OSError(errno.ENOSPC, "No space left on device", "/mnt/nvme/0.swp")
     reporting = threading.Thread(target=ranks[1].report, args=(error,))
     reporting.start()
-    reporting.join(timeout=4.0)  # before it stops waiting
+    reporting.join(timeout=PATIENCE)  # before it stops waiting
     assert not reporting.is_alive()
     for number in (0, 2):
         failure = ranks[number].failure()
@@ -361,7 +363,8 @@ def test_ranks_leave_without_a_failure_and_the_others_look_no_longer() -> None:
     ranks[1].leave()
 
 
-def test_ranks_that_fail_together_do_not_wait_for_each_other() -> None:
+def test_ranks_that_fail_together_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_failures, "_HEARD_WITHIN", 2 * PATIENCE)
     store = dist.HashStore()
     ranks = [RankFailures(store, rank, 2) for rank in range(2)]
     errors = [OSError(errno.ENOSPC, "No space left on device", f"/mnt/nvme/{rank}.swp") for rank in range(2)]
@@ -369,7 +372,7 @@ def test_ranks_that_fail_together_do_not_wait_for_each_other() -> None:
     for thread in reporting:
         thread.start()
     for thread in reporting:
-        thread.join(timeout=4.0)  # before they stop waiting
+        thread.join(timeout=PATIENCE)  # before they stop waiting
         assert not thread.is_alive()
     assert [rank.failure() for rank in ranks] == [None, None]  # each raises its own
 

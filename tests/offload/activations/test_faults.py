@@ -26,6 +26,7 @@ from ...support.activations import KIB, SAVED, Training, files_below, held_by, h
 from ...support.disks import MIB, Disk
 from ...support.engines import FailedTransfer, FailingDrive, failing, transfers_are
 from ...support.interpreters import REPOSITORY, Interpreters
+from ...support.patience import PATIENCE
 
 STAYS = "activations stay in memory for the rest of this step, since they cannot be written"
 
@@ -427,7 +428,7 @@ def in_threads(*calls: Any) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), "a thread hangs"
     if raised:
         raise raised[0]
@@ -563,7 +564,7 @@ def test_what_several_killed_processes_leave_is_removed_and_what_a_live_one_has_
                 training = Training({where!r})
                 output = training.forward()
                 os.write(write, b"x")
-                time.sleep(60)
+                time.sleep(3600)
                 os._exit(1)
             assert os.read(read, 1) == b"x"
             children.append(pid)

@@ -27,6 +27,7 @@ from deepnvme.offload.activations import saving
 from ...faults.torture.interruption import Interruption
 from ...support.activations import Training, files_below, held_by, hooks_are_set, training_in
 from ...support.engines import failing
+from ...support.patience import PATIENCE
 
 PACKAGE = Path(deepnvme.__file__).parent
 TORCH = str(Path(torch.__file__).parent)
@@ -97,7 +98,7 @@ def check(training: Training) -> None:
     seen: list[Any] = []
     thread = threading.Thread(target=lambda: seen.append(held_by(training.activations)), daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert seen, "a lock is still held"
     training.check_nothing_is_held()
     training.step()

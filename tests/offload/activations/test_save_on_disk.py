@@ -9,7 +9,6 @@ import gc
 import inspect
 import pickle
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import deepnvme
 from deepnvme.offload import checkpoint_on_disk, save_on_disk
+
+from ...support.patience import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drive sets the pace")
 
@@ -107,9 +108,7 @@ def assert_freed(activations: save_on_disk) -> None:
     """Nothing of earlier steps is in memory or on the drive. What was dropped in the midst of its transfer takes a moment."""
     gc.collect()
     store = activations._shared_store()
-    deadline = time.monotonic() + 10
-    while (len(store._store) or store._live or store._cache.used) and time.monotonic() < deadline:
-        time.sleep(0.001)
+    until(lambda: not (len(store._store) or store._live or store._cache.used))
     assert (len(store._store), store._cache.used, store._live, store._known) == (0, 0, {}, {})
     assert store._write_behind.candidate_bytes == 0
 
@@ -180,10 +179,7 @@ def passed_on(
         y = Keep.apply(start, tensor)
         z = Keep.apply(y, torch.empty(256 * KIB, dtype=torch.uint8))  # has the first written
     del tensor
-    deadline = time.monotonic() + 10
-    while not freed():
-        assert time.monotonic() < deadline, "something keeps the tensor in memory"
-        time.sleep(0.001)
+    until(freed, "that the tensor leaves memory")
     z.backward()
     return found[1]
 
@@ -468,10 +464,7 @@ def test_the_graph_is_not_kept_by_what_it_saves(activations: save_on_disk) -> No
             y = x.exp()
         storage = y.untyped_storage()._weak_ref()
         del y
-        deadline = time.monotonic() + 10
-        while not torch.UntypedStorage._expired(storage):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(functools.partial(torch.UntypedStorage._expired, storage))
         torch.UntypedStorage._free_weak_ref(storage)
 
 

@@ -23,6 +23,7 @@ from deepnvme.swap import BufferPool, OutOfBuffers
 from ...support.disks import MIB
 from ...support.engines import FailedTransfer, failing, transfers_are
 from ...support.interrupts import interrupt_at
+from ...support.patience import PATIENCE
 from ...support.training import (
     ADAM,
     FULL_SHAPES,
@@ -354,7 +355,7 @@ class Wanted:
             if self._in_thread:
                 thread = threading.Thread(target=self._use)
                 thread.start()
-                thread.join(30)
+                thread.join(PATIENCE)
                 assert not thread.is_alive(), "it waits for the step"
             else:
                 self._use()
@@ -581,7 +582,7 @@ def test_others_who_come_and_go_disturb_no_step(drive: Path, options: dict[str, 
         dice = random.Random(seed)
         try:
             while not ended.wait(dice.uniform(0, 0.005)):
-                with pool.lease(dice.randrange(MIB, 2 * MIB), timeout=30) as lease:
+                with pool.lease(dice.randrange(MIB, 2 * MIB), timeout=PATIENCE) as lease:
                     lease.buffer.fill_(255)
                     served += 1
         except BaseException as error:

@@ -897,7 +897,6 @@ def test_workers_of_a_data_loader_leave_the_optimizer_alone(drive: Path, interpr
         optimizer.close()
         assert not Path({str(drive / "states")!r}).exists()
         """,
-        timeout=60,
     ).check()
 
 
@@ -927,5 +926,4 @@ def test_what_a_child_does_with_its_parents_optimizer_says_so(drive: Path, inter
         optimizer.step()
         optimizer.close()
         """,
-        timeout=60,
     ).check()

@@ -822,7 +822,6 @@ def test_memory_does_not_grow_by_the_states_that_are_saved_or_loaded(drive: Path
         assert saving.grown < 16 << 20, saving.grown
         assert loading.grown < 24 << 20, loading.grown
         """,
-        timeout=60,
     ).check()
 
 

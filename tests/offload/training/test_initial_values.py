@@ -567,5 +567,4 @@ def test_a_model_larger_than_memory(drive: Path, interpreters: Interpreters, kin
                 assert torch.equal(weight[:, 5], torch.arange(2048.0) + index)
         training.close()
         """,
-        timeout=60,
     ).check()

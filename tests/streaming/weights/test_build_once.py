@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from deepnvme.swap import StoreLocked, TensorStore
 from tests.faults.torture.interruption import Interruption, all_but, interrupted
 
 from ...support.interpreters import Interpreters
+from ...support.patience import PATIENCE, until
 
 ORIGIN = {"checkpoint": "a"}
 
@@ -107,15 +107,12 @@ def test_whoever_waits_says_for_whom_and_opens_what_was_built(drive: Path, caplo
 
     def slowly(_: Path) -> WeightStore:
         building.set()
-        deadline = time.monotonic() + 30
-        while not caplog.records:  # the other one waits
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: caplog.records)  # the other one waits
         return build(drive)
 
     first = threading.Thread(target=lambda: opened_or_built({drive: 1.0}, ORIGIN, slowly).close())
     first.start()
-    assert building.wait(30)
+    assert building.wait(PATIENCE)
     with opened_or_built({drive: 1.0}, ORIGIN, never) as store:
         assert store.origin == json.dumps(ORIGIN)
     first.join()
@@ -163,7 +160,6 @@ def test_of_processes_one_builds(drive: Path, interpreters: Interpreters) -> Non
 
 
 def test_a_builder_that_is_killed_is_succeeded(drive: Path, interpreters: Interpreters) -> None:
-    interpreters.stdout().write_text("")
     child = interpreters.start(
         f"""
         import time
@@ -173,15 +169,12 @@ def test_a_builder_that_is_killed_is_succeeded(drive: Path, interpreters: Interp
         def build(directory):
             (directory / "half").touch()
             print("builds", flush=True)
-            time.sleep(60)
+            time.sleep(3600)
 
         opened_or_built({{Path({str(drive)!r}): 1.0}}, {ORIGIN}, build)
         """
     )
-    deadline = time.monotonic() + 30
-    while "builds" not in interpreters.stdout().read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    interpreters.wait_for("builds")
     threading.Timer(0.2, os.kill, (child, signal.SIGKILL)).start()
 
     def succeed(directory: Path) -> WeightStore:

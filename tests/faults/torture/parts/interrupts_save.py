@@ -33,7 +33,7 @@ from ..interruption import interrupted
 
 SHORT = 16
 SECONDS = 120
-_SETTLE_SECONDS = 20.0
+_SETTLE_SECONDS = 200.0
 OTHERS = (str(Path(torch.__file__).parent), str(Path(logging.__file__).parent))
 """Code that is not attacked: torch's, and logging's, whose handlers' locks stay taken by an interrupt, for the next save too."""
 Tensors = dict[str, torch.Tensor]

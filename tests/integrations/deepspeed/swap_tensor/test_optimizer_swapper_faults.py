@@ -26,6 +26,7 @@ from deepnvme.swap import BufferPool
 from ....support.disks import MIB, loop_disk
 from ....support.interpreters import Interpreters
 from ....support.interrupts import interrupt_at
+from ....support.patience import PATIENCE
 from .stage3 import GROUPS, NUMEL, FlakyEngine, Training
 
 
@@ -281,7 +282,7 @@ def test_a_swapper_that_is_collected_by_its_own_helper_writes_what_is_to_be_writ
     training.step()
     for thread in threading.enumerate():
         if thread.name.startswith("deepnvme-"):
-            thread.join(20)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
     assert not end.alive
     training.assert_same_as_in_memory()
