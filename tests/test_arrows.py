@@ -40,9 +40,9 @@ CHECKPOINT = TRANSFER | {"checkpoint", "checkpoint.formats"}
 STREAMING = STORE | CHECKPOINT | {"quantization"}
 TABLES = STORE | CHECKPOINT  # of weights that are in a checkpoint
 ACTIVATIONS = STORE | {"offload.pinned_arena"}
-BLOCKS = ACTIVATIONS | {"quantization", "offload.activations", "offload.optimizer", "offload.training.ranks"}
+BLOCKS = ACTIVATIONS | {"quantization", "states", "offload.activations", "offload.training.ranks"}
 OFFLOAD = {"offload", "offload.activations", "offload.optimizer", "offload.tiles", "offload.training"}
-INTEGRATIONS = STREAMING | OFFLOAD | {"tables", "streaming", "streaming.weights", "streaming.kv"}
+INTEGRATIONS = STREAMING | OFFLOAD | {"states", "tables", "streaming", "streaming.weights", "streaming.kv"}
 DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
 MEASURE = ENGINE | DEEPSPEED | {"memory", "report", "tune.sizes"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -57,17 +57,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantization": ENGINE | {"memory"},
     "tables": TABLES,
     "offload.pinned_arena": STORE,
-    "offload.optimizer": STORE,
+    "states": STORE,
+    "offload.optimizer": STORE | {"states"},
     "offload.activations": ACTIVATIONS,
     "offload.tiles": BASE | {"memory"},
     "offload.training.forward_random_numbers": set(),
     "offload.training.ranks": BASE
-    | {"memory", "offload.activations", "offload.optimizer", "offload.training.forward_random_numbers"},
+    | {"memory", "states", "offload.activations", "offload.training.forward_random_numbers"},
     "offload.training.blocks": BLOCKS,
     "offload.training": CHECKPOINT  # a training may begin with the weights of a checkpoint
     | BLOCKS
     | {"offload.tiles", "offload.training.blocks", "offload.training.forward_random_numbers"},
-    "offload": {"_lazy"} | OFFLOAD - {"offload"},
+    "offload": {"_lazy", "states"} | OFFLOAD - {"offload"},
     "checkpoint.formats": TRANSFER,
     "checkpoint": CHECKPOINT,
     "checkpoint.dcp": CHECKPOINT,

@@ -12,20 +12,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
 import pytest
-import torch
 
 from deepnvme import _interrupts as interrupts
 from deepnvme._interrupts import defer_interrupts
-from deepnvme.offload.optimizer import params as ranks
-from deepnvme.offload.optimizer import step as step_module
 from tests.faults.torture.interruption import Interruption, all_but
 
 from .support.interpreters import Interpreters
-from .support.training import assert_same, assert_same_state, give_gradients, optimizer_in, parameters
 
 
 class TimeIsUp(Exception):
@@ -222,67 +217,3 @@ def test_other_threads_hold_nothing_back() -> None:
     thread = threading.Thread(target=in_a_thread)
     thread.start()
     thread.join()
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_says_so_wherever_a_signal_comes(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait for its vote."""
-    votes: list[bool] = []
-
-    def failed(self: ranks.ParamRanks, here: bool) -> None:
-        votes.append(here)
-
-    def closure() -> None:
-        interruption.__enter__()
-        raise ArithmeticError
-
-    monkeypatch.setattr(ranks.ParamRanks, "failed", failed)
-    optimizer = optimizer_in(drive, parameters(), lr=1e-2)
-    for point in range(1, 5000):
-        interruption = Interruption(point, all_but(interrupts, ranks, step_module), by=(signal.SIGUSR1,))
-        votes.clear()
-        try:
-            optimizer.step(closure)
-        except (ArithmeticError, TimeIsUp):
-            interruption.__exit__()
-        assert votes == [True], interruption.where
-        if not interruption.where:
-            break
-    assert 20 < point < 4999
-    optimizer.close()
-
-
-@pytest.mark.slow
-def test_a_step_of_what_stays_in_memory_is_made_or_undone_whatever_signal_comes(drive: Path) -> None:
-    """What is stepped in memory has no second copy."""
-    params, plain = parameters(), parameters()
-    optimizer = optimizer_in(drive, params, lr=1e-2, fused=True, dram_budget=1 << 40)
-    reference = torch.optim.AdamW(plain, lr=1e-2, fused=True)
-    skip = (str(Path(torch.__file__).parent),)
-    steps = 0
-
-    def step(number: int) -> int:
-        nonlocal steps
-        give_gradients(params, steps)
-        give_gradients(plain, steps)
-        reference.step()
-        steps += 1
-        interruption = Interruption(number, skip, by=(signal.SIGUSR1,))
-        try:
-            with interruption:
-                optimizer.step()
-        except TimeIsUp:
-            pass
-        if optimizer.steps < steps:
-            optimizer.step()
-        assert optimizer.steps == steps, interruption.where
-        assert_same(params, plain)
-        return interruption.passed
-
-    for _ in range(2):
-        step(0)
-    points = step(0)
-    for number in range(1, points + 1, max(points // 60, 1)):
-        step(number)
-    assert_same_state(optimizer.state_dict(), reference.state_dict())
-    optimizer.close()

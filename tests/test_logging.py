@@ -47,14 +47,14 @@ assert logging.getLogger("deepnvme").handlers == []
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     told = interpreters.run(code.format(setup="logging.basicConfig(level=logging.INFO, format='%(name)s: %(message)s')"))
     estimate, saved = told.stderr.splitlines()
-    assert estimate.startswith(f"deepnvme.offload.optimizer.optimizer: AdamW with its states in {drive}/states writes ")
+    assert estimate.startswith(f"deepnvme.offload.optimizer: AdamW with its states in {drive}/states writes ")
     assert saved.startswith(f"deepnvme.checkpoint.publication: saved '{drive}/a.pt': ")
 
 
 def test_each_step_is_logged_for_debugging(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
     params = parameters()
     with deepnvme.OffloadedOptimizer(params, torch.optim.AdamW, nvme_path=drive / "states") as optimizer:
-        caplog.set_level(logging.DEBUG, logger="deepnvme.offload")
+        caplog.set_level(logging.DEBUG, logger="deepnvme.states")
         give_gradients(params, 0)
         optimizer.step()
         assert caplog.messages == [optimizer.report().line()]

@@ -21,7 +21,7 @@ import deepnvme
 from deepnvme import OffloadedOptimizer
 from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.offload import OffloadedTraining
-from deepnvme.offload.optimizer.step import StepRunner
+from deepnvme.states.step import OptimizerStep
 from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.streaming import WeightStore
 from deepnvme.swap import BufferPool, TensorStore
@@ -33,7 +33,7 @@ from torch import nn
 import deepnvme
 from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.offload import OffloadedTraining
-from deepnvme.offload.optimizer.step import StepRunner
+from deepnvme.states.step import OptimizerStep
 from deepnvme.streaming import WeightStore
 from deepnvme.tables import RowOptimizer, Table
 
@@ -237,12 +237,12 @@ def test_an_optimizer_that_cannot_be_closed_is_named_with_the_reason(
 ) -> None:
     notebook.run(OPTIMIZER + "state = opt.state_dict()")
 
-    def fails() -> None:
-        raise OSError(errno.EIO, "a step could not be undone")
+    def fails(reason: object) -> None:
+        raise OSError(errno.EIO, "it could not be closed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(notebook["opt"]._runner, "_take_all_back", fails)
-        with pytest.raises(StoreLocked, match=f"made at {MADE}: .*; it cannot be closed for this one: .* could not be undone"):
+        patch.setattr(notebook["opt"]._step, "close", fails)
+        with pytest.raises(StoreLocked, match=f"made at {MADE}: .*; it cannot be closed for this one: .* could not be closed"):
             notebook.run("other = optimizer_of(Model())")
     notebook.run("train(model, opt, 1)")
     assert notebook["opt"].steps == 3
@@ -313,7 +313,7 @@ def test_an_optimizer_says_that_the_one_it_was_closed_for_could_not_be_made(
         raise OSError(errno.ENOSPC, "no room for the states")
 
     with monkeypatch.context() as patch:
-        patch.setattr(StepRunner, "add", fails)
+        patch.setattr(OptimizerStep, "add", fails)
         with pytest.raises(OSError, match="no room"):
             notebook.run("other = optimizer_of(Model())")
     says = rf"closed for another one on '.*states' at {MADE}, which could not be made \(OSError: .*no room for the states\)"

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from deepnvme._lazy import public_names
 from deepnvme.offload import OffloadedTraining
-from deepnvme.offload.optimizer.partition import ELEMENTWISE
+from deepnvme.states.partition import ELEMENTWISE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -49,18 +49,16 @@ class Holder(weakref.ref[memoryview]):
 class PinnedChunk:
     """One allocation of pinned memory. Its size is that of the first request that it served."""
 
-    __slots__ = ("give_way", "holder", "memory", "nbytes", "owner", "returned")
+    __slots__ = ("holder", "memory", "nbytes", "owner", "returned")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.memory: Any = None
-        """The op's buffer; None until the memory is pinned, and if the chunk only counts memory that is somebody else's."""
+        """The op's buffer; None until the memory is pinned."""
         self.owner: threading.Thread | None = None
         """The thread that leased the chunk; None if it is free."""
         self.holder: Callable[[], object] = no_holder
         """Returns None once nobody uses the memory any more."""
-        self.give_way: Callable[[], None] | None = None
-        """Ends the lease if it can, for somebody who would wait for its bytes otherwise; None for most leases."""
         self.returned = 0.0
         """When the chunk became free (``time.monotonic()``)."""
 
@@ -106,20 +104,18 @@ class ChunkList:
         """Return whether the budget allows to lend ``nbytes`` more bytes."""
         return self.lent_bytes + nbytes <= self.budget
 
-    def lend(self, nbytes: int, claim: Claim, reuse: bool = True) -> PinnedChunk:
+    def lend(self, nbytes: int, claim: Claim) -> PinnedChunk:
         """Lend a chunk for a request that fits in the budget.
 
-        Reuses a free chunk of about the requested size, or makes a new one, which the caller has to pin (its ``memory`` is None),
-        unless it only counts memory that is somebody else's.
+        Reuses a free chunk of about the requested size, or makes a new one, which the caller has to pin (its ``memory`` is None).
         Free chunks are unpinned first if the budget has no room for a new one.
 
         Args:
             nbytes: Bytes wanted. The chunk may be larger by up to 1/8.
             claim: Becomes the chunk's ``holder``.
-            reuse: Whether it may be a free chunk. If not, it has exactly the size wanted.
         """
         at = bisect.bisect_left(self._free, nbytes, key=_nbytes)
-        reused = reuse and at < len(self._free) and self._free[at].nbytes <= nbytes + nbytes // _SLACK
+        reused = at < len(self._free) and self._free[at].nbytes <= nbytes + nbytes // _SLACK
         if not reused:
             self.unpin_down_to(self.budget - nbytes)
         self._change()
@@ -143,7 +139,7 @@ class ChunkList:
         self.lent.remove(chunk)
         self._lent_bytes -= chunk.nbytes
         if kept:
-            chunk.holder, chunk.owner, chunk.give_way = no_holder, None, None
+            chunk.holder, chunk.owner = no_holder, None
             chunk.returned = time.monotonic()
             self._free.insert(bisect.bisect_left(self._free, chunk.nbytes, key=_nbytes), chunk)
             self._free_bytes += chunk.nbytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import mmap
 import os
 import queue
 import threading
@@ -190,8 +189,7 @@ class BufferPool:
 
         Args:
             nbytes: Bytes wanted, or a size such as "64MiB".
-            timeout: Seconds to wait; None waits for as long as it takes. Ctrl-C interrupts the waiting. Leases that give way to
-                this one (:meth:`try_lease_over`) may take longer, each for a write to a drive.
+            timeout: Seconds to wait; None waits for as long as it takes. Ctrl-C interrupts the waiting.
             keeping: Leases of other threads that count as this thread's while it waits, because they will not be released before.
 
         Raises:
@@ -213,20 +211,7 @@ class BufferPool:
         """
         return self._try_lease(byte_count(nbytes, "nbytes"))
 
-    def try_lease_over(self, memory: mmap.mmap, give_way: Callable[[], None] | None = None) -> Lease | None:
-        """Like :meth:`try_lease`, but count memory of the caller's own in the budget until the lease has ended. Never blocks.
-
-        Args:
-            memory: Of whole pages. The lease's buffer is all of it.
-            give_way: Releases the lease if it can. Called when a request would wait or be refused otherwise, or the system has no
-                memory to pin, by the thread whose request it is: any, also the one that made this lease. It may take its time,
-                may fail to release, which is no error, and may be called by several threads.
-        """
-        return self._try_lease(len(memory), memory, give_way)
-
-    def _try_lease(
-        self, nbytes: int, memory: mmap.mmap | None = None, give_way: Callable[[], None] | None = None
-    ) -> Lease | None:
+    def _try_lease(self, nbytes: int) -> Lease | None:
         self._settle()
         if nbytes == 0:  # there is no memory to give back
             import torch
@@ -239,8 +224,8 @@ class BufferPool:
                 self._take_back()
                 if self._queue() or not self._chunks.fits(size):
                     return None
-                chunk = self._chunks.lend(size, claim, reuse=memory is None)
-            return self._lend(chunk, nbytes, memory, give_way)
+                chunk = self._chunks.lend(size, claim)
+            return self._lend(chunk, nbytes)
         except BaseException:
             self._give_up(claim)
             raise
@@ -251,7 +236,6 @@ class BufferPool:
         kept = frozenset(lease._chunk for lease in keeping if lease._buffer is not None)
         waiter = _Waiter(padded(nbytes, PAGE), threading.current_thread(), kept)
         claim = Claim()
-        asked: set[PinnedChunk] = set()
         try:
             with self._lock:
                 self._waiting += (waiter,)
@@ -268,17 +252,11 @@ class BufferPool:
                     if waiter.nbytes > self._chunks.budget:
                         raise OutOfBuffers(self._shortage(nbytes))
                     left = deadline - time.monotonic()
-                    yielding = self._yielding(asked) if following is None and left > 0 else None
-                    if yielding is None and following is None and self._stuck():
+                    if following is None and self._stuck():
                         raise OutOfBuffers(self._shortage(nbytes, ", all held by this thread or by others that wait here"))
                     if left <= 0:
                         raise TimeoutError(self._shortage(nbytes, f", after waiting for {timeout} s"))
                     pause = min(left, _POLL_SECONDS if self._awaited else _LOOK_SECONDS)
-                if yielding is not None:
-                    give_way, asked_now = yielding
-                    give_way()  # without the lock: it may write to a drive
-                    asked.add(asked_now)
-                    continue
                 if following is not None:
                     following.wake.put(None)  # this thread's waiting may have made it the other one's turn
                 with contextlib.suppress(queue.Empty):
@@ -292,46 +270,28 @@ class BufferPool:
                 self._queue()
             raise
 
-    def _lend(
-        self,
-        chunk: PinnedChunk,
-        nbytes: int,
-        memory: mmap.mmap | None = None,
-        give_way: Callable[[], None] | None = None,
-    ) -> Lease:
-        """Return a lease over a chunk that was lent to this thread, pinned first if it is new; or over other memory, if given."""
+    def _lend(self, chunk: PinnedChunk, nbytes: int) -> Lease:
+        """Return a lease over a chunk that was lent to this thread, pinned first if it is new."""
         import torch
 
-        if chunk.memory is None and memory is None:
+        if chunk.memory is None:
             chunk.memory = self._pin(chunk.nbytes)
-        view = memoryview(chunk.memory if memory is None else memory)
+        view = memoryview(chunk.memory)
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
             buffer = torch.frombuffer(view, dtype=torch.uint8, count=nbytes)
         holder = Holder(view, self._ended.append)
         holder.chunk = chunk
         lease = Lease(buffer, functools.partial(self._give_back, chunk, holder), chunk)
-        chunk.give_way = give_way
         chunk.holder = holder  # replaces the claim; from here on, nothing is called that could be interrupted
         return lease
 
     def _pin(self, nbytes: int) -> Any:
-        """Pin new memory. If the system has none left, free chunks are unpinned first, then leases give way that can."""
+        """Pin new memory. If the system has none left, free chunks are unpinned first."""
         try:
             return pinned(nbytes)
         except OutOfBuffers:
             self.trim()
-        asked: set[PinnedChunk] = set()
-        while True:
-            try:
-                return pinned(nbytes)
-            except OutOfBuffers:
-                with self._lock:
-                    yielding = self._yielding(asked)
-                if yielding is None:
-                    raise
-            give_way, chunk = yielding
-            give_way()
-            asked.add(chunk)
+        return pinned(nbytes)
 
     def _settle(self) -> None:
         """Poll the futures that leases are released after. Raises RuntimeError in a forked child.
@@ -412,13 +372,6 @@ class BufferPool:
         if any(owner is not None and owner.is_alive() for owner in owners):
             return False
         return not owners or waiting.issuperset(threading.enumerate())
-
-    def _yielding(self, asked: set[PinnedChunk]) -> tuple[Callable[[], None], PinnedChunk] | None:
-        """Return a leased chunk that gives way to others, and was not asked yet, and what asks it to; None if there is none."""
-        for chunk in self._chunks.lent:
-            if chunk.give_way is not None and chunk not in asked:
-                return chunk.give_way, chunk
-        return None
 
     def _following(self) -> _Waiter | None:
         """Return the waiter whose turn it is, if its request fits now; else None.

@@ -1,9 +1,10 @@
 """Train with more than fits into memory: parameters, gradients, optimizer states and activations on a drive."""
 
 from deepnvme._lazy import public_names
+from deepnvme.states import StepReport
 
 from .activations import ActivationReport, checkpoint_on_disk, save_on_disk
-from .optimizer import OffloadedOptimizer, StepReport
+from .optimizer import OffloadedOptimizer
 from .tiles import TiledEmbedding, TiledLinear, tile_large_layers, untiled_state_dict
 from .training import OffloadedTraining, TrainingPlan, TrainingReport, WriteEstimate
 

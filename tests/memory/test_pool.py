@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
-import mmap
 import random
 import signal
 import sys
@@ -646,161 +645,6 @@ def test_trim_unpins_what_is_not_leased(pool: BufferPool) -> None:
     assert pool.allocated == 0
 
 
-# Leases that give way
-
-
-class Yielding:
-    """A lease over memory of its own. It can end for others; ``unable``: it cannot."""
-
-    def __init__(self, pool: BufferPool, pages: int, unable: bool = False) -> None:
-        self.asked = 0
-        self.unable = unable
-        lease = pool.try_lease_over(mmap.mmap(-1, pages * PAGE), self.give_way)
-        assert lease is not None
-        self.lease = lease
-
-    def give_way(self) -> None:
-        self.asked += 1
-        if not self.unable:
-            self.lease.release()
-
-
-def test_memory_of_the_callers_own_counts_until_its_lease_ends(pool: BufferPool) -> None:
-    memory = mmap.mmap(-1, 60 * PAGE)
-    lease = pool.try_lease_over(memory)
-    assert lease is not None
-    lease.buffer.fill_(7)
-    assert memory[:] == bytes([7]) * 60 * PAGE
-    assert pool.in_use == pool.allocated == 60 * PAGE
-    assert pool.try_lease_over(mmap.mmap(-1, 60 * PAGE)) is None
-    with pytest.raises(OutOfBuffers):
-        pool.lease(60 * PAGE)
-    lease.release()
-    assert pool.in_use == pool.allocated == 0  # it is not kept for reuse
-
-
-def test_free_chunks_make_room_for_memory_of_the_callers_own(pool: BufferPool) -> None:
-    pool.lease(60 * PAGE).release()
-    assert pool.try_lease_over(mmap.mmap(-1, 60 * PAGE)) is not None
-    assert pool.allocated == 0  # the lease was dropped
-
-
-def test_leases_give_way_as_far_as_need_be_to_a_request_of_their_own_thread(pool: BufferPool) -> None:
-    leases = [Yielding(pool, 20) for _ in range(5)]
-    with pool.lease(30 * PAGE):
-        assert sorted(each.asked for each in leases) == [0, 0, 0, 1, 1]
-        assert pool.in_use == 90 * PAGE
-    with pool.lease(40 * PAGE):
-        assert sum(each.asked for each in leases) == 2
-        assert pool.try_lease(1) is None  # it never asks
-    assert sum(each.asked for each in leases) == 2
-
-
-def test_leases_give_way_to_another_thread(pool: BufferPool) -> None:
-    leases = [Yielding(pool, 50) for _ in range(2)]
-    assert in_thread(lambda: pool.lease(100 * PAGE)).nbytes == 100 * PAGE
-    assert [each.asked for each in leases] == [1, 1]
-
-
-def test_leases_that_cannot_give_way_are_asked_once_and_hold_what_they_have(pool: BufferPool) -> None:
-    unable, able = Yielding(pool, 50, unable=True), Yielding(pool, 50)
-    with pytest.raises(OutOfBuffers, match="all held by this thread"):
-        pool.lease(60 * PAGE)
-    assert (unable.asked, able.asked) == (1, 1)
-    assert pool.in_use == 50 * PAGE
-    unable.unable = False
-    assert pool.lease(60 * PAGE).nbytes == 60 * PAGE  # another request asks again
-
-
-def test_a_request_beyond_the_budget_or_that_does_not_wait_asks_nobody(pool: BufferPool) -> None:
-    lease = Yielding(pool, 100)
-    with pytest.raises(OutOfBuffers):
-        pool.lease(101 * PAGE)
-    with pytest.raises(TimeoutError):
-        in_thread(pool.lease, PAGE, 0)
-    assert lease.asked == 0
-
-
-def test_an_interrupt_while_another_gives_way_costs_no_room(pool: BufferPool) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    held = pool.try_lease_over(mmap.mmap(-1, 100 * PAGE), interrupted)
-    assert held is not None
-    with pytest.raises(KeyboardInterrupt):
-        pool.lease(PAGE)
-    assert pool.waiting == 0
-    held.release()
-    assert pool.lease(100 * PAGE).nbytes == 100 * PAGE
-
-
-def test_of_threads_that_want_what_gives_way_all_are_served(pool: BufferPool, restless: None) -> None:
-    for _ in range(20):
-        leases = [Yielding(pool, 10) for _ in range(10)]
-
-        def use() -> None:
-            for _ in range(5):
-                with pool.lease(30 * PAGE):
-                    pass
-
-        users = [Started(use) for _ in range(6)]
-        for user in users:
-            user.result()
-        for each in leases:
-            each.lease.release()
-        assert pool.in_use == 0
-
-
-def test_zero_bytes_take_nothing(pool: BufferPool) -> None:
-    lease, other = pool.lease(100 * PAGE), pool.lease(0)
-    assert other.buffer.shape == (0,)
-    assert other.tensor((3, 0), torch.float32).shape == (3, 0)
-    assert pool.in_use == 100 * PAGE
-    other.release(after=concurrent.futures.Future())
-    lease.release()
-    assert BufferPool(0).lease(0).nbytes == 0
-
-
-@pytest.mark.parametrize("call", [BufferPool, BufferPool(PAGE).lease, BufferPool(PAGE).try_lease, BufferPool(PAGE).set_budget])
-def test_sizes_are_natural_numbers(call: Callable[[Any], Any]) -> None:
-    with pytest.raises(ValueError, match="must not be negative, got -1"):
-        call(-1)
-    with pytest.raises(TypeError):
-        call(1.5)
-
-
-def test_a_budget_below_what_is_in_use_is_reached_as_leases_end(pool: BufferPool) -> None:
-    leases = [pool.lease(20 * PAGE) for _ in range(4)]
-    leases.pop().release()
-    pool.set_budget(50 * PAGE)
-    assert (pool.in_use, pool.allocated) == (60 * PAGE, 60 * PAGE)
-    assert pool.try_lease(PAGE) is None
-    leases.pop().release()
-    assert (pool.in_use, pool.allocated) == (40 * PAGE, 40 * PAGE)
-    with pool.lease(10 * PAGE):
-        assert pool.allocated == 50 * PAGE
-    leases.pop().release()
-    assert (pool.in_use, pool.allocated) == (20 * PAGE, 50 * PAGE)
-
-
-def test_a_larger_budget_serves_those_who_wait(pool: BufferPool) -> None:
-    lease = pool.lease(100 * PAGE)
-    other = start_waiting(pool, pool.lease, PAGE)
-    pool.set_budget(101 * PAGE)
-    assert pool.budget == 101 * PAGE
-    assert other.result().nbytes == PAGE
-    lease.release()
-
-
-def test_a_smaller_budget_tells_those_who_would_wait_for_ever(pool: BufferPool) -> None:
-    lease = pool.lease(100 * PAGE)
-    other = start_waiting(pool, pool.lease, 60 * PAGE)
-    pool.set_budget(50 * PAGE)
-    with pytest.raises(OutOfBuffers, match="budget of at least 245760"):
-        other.result()
-    lease.release()
-
-
 # When memory cannot be had
 
 
@@ -835,18 +679,6 @@ def test_a_system_without_memory_is_told_and_costs_no_room(pool: BufferPool, fai
         pool.lease(100 * PAGE)
     assert (pool.in_use, pool.allocated) == (0, 0)
     pool.lease(100 * PAGE).release()
-
-
-def test_leases_give_way_when_the_system_has_no_more_memory(pool: BufferPool, failing: list[BaseException]) -> None:
-    leases = [Yielding(pool, 20) for _ in range(3)]
-    failing += [MemoryError(), MemoryError(), MemoryError()]
-    with pool.lease(10 * PAGE):
-        assert sorted(each.asked for each in leases) == [0, 1, 1]
-    failing += [MemoryError()] * 5
-    with pytest.raises(OutOfBuffers, match="memory to pin"):
-        pool.lease(20 * PAGE)
-    assert sorted(each.asked for each in leases) == [1, 1, 1]
-    assert pool.in_use == 0
 
 
 def test_an_interrupt_while_memory_is_pinned_costs_no_room(pool: BufferPool, failing: list[BaseException]) -> None:

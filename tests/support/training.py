@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from unittest import mock
 import torch
 
 import deepnvme
-from deepnvme.offload.optimizer.sub_group import MASTER
+from deepnvme.states.sub_group import MASTER
 
 ADAM: dict[str, Any] = {"lr": 1e-2, "fused": True}
 SHAPES = ((41, 300), (7,), (), (0,), (3, 5, 2, 2), (1,), (513,))
@@ -182,7 +183,7 @@ class Pair:
         self.plain, self.params = parameters(dtype), parameters(dtype)
         self.reference = in_memory(self.plain, optimizer_class, masters=masters, **options)
         self.optimizer = optimizer_in(drive, self.params, optimizer_class, master_weights=masters, **more, **options)
-        self.steps = 0
+        self.precision, self.steps = precision, 0
 
     def give_gradients(self) -> None:
         give_gradients(self.plain, self.steps)
@@ -201,11 +202,28 @@ class Pair:
 
     def is_as_before(self, error: BaseException) -> None:
         """At the step before, which the error says; and the step can be made yet."""
-        said = str(error) + "".join(getattr(error, "__notes__", []))
-        assert f"as after step {self.steps}" in said
+        assert f"as after step {self.steps}" in said_by(error)
         assert self.optimizer.steps == self.steps
         self.check()
+        self.finish()
+
+    def is_unfinished(self, error: BaseException) -> int:
+        """Within a step, which the error says; the next call finishes it. Returns how many sub-groups were left."""
+        found = re.search(rf"step {self.steps + 1} is unfinished: (\d+) of (\d+) sub-groups are left", said_by(error))
+        assert found is not None, said_by(error)
+        assert self.optimizer.steps == self.steps
+        self.finish()
+        return int(found[1])
+
+    def finish(self) -> None:
+        """Make the step, or what is left of it."""
         self.reference.step()
         self.optimizer.step()
         self.steps += 1
+        assert self.optimizer.steps == self.steps
         self.check()
+
+
+def said_by(error: BaseException) -> str:
+    """An error's message, and its notes."""
+    return str(error) + "".join(getattr(error, "__notes__", []))

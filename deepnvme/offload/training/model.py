@@ -14,8 +14,8 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.freed_memory import return_freed_memory
 from deepnvme.offload.activations.buffer_copies import BufferCopies
 from deepnvme.offload.activations.saved_tensor import may_share_memory
-from deepnvme.offload.optimizer.block_versions import BlockVersions
-from deepnvme.offload.optimizer.gradients import GradientHooks
+from deepnvme.states.gradients import GradientHooks
+from deepnvme.states.versions import BlockVersions
 
 from .blocks.parameter_block import ParameterBlock
 from .blocks.parameter_uses import ParameterUses, ScheduledBlocks

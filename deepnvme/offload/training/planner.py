@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepnvme.memory.pool import BufferPool
 from deepnvme.offload.activations.saving import MIN_BYTES, save_on_disk
-from deepnvme.offload.optimizer.counted_io import CountedIO, StoredBlock
+from deepnvme.states.counted_io import CountedIO, StoredBlock
 
 from .blocks.parameter_uses import ScheduledBlocks
 from .blocks.trained_block import TrainedBlock

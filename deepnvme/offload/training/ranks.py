@@ -18,7 +18,7 @@ from torch import nn
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.alignment import padded
 from deepnvme.offload.activations.saved_tensor import is_distributed, may_share_memory
-from deepnvme.offload.optimizer.params import local_of
+from deepnvme.states.params import local_of
 
 from .forward_random_numbers import DrawsDiffer
 

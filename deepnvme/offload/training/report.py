@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from deepnvme._drive_wear import terabytes_per_day
 from deepnvme._report_figures import ReportFigures
 from deepnvme.offload.activations.report import ActivationReport
-from deepnvme.offload.optimizer.counted_io import CountedIO
+from deepnvme.states.counted_io import CountedIO
 from deepnvme.transfer.block_cache import BlockCache
 
 from .ranks import TrainingRanks

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from deepnvme._shortened_lists import listed
 from deepnvme.memory.alignment import PAGE
 from deepnvme.offload.activations.saved_tensor import is_distributed
-from deepnvme.offload.optimizer.block_versions import BlockVersions, Versioned
-from deepnvme.offload.optimizer.params import local_of
-from deepnvme.offload.optimizer.partition import SubGroupPlanner
-from deepnvme.offload.optimizer.state_dict import OffloadedStates
-from deepnvme.offload.optimizer.sub_group import BlockLayout, BlockSection
+from deepnvme.states.params import local_of
+from deepnvme.states.partition import SubGroupPlanner
+from deepnvme.states.state_dict import OffloadedStates
+from deepnvme.states.sub_group import BlockLayout, BlockSection
+from deepnvme.states.versions import BlockVersions, Versioned
 
 from .blocks.frozen_parameters import FrozenParameters
 from .blocks.parameter_block import ParameterBlock

@@ -23,18 +23,17 @@ from deepnvme._drive_wear import WriteEstimate
 from deepnvme._sizes import byte_count
 from deepnvme.checkpoint.saving import save
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
-from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.memory.pool import BufferPool
 from deepnvme.offload.activations.checkpointing import is_checkpointed, keep_for_backward, recompute_on_backward
 from deepnvme.offload.activations.saved_tensor import KeptTensor
 from deepnvme.offload.activations.saving import save_on_disk
-from deepnvme.offload.optimizer.block_versions import BlockVersions
-from deepnvme.offload.optimizer.counted_io import CountedIO
-from deepnvme.offload.optimizer.partition import ELEMENTWISE, SubGroupPlanner
-from deepnvme.offload.optimizer.resident_sub_groups import ResidentBlocks
-from deepnvme.offload.optimizer.state_dict import OffloadedStates
-from deepnvme.offload.optimizer.sub_group import SubGroup
 from deepnvme.profiles import engine_for
 from deepnvme.quantization import SCHEMES, Scheme
+from deepnvme.states.counted_io import CountedIO
+from deepnvme.states.partition import ELEMENTWISE, SubGroupPlanner
+from deepnvme.states.state_dict import OffloadedStates
+from deepnvme.states.sub_group import SubGroup
+from deepnvme.states.versions import BlockVersions
 from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.transfer.block_cache import BlockCache
@@ -301,9 +300,8 @@ class OffloadedTraining:
             # Each backward but the last one adds to gradients, and those that are clipped by their own norm wait for it.
             stores = micro_batches - 1 + (max_norm is not None and clip_by == "current")
             self._estimate_writes = functools.partial(estimate_writes, blocks_of_model, planner, stores)
-            residents = ResidentBlocks(self._io, self._versions, buffer_pool() if pool is None else pool)  # there are none
             check = self._check_between_steps
-            states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, residents, check)
+            states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, check)
             parts = [*modules, *partition.tied]
             self._state = TrainingState(model, self._trained, self.optimizer, planner, self._versions, states, parts, self._ranks)
             chosen = activation_budget is None

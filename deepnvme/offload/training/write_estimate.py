@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deepnvme._drive_wear import WriteEstimate
-from deepnvme.offload.optimizer.partition import SubGroupPlanner
+from deepnvme.states.partition import SubGroupPlanner
 
 from .blocks.trained_block import TrainedBlock
 

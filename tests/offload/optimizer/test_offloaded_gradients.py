@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.offload.optimizer.gradients import OPEN
+from deepnvme.states.gradients import OPEN
 from deepnvme.swap import BufferPool, Lease
 
 from ...support import training
@@ -25,7 +25,6 @@ from ...support.training import (
     give_gradients,
     in_memory,
     parameters,
-    snapshot,
 )
 from ...support.training import FULL_SHAPES as SHAPES
 
@@ -146,7 +145,6 @@ def test_a_step_that_fails_keeps_them_for_the_next_try(drive: Path) -> None:
             backward(params, step)
             torch.nn.utils.clip_grad_norm_(plain, 2.0)
             optimizer.clip_grad_norm_(2.0)
-            before = snapshot(params)
             with failing(("read", "write")[step % 2], number) as engine:
                 error: OSError | None = None
                 try:
@@ -155,8 +153,7 @@ def test_a_step_that_fails_keeps_them_for_the_next_try(drive: Path) -> None:
                     error = caught
             if engine.failed:
                 assert error is not None
-                assert f"as after step {step}" in str(error)
-                assert_same(params, before)
+                assert f"as after step {step}" in str(error) or f"step {step + 1} is unfinished" in str(error)
                 optimizer.step()
             elif step % 2:
                 break
@@ -169,47 +166,32 @@ def test_a_step_that_fails_keeps_them_for_the_next_try(drive: Path) -> None:
 
 
 @pytest.mark.parametrize("during", ["backward", "clipping"])
-def test_what_fails_on_its_way_out_is_told_and_a_new_backward_mends_it(during: str, drive: Path) -> None:
+def test_a_write_that_fails_in_backward_is_told_by_what_comes_next_and_no_gradient_is_lost(during: str, drive: Path) -> None:
     plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
     reference = torch.optim.AdamW(plain, **ADAM)
     with optimizer_in(drive, params) as optimizer:
-        with failing("write", 1):
-            backward(params, 0)
-            if during == "clipping":
-                with pytest.raises(OSError, match="a gradient is lost with it"):
-                    optimizer.clip_grad_norm_(1.0)
-        with pytest.raises(RuntimeError if during == "clipping" else OSError, match="run backward again"):
-            optimizer.step()
-        with pytest.raises(RuntimeError, match="run backward again"):
-            optimizer.step()
-        assert_same(params, plain)
-        assert optimizer.steps == 0
-        optimizer.zero_grad()
-        backward(plain, 1)
-        backward(params, 1)
-        reference.step()
-        optimizer.step()
-        assert_same(params, plain)
-
-
-def test_a_lost_gradient_is_told_of_also_if_the_states_have_come_into_memory_since(drive: Path) -> None:
-    """Whichever it is: the first, or one that nobody has looked for yet."""
-    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
-    reference = torch.optim.AdamW(plain, **ADAM)
-    backward(plain, 0)
-    reference.step()
-    number, failed = 1, 1
-    while failed:
-        with optimizer_in(drive, params, dram_budget=1 << 40) as optimizer:
-            with failing("write", number) as engine:
-                backward(params, 0)
+        number = failed = 1
+        step = 0
+        while failed:
+            backward(plain, step)
+            reference.step()
+            reference.zero_grad()
+            with failing("write", number, 3) as engine:
+                backward(params, step)
             failed = engine.failed
-            optimizer.load_state_dict(reference.state_dict())
             if failed:
-                with pytest.raises(OSError, match="a gradient is lost with it"):
-                    optimizer.step()
-        number += 1
-    assert number > 4
+                with pytest.raises(OSError, match="write of"):
+                    _ = optimizer.clip_grad_norm_(1e6) if during == "clipping" else optimizer.step()
+                assert optimizer.steps == step
+            if during == "clipping":
+                optimizer.clip_grad_norm_(1e6)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.steps == step + 1
+            assert_same(params, plain)
+            number += 1
+            step += 1
+        assert number > 3
 
 
 @pytest.mark.parametrize("clipping", [False, True])
@@ -232,15 +214,17 @@ def test_a_gradient_whose_writing_could_not_be_started_is_there_for_each_try(dri
         optimizer.zero_grad()
         reference.zero_grad()
         writes, last = 0, writes
-        with FailingDrive(is_the_last, at_once=lambda: True) as engine, pytest.raises(OSError, match="write of"):
+        with FailingDrive(is_the_last, at_once=lambda: True) as engine:
             backward(params, 1)
         backward(plain, 1)
         assert engine.failed == 1
+        with pytest.raises(OSError, match="write of"):
+            _ = optimizer.clip_grad_norm_(0.1) if clipping else optimizer.step()
         if clipping:
             optimizer.clip_grad_norm_(0.1)
             torch.nn.utils.clip_grad_norm_(plain, 0.1)
         for _ in range(2):
-            with failing("read", 3, 1000), pytest.raises(OSError, match=r"as after step 1|the next call undoes it"):
+            with failing("read", 3, 1000), pytest.raises(OSError, match=r"as after step 1|step 2 is unfinished"):
                 optimizer.step()
         optimizer.step()
         reference.step()
@@ -310,9 +294,9 @@ def test_gradients_are_told_of_in_the_report(drive: Path) -> None:
             optimizer.step()
             seconds = time.perf_counter() - begun
             report = optimizer.report()
-            # gradients, two states, and in the first step parameters to undo it, which memory is to spare for later
-            assert report.bytes_written == (1 + 2 + (step == 0)) * 4 * numel
-            assert report.bytes_read == 4 * numel + (0, 7, 5)[step] * 2 * 4 * 4096
+            assert report.bytes_written == (1 + 2) * 4 * numel  # gradients, and two states
+            most = 4 * numel + (0, 7, 5)[step] * 2 * 4 * 4096
+            assert most - OPEN * 4 * 4096 <= report.bytes_read <= most  # gradients still in memory are not read
             assert 0 < report.computing + report.waiting <= report.seconds <= seconds
             assert max(report.reading, report.writing) <= report.seconds
 

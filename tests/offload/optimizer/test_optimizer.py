@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import deepnvme
-from deepnvme.offload.optimizer import partition
-from deepnvme.offload.optimizer.partition import ELEMENTWISE
+from deepnvme.states import partition
+from deepnvme.states.partition import ELEMENTWISE
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.swap import BufferPool, OutOfBuffers
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.offload.optimizer.params import ParamSlice
-from deepnvme.offload.optimizer.partition import CUT, partition
+from deepnvme.states.params import ParamSlice
+from deepnvme.states.partition import CUT, partition
 
 ELEMENTS = st.one_of(
     st.integers(0, 5),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.offload.optimizer import OffloadedOptimizer
+from deepnvme import OffloadedOptimizer
 
 from ...support.engines import failing
-from ...support.training import adamw_fails
 
 SHAPES = [(4096,), (4096,), (4096,), (3, 5)]
 
@@ -44,31 +42,10 @@ def backward(params: list[torch.nn.Parameter], seed: int = 1) -> None:
     torch.stack([(param * torch.randn(param.shape, generator=generator)).sum() for param in params]).sum().backward()
 
 
-def test_a_load_after_a_broken_step_is_not_undone_later(params: list[torch.nn.Parameter], offloaded: Any) -> None:
-    optimizer = offloaded(dram_budget=4096 * 8 + 5000)
-    backward(params)
-    optimizer.step()
-    kept = copy.deepcopy(optimizer.state_dict())
-    weights = [param.detach().clone() for param in params]
-    with adamw_fails(len(SHAPES)), pytest.raises(ArithmeticError):  # sub-groups that stay in memory come last
-        optimizer.step()
-    with pytest.raises(RuntimeError, match="load a checkpoint"):
-        optimizer.step()
-    optimizer.load_state_dict(kept)
-    with torch.no_grad():
-        for param, weight in zip(params, weights, strict=True):
-            param.copy_(weight)
-    optimizer.zero_grad()
-    for param, weight in zip(params, weights, strict=True):
-        assert torch.equal(param, weight)
-    for found, expected in zip(optimizer.state_dict()["state"].values(), kept["state"].values(), strict=True):
-        assert torch.equal(found["exp_avg"], expected["exp_avg"])
-
-
 def test_a_gradient_that_could_not_go_out_is_added_once(params: list[torch.nn.Parameter], offloaded: Any) -> None:
     optimizer = offloaded(torch.optim.SGD, offload_gradients=True)
     before = [param.detach().clone() for param in params]
-    with failing("write", 0, at_once=True), pytest.raises(OSError, match="write of"):
+    with failing("write", 0, at_once=True):
         backward(params)
     optimizer.zero_grad()
     backward(params)
@@ -85,8 +62,10 @@ def test_a_gradient_that_could_not_go_out_counts_once_when_the_step_is_made_all_
 ) -> None:
     optimizer = offloaded(torch.optim.SGD, offload_gradients=True)
     before = params[0].detach().clone()
-    with failing("write", len(SHAPES) - 1, at_once=True), pytest.raises(OSError, match="write of"):
+    with failing("write", len(SHAPES) - 1, at_once=True):
         backward(params)  # the last gradient is the first parameter's
+    with pytest.raises(OSError, match="write of"):
+        optimizer.step()
     optimizer.step()
     gradient = torch.randn(params[0].shape, generator=torch.Generator().manual_seed(1))
     assert torch.allclose(params[0], before - 0.1 * gradient)
@@ -98,15 +77,6 @@ def test_clipped_gradients_take_no_more(params: list[torch.nn.Parameter], offloa
     optimizer.clip_grad_norm_(1.0)
     with pytest.raises(RuntimeError, match="clip after the last backward"):
         backward(params)
-
-
-def test_a_backward_that_was_given_up_does_not_count_as_the_first(params: list[torch.nn.Parameter], offloaded: Any) -> None:
-    optimizer = offloaded(step_in_backward=True, dram_budget=1 << 30)
-    backward(params)
-    optimizer.zero_grad()
-    backward(params)
-    optimizer.step()
-    assert optimizer.steps == 1
 
 
 def test_step_in_backward_frees_every_gradient(params: list[torch.nn.Parameter], offloaded: Any) -> None:

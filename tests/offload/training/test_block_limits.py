@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.offload.optimizer.partition import SubGroupPlanner
 from deepnvme.offload.training.blocks.frozen_parameters import ParameterMemory
 from deepnvme.offload.training.blocks.limits import BlockLimits
 from deepnvme.offload.training.blocks.parameter_block import ParameterBlock
 from deepnvme.offload.training.ranks import TrainingRanks
+from deepnvme.states.partition import SubGroupPlanner
 
 
 class OneOfEight(TrainingRanks):

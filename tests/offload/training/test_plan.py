@@ -231,7 +231,7 @@ def test_what_is_given_is_left_as_it_is(drive: Path, model: Model) -> None:
 def test_all_blocks_are_computed_again_if_the_drive_is_slow(
     drive: Path, model: Model, micro_batches: int, accumulation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deepnvme.offload.optimizer.counted_io.CountedIO.measure_limits", lambda *_: (1e5, 1e5))
+    monkeypatch.setattr("deepnvme.states.counted_io.CountedIO.measure_limits", lambda *_: (1e5, 1e5))
     batches = [batch(step, rows=4400 * micro_batches) for step in range(5)]
     with OffloadedTraining(
         copy.deepcopy(model), torch.optim.AdamW, nvme_path=drive, memory_budget=2 * MIB, activations="recompute",
@@ -296,7 +296,7 @@ def test_a_plan_that_cannot_be_made_undoes_the_step(drive: Path, model: Model, m
             raise error
         return 1e9, 1e9
 
-    monkeypatch.setattr("deepnvme.offload.optimizer.counted_io.CountedIO.measure_limits", measured)
+    monkeypatch.setattr("deepnvme.states.counted_io.CountedIO.measure_limits", measured)
     with OffloadedTraining(
         model, torch.optim.AdamW, nvme_path=drive, memory_budget=2 * MIB, activations="auto", lr=1e-2
     ) as training:

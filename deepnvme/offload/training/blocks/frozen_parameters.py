@@ -11,9 +11,9 @@ from torch import nn
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
-from deepnvme.offload.optimizer.sub_group import BlockSection, lay_out
 from deepnvme.offload.pinned_arena import PinnedArena
 from deepnvme.quantization import QuantizedLayout, Scheme, dequantize, is_worth_quantizing, quantize
+from deepnvme.states.sub_group import BlockSection, lay_out
 
 from .versioned_block import VersionedBlock
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from deepnvme.memory.alignment import padded
-from deepnvme.offload.optimizer.partition import SubGroupPlanner
-from deepnvme.offload.optimizer.sub_group import SubGroup
+from deepnvme.states.partition import SubGroupPlanner
+from deepnvme.states.sub_group import SubGroup
 from deepnvme.transfer.block import Block
 
 from .parameter_block import ParameterBlock

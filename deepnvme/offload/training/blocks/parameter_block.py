@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from deepnvme.offload.activations.saved_tensor import View, view_of
-from deepnvme.offload.optimizer.sub_group import lay_out
 from deepnvme.offload.training.ranks import TrainingRanks
 from deepnvme.quantization import Scheme
+from deepnvme.states.sub_group import lay_out
 
 from .frozen_parameters import FrozenParameters, ParameterMemory, quantizes
 from .versioned_block import VersionedBlock

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from deepnvme.memory.freed_memory import return_freed_memory
-from deepnvme.offload.optimizer.block_versions import BlockVersions, block_name
-from deepnvme.offload.optimizer.counted_io import StoredBlock
-from deepnvme.offload.optimizer.state_dict import take_over
-from deepnvme.offload.optimizer.sub_group import Held, SubGroup, lay_out
 from deepnvme.offload.training.ranks import TrainingRanks
+from deepnvme.states.counted_io import StoredBlock
+from deepnvme.states.state_dict import take_over
+from deepnvme.states.sub_group import BlockTensors, SubGroup, lay_out
+from deepnvme.states.versions import BlockVersions, block_name
 
 from .parameter_block import ParameterBlock
 from .parameter_uses import ScheduledBlocks
@@ -168,7 +168,7 @@ class BlockStates:
 
         self._undo = undo
 
-    def _lay_out(self, held: Held) -> None:
+    def _lay_out(self, held: BlockTensors) -> None:
         """Have a new block for these tensors, which may lie in the one before."""
         before = self.block
         layout = self.sub_group.lay_out(held)
@@ -181,7 +181,7 @@ class BlockStates:
 
     def _write(self) -> None:
         assert self.block is not None
-        self.sub_group.current_states_are_in(self._versions.next_of(self.sub_group))
+        self.sub_group.set_current_block(self._versions.next_of(self.sub_group))
         self.block.rename(block_name(self.sub_group))
         self._schedule.cache.release([self.block], changed=True)
 

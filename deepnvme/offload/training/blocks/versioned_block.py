@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deepnvme.offload.optimizer.block_versions import block_name
-from deepnvme.offload.optimizer.counted_io import StoredBlock
+from deepnvme.states.counted_io import StoredBlock
+from deepnvme.states.versions import block_name
 
 
 class VersionedBlock(StoredBlock):

@@ -13,13 +13,12 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.alignment import PAGE
 from deepnvme.store.tensor_store import TensorStore
 
-from .block_versions import BlockVersions, block_name
 from .counted_io import CountedIO
 from .gradients import Pieces
 from .params import distributed_like, local_of
 from .pipeline import SubGroupPipeline
-from .resident_sub_groups import ResidentBlocks
-from .sub_group import MASTER, Held, SubGroup, copied
+from .sub_group import MASTER, BlockTensors, SubGroup, copied
+from .versions import BlockVersions, block_name
 
 
 class OffloadedStates(MutableMapping[Any, Any]):
@@ -32,7 +31,12 @@ class OffloadedStates(MutableMapping[Any, Any]):
     """
 
     def __init__(
-        self, pieces: Pieces, store: TensorStore, blocks: BlockVersions, residents: ResidentBlocks, check: Callable[[], None]
+        self,
+        pieces: Pieces,
+        store: TensorStore,
+        blocks: BlockVersions,
+        check: Callable[[], None],
+        write: Callable[[SubGroup], None] | None = None,
     ) -> None:
         """Present the states of ``pieces``.
 
@@ -40,11 +44,11 @@ class OffloadedStates(MutableMapping[Any, Any]):
             pieces: Parameter -> (sub-group, index of the piece). The caller may add to it.
             store: Where blocks are.
             blocks: Maps the blocks, and keeps mapped ones from being overwritten.
-            residents: Writes blocks that are only in memory, so that they can be mapped.
             check: Called before states are read; raises if they cannot be read now.
+            write: Writes the states of a sub-group that are only in memory, so that they can be mapped. None if there are none.
         """
         self._check = check
-        self._pieces, self._store, self._blocks, self._residents = pieces, store, blocks, residents
+        self._pieces, self._store, self._blocks, self._write = pieces, store, blocks, write
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         pieces = self._pieces[param]
@@ -58,7 +62,8 @@ class OffloadedStates(MutableMapping[Any, Any]):
         }
         keys = [section.key for section in pieces[0][0].sections(pieces[0][1])]
         for sub_group, _ in pieces:
-            self._residents.write(sub_group)
+            if self._write is not None:
+                self._write(sub_group)
         for number, key in enumerate(keys):
             sections = [(sub_group, list(sub_group.sections(index))[number]) for sub_group, index in pieces]
             first = sections[0][1]
@@ -86,10 +91,12 @@ class OffloadedStates(MutableMapping[Any, Any]):
         raise TypeError("states on a drive are set by load_state_dict")
 
     def verify(self) -> None:
-        """Read all blocks on the drive to verify their checksums, since mapping does not. Blocks. Raises CorruptTensor."""
+        """Read all blocks back from the drive to verify their checksums, since mapping does not. Blocks. Raises CorruptTensor."""
         sub_groups = dict.fromkeys(sub_group for pieces in self._pieces.values() for sub_group, _ in pieces)
         for sub_group in sub_groups:
-            if sub_group.layout is not None and sub_group.resident is None:
+            if self._write is not None:
+                self._write(sub_group)
+            if sub_group.current is not None:
                 self._store.get(block_name(sub_group)).result()
 
     def _has(self, param: torch.Tensor) -> bool:
@@ -116,28 +123,27 @@ def loaded(
         pipeline: Writes the blocks.
         io: Does not count the writes for a step.
     """
-    pipeline.abandon()
-    undo = [pipeline.forget_states, *(sub_group.remember() for sub_group in sub_groups)]
+    pipeline.drop_clean()
+    undo = [sub_group.remember() for sub_group in sub_groups]
     done = False
     try:
         with io.aside():
             for sub_group in sub_groups:
                 held = take_over(sub_group, state["state"], state["param_groups"])
                 if held:
-                    pipeline.write_now(sub_group, held)
+                    pipeline.store(sub_group, held)
                 else:
-                    sub_group.current_states_are_in(None)
+                    sub_group.set_current_block(None)
         with defer_interrupts():
             yield
             done = True
+            pipeline.clear()
     except BaseException:
         if not done:
             with defer_interrupts():
                 for forget in undo:
                     forget()
         raise
-    finally:
-        pipeline.abandon()
 
 
 class Opaque:
@@ -156,7 +162,9 @@ def opaque(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": states}
 
 
-def take_over(sub_group: SubGroup, saved: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[dict[str, Any]]) -> Held:
+def take_over(
+    sub_group: SubGroup, saved: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[dict[str, Any]]
+) -> BlockTensors:
     """Return the tensors that a sub-group's block has to hold for loaded states, and set its ``small`` values.
 
     Values are cast as torch's ``load_state_dict`` does: to the parameter's dtype, or to float32 if it has a master weight.
@@ -166,7 +174,7 @@ def take_over(sub_group: SubGroup, saved: Mapping[torch.Tensor, Mapping[str, Any
         saved: For each parameter, its whole state.
         groups: The parameter groups that belong to these states.
     """
-    held: Held = []
+    held: BlockTensors = []
     smalls: list[dict[str, Any]] = []
     for index, piece in enumerate(sub_group.pieces):
         values = {key: value.value if isinstance(value, Opaque) else value for key, value in saved.get(piece.param, {}).items()}

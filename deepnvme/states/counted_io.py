@@ -48,10 +48,9 @@ class StepReport(ReportFigures):
     bytes_read: int
     """Bytes read of states, and of offloaded gradients."""
     bytes_written: int
-    """Bytes written of states, of offloaded gradients, and of those copies of parameters, to undo the step with, that memory had
-    no room for, or that gave way to others.
+    """Bytes written of states and of offloaded gradients.
 
-    ``bytes_read`` and ``bytes_written`` do not include undone steps, checkpoints and ``measure_limits``."""
+    ``bytes_read`` and ``bytes_written`` do not include checkpoints and ``measure_limits``."""
     read_gb_per_second: float
     """``bytes_read`` over ``reading``. Writes at the same time take their share of the drive."""
     write_gb_per_second: float
@@ -152,6 +151,11 @@ class StoredBlock(Block):
         """The bytes in memory. Raises RuntimeError if they are not there."""
         return self.memory.buffer[: self._content_bytes]
 
+    def set_content_bytes(self, nbytes: int) -> None:
+        """Have the content be the first bytes of the memory, no more than it has."""
+        assert nbytes <= self.nbytes
+        self._content_bytes = nbytes
+
     def rename(self, name: str) -> None:
         """Have the next write go to another place, from which it is read afterwards."""
         self.name = name
@@ -203,11 +207,6 @@ class CountedIO:
         assert isinstance(block, StoredBlock)
         return self.put(block.name, block.content)
 
-    def count_written(self, nbytes: int) -> None:
-        """Count bytes for the current step that were written through ``store`` directly. Their time is not counted as writing."""
-        self.times.writes.nbytes += nbytes
-        self._written_in_all += nbytes
-
     def record_ended(self) -> None:
         """Record transfers that have ended. Their time is counted until this is called, so call it whenever one has."""
         self.times.reads.record_ended()
@@ -223,10 +222,7 @@ class CountedIO:
             self.times = times
 
     def finish(self) -> StepTimes:
-        """Return bytes and times since the last call of this method, and start counting anew.
-
-        Called when a step is completed, and when one was undone.
-        """
+        """Return bytes and times since the last call of this method, and start counting anew."""
         self.record_ended()
         times, self.times = self.times, StepTimes()
         return times

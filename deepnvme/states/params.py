@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -95,6 +94,11 @@ class ParamRanks:
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         self._meshes = {param.device_mesh: local_of(param).device for param in map(_distributed, params) if param is not None}
 
+    @property
+    def several(self) -> bool:
+        """Whether there are DTensors, whose ranks make steps together."""
+        return bool(self._meshes)
+
     def failed(self, here: bool) -> int | None:
         """Return the highest rank that failed, or None if none did.
 
@@ -120,31 +124,6 @@ class ParamRanks:
                     dist.all_reduce(answer, dist.ReduceOp.MAX, group=group)
             failed = int(answer.item())
         return None if failed < 0 else failed
-
-
-class StepVote:
-    """One rank's vote on whether a step is made. No rank makes a step unless all can.
-
-    Each rank votes exactly once for each step, whether it succeeds or fails, so that no rank waits for a vote that never comes.
-    """
-
-    def __init__(self, ranks: ParamRanks) -> None:
-        self._ranks = ranks
-        self._cast = False
-
-    def approve(self) -> None:
-        """Vote for the step. Blocks until all ranks have voted. Raises RuntimeError if another rank could not make it."""
-        self._cast = True
-        failed = self._ranks.failed(here=False)
-        if failed is not None:
-            raise RuntimeError(f"rank {failed} failed in this step, and says why: no rank makes it")
-
-    def veto(self) -> None:
-        """Vote against the step. Blocks until all ranks have voted. Has no effect if this rank has voted before."""
-        if not self._cast:
-            self._cast = True
-            with contextlib.suppress(RuntimeError):  # a rank is gone: no rank makes the step in that case either
-                self._ranks.failed(here=True)
 
 
 def over_ranks(

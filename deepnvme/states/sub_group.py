@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from deepnvme.memory.alignment import PAGE, padded
-from deepnvme.transfer.block import Memory
 
 from .params import ParamSlice, param_version
 
 MASTER = "master_weight"
 """Key of the float32 master weight in a parameter's state, beside the optimizer's own keys."""
 
-Held = list[tuple[int, str, torch.Tensor]]
+BlockTensors = list[tuple[int, str, torch.Tensor]]
 """The tensors a block has to hold, as (index of the piece, key in the state, tensor)."""
 
 CACHE_LINE = 64
@@ -66,7 +65,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
-def lay_out(tensors: Held, on_pages: Container[int] = ()) -> BlockLayout:
+def lay_out(tensors: BlockTensors, on_pages: Container[int] = ()) -> BlockLayout:
     """Assign each tensor an offset in one block, in the given order.
 
     Args:
@@ -120,8 +119,6 @@ class SubGroup:
         those states are only in memory."""
         self.in_memory: bool | None = None
         """Whether its block is to stay in memory between steps; None until ResidencyPolicy has decided."""
-        self.resident: Memory | None = None
-        """The memory of its block, if the block is in memory between steps."""
         self.stale: set[int] = set()
         """Indices of pieces whose parameter was changed by other code, so that the master weight has to be updated."""
         self._versions: list[tuple[int, int]] = []
@@ -136,12 +133,6 @@ class SubGroup:
         return sum(piece.numel for piece in self.pieces)
 
     @property
-    def bytes_without_master(self) -> int:
-        """Bytes of the parameters, or slices of them, that have no master weight."""
-        pieces = zip(self.pieces, self.masters, strict=True)
-        return sum(piece.numel * piece.param.element_size() for piece, mastered in pieces if not mastered)
-
-    @property
     def full_gradient_bytes(self) -> int:
         """Most bytes of float32 gradients that are needed at a time: those of the largest portion."""
         return max(sum(_padded_gradient(self.pieces[each]) for each in part if self.masters[each]) for part in self._portions)
@@ -152,14 +143,14 @@ class SubGroup:
 
     # -- what happens to its block and its parameters
 
-    def lay_out(self, held: Held) -> BlockLayout:
+    def lay_out(self, held: BlockTensors) -> BlockLayout:
         """Set and return the layout of a block for these tensors."""
         # Slices of a parameter begin on a page, so that all of them can be mapped as one tensor.
         cut = {index for index, piece in enumerate(self.pieces) if not piece.whole}
         self.layout = lay_out(held, cut)
         return self.layout
 
-    def current_states_are_in(self, number: int | None) -> None:
+    def set_current_block(self, number: int | None) -> None:
         """Record which block has the current states. It is on the drive, or being written; None: they are only in memory."""
         self.current = number
 
@@ -167,25 +158,14 @@ class SubGroup:
         """Decide whether the block stays in memory between steps."""
         self.in_memory = in_memory
 
-    def came_to_memory(self, lease: Memory) -> None:
-        """Record that this memory has the block. It stays until :meth:`release_memory`."""
-        self.resident = lease
-
-    def release_memory(self) -> None:
-        """Release the block's memory, if it is in memory between steps."""
-        lease, self.resident = self.resident, None
-        if lease is not None:
-            lease.release()
-
     def replace_small(self, small: list[dict[str, Any]]) -> None:
         """Replace the state that is kept outside the block, and forget the block's layout: other states are loaded."""
         self.small, self.layout = small, None
 
     def states_were_loaded(self) -> None:
-        """Forget what was decided and recorded for the states before, and release their memory."""
+        """Forget what was decided and recorded for the states before."""
         self.stale.clear()
         self.in_memory = None
-        self.release_memory()
 
     def remember_params(self) -> None:
         """Take the parameters as they are now as unchanged, for :meth:`changed_pieces`."""
@@ -218,26 +198,13 @@ class SubGroup:
         """Return where the tensors of one piece lie in the block; none before the first step."""
         return (section for section in (self.layout.sections if self.layout else ()) if section.piece == piece)
 
-    def image(self) -> BlockLayout:
-        """Return the layout of copies of parameters that could not be restored from the block on the drive if a step is undone.
-
-        These are pieces without a master weight, with a stale one, or in a sub-group that has no block on the drive.
-        """
-        return lay_out(
-            [
-                (index, "image", piece.of(piece.param))
-                for index, piece in enumerate(self.pieces)
-                if not self.masters[index] or self.current is None or index in self.stale
-            ]
-        )
-
     def step(
         self,
         block: torch.Tensor | None,
         collected: Mapping[int, torch.Tensor],
         scratch: torch.Tensor,
         groups: Sequence[dict[str, Any]],
-    ) -> Held | None:
+    ) -> BlockTensors | None:
         """Make one step of all pieces that have a gradient. Parameters, and state tensors in ``block``, change in place.
 
         Args:
@@ -400,9 +367,9 @@ class SubGroup:
                 optimizer.state[stand_in] = state
         return optimizer
 
-    def _held(self, block: torch.Tensor | None, optimizer: torch.optim.Optimizer) -> Held:
+    def _held(self, block: torch.Tensor | None, optimizer: torch.optim.Optimizer) -> BlockTensors:
         """Return the tensors that belong in the block after a step, and keep all other state in ``small``."""
-        held: Held = []
+        held: BlockTensors = []
         for index, stand_in in enumerate(self._stand_ins):
             if self.masters[index]:
                 held.append((index, MASTER, stand_in.data))
@@ -415,7 +382,7 @@ class SubGroup:
             self.small[index] = small
         return held
 
-    def _settle(self, block: torch.Tensor | None, held: Held) -> Held | None:
+    def _settle(self, block: torch.Tensor | None, held: BlockTensors) -> BlockTensors | None:
         """Copy state tensors that are not in their place in the block to it; return ``held`` if they do not fit its layout."""
         if block is None or self.layout is None or not _fits(self.layout, held):
             return held
@@ -466,7 +433,7 @@ def _in_full(gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(gradient.shape, dense_strides(gradient)).copy_(gradient)
 
 
-def _fits(layout: BlockLayout, held: Held) -> bool:
+def _fits(layout: BlockLayout, held: BlockTensors) -> bool:
     """Return whether the layout has the same tensors, in number, order, dtype and shape."""
     return len(layout.sections) == len(held) and all(
         (section.piece, section.key, section.dtype, section.shape) == (piece, key, tensor.dtype, tuple(tensor.shape))

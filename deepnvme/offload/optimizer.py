@@ -23,15 +23,14 @@ from deepnvme._drive_wear import WriteEstimate
 from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.states.counted_io import StepReport
+from deepnvme.states.partition import SubGroupPlanner
+from deepnvme.states.residency import ResidencyPolicy
+from deepnvme.states.state_dict import opaque
+from deepnvme.states.step import OptimizerStep
+from deepnvme.states.sub_group import SubGroup
 from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.tensor_store import TensorStore
-
-from .counted_io import StepReport
-from .partition import SubGroupPlanner
-from .resident_sub_groups import ResidencyPolicy
-from .state_dict import opaque
-from .step import StepRunner
-from .sub_group import SubGroup
 
 if TYPE_CHECKING:
     from deepnvme.config import AioConfig
@@ -54,19 +53,13 @@ class OffloadedOptimizer(Optimizer):
     A parameter that was changed by other code since the last step becomes the new value of its master weight. Loading a model's
     ``state_dict`` is noticed; changes through ``.data`` are not, because torch does not count them.
 
-    **Exceptions.** After an exception out of :meth:`step`, parameters and states are either as before the step or as after it.
-    The exception says which, and so does :attr:`steps`. This holds for Ctrl-C, too, and for exceptions raised by a handler of
-    SIGTERM, SIGHUP, SIGQUIT, SIGALRM, SIGVTALRM, SIGPROF, SIGUSR1, SIGUSR2 or SIGXCPU. If the drive also fails while a step is
-    undone, the error says so. Nothing is lost then: the next call finishes undoing first, or raises OSError again.
+    **Errors.** A step goes forward. If it fails, what is stepped stays stepped, and the exception says how many sub-groups are
+    left; the next :meth:`step` finishes them, with the gradients that are still there. Until then :meth:`state_dict`,
+    :meth:`zero_grad` and further backwards raise RuntimeError. :meth:`load_state_dict` ends such a step, too. If the optimizer's
+    own code raises, the parameters of that sub-group may be partly stepped, as with any torch optimizer.
 
-    One case is not covered; its error says that :meth:`load_state_dict` has to be called. Sub-groups that ``dram_budget`` keeps
-    in memory are stepped last, after everything in which the drive could fail. By then the optimizer's own code has stepped all
-    other sub-groups without an error, so that a failure is unlikely. If it raises nevertheless, the states in memory are lost:
-    undoing would need a second copy, which would cost as much memory, or as many bytes written, as ``dram_budget`` saves.
-
-    **Signals.** Signal handlers wait while a step is committed or undone, for as long as that takes: as long as a drive hangs,
-    and with DTensors as long as the collective in which the ranks agree on the step. If a rank does not take part, that
-    collective ends by its ``timeout``. Ctrl-C cannot interrupt it: the ranks could then disagree on whether the step was made.
+    **Signals.** Ctrl-C, and exceptions that signal handlers raise, come while the step waits for the drive. They leave it as an
+    error does.
 
     **Processes.** A forked child cannot use the optimizer.
 
@@ -82,15 +75,12 @@ class OffloadedOptimizer(Optimizer):
             it, is several times as fast.
         nvme_path: One directory, several to stripe over, or a mapping from directory to weight. A leading "~" is the home
             directory. Locked while the optimizer is open. With ``torch.distributed``, each rank makes and locks its own directory
-            in them. Twice the bytes of the states are reserved there at once, so that a failed step leaves the states of the step
-            before.
+            in them. Twice the bytes of the states are reserved there at once.
         dram_budget: Bytes of states that stay in memory, and of their gradients with ``offload_gradients``; or "8GB", or "25%" of
             the available memory, or "auto" for half of that, though no more than the pool has room for. Their first step and
             checkpoints go through the drive nevertheless. Further memory is needed for three sub-groups in flight (one read, one
-            stepped, one written): their states and master weights; during a step, copies of those parameters that have no
-            master weight; and with ``offload_gradients`` the gradients of four sub-groups. Copies of further sub-groups stay in
-            memory until the step ends if they take at most half of what is free then of the pool's budget and of the machine's
-            memory. They go to the drive otherwise, and when somebody else would wait for that part of the pool's budget.
+            stepped, one written): their states and master weights; and with ``offload_gradients`` the gradients of four
+            sub-groups.
         master_weights: Keep float32 weights of bfloat16 and float16 parameters with the states, and step these weights.
             Required for parameters on CUDA devices, because states are stepped on the CPU.
         sub_group_size: Elements that are read, stepped and written at once. A larger parameter is cut if the optimizer works
@@ -168,7 +158,7 @@ class OffloadedOptimizer(Optimizer):
             if is_automatic(dram_budget):
                 self._residency.limit_budget(first, self._pool.budget - self._pool.in_use)
             self._residency.check_memory(first, self._pool, self._pool.in_use)
-            self._runner = StepRunner(
+            self._step = OptimizerStep(
                 self,
                 self._store,
                 self._pool,
@@ -177,9 +167,9 @@ class OffloadedOptimizer(Optimizer):
                 in_backward=step_in_backward,
                 verbose=verbose,
             )
-            self.state = self._runner.states  # type: ignore[assignment]
+            self.state = self._step.states  # type: ignore[assignment]
             self._loading = self.register_load_state_dict_pre_hook(opaque)
-            self._runner.add(first)
+            self._step.add(first)
             _logger.info("%s with its states in %s %s", optimizer_class.__name__, printable(nvme_path), self.estimate_writes())
         except BaseException as error:
             owner.failures.append(f"{type(error).__name__}: {error}")
@@ -190,10 +180,11 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient. Blocks until the states are written.
 
-        After an exception, the step was either undone or made; :attr:`steps` tells which. If it was undone, gradients stay, so
-        that the call can be repeated; with ``step_in_backward`` they are freed, and backward has to be run again.
+        After an exception the step may be unfinished, which the exception says. The next call finishes it: it steps the
+        sub-groups that are left, and does not call ``closure`` again. It needs their gradients: if backward itself was
+        interrupted with ``step_in_backward``, parameters without a gradient are not stepped.
 
-        If parameters are DTensors, all ranks that share them have to call this.
+        If parameters are DTensors, all ranks that share them have to call this, also to finish a step. If one fails, all raise.
 
         The first step in which no parameter has a gradient warns with UserWarning.
 
@@ -204,11 +195,10 @@ class OffloadedOptimizer(Optimizer):
             What ``closure`` returns, or None without one.
 
         Raises:
-            RuntimeError: If another rank could not make the step: then no rank makes it. Also after :meth:`close`, in a forked
-                child, or after a step that failed and cannot be undone.
-            OSError: From the drive.
+            RuntimeError: If another rank has failed. Also after :meth:`close`, or in a forked child.
+            OSError: From the drive. With ``step_in_backward`` also that of the backward before.
         """
-        returned = self._runner.step(closure)
+        returned = self._step.step(closure)
         if self._sub_groups and self.report().sub_groups == 0 and not self._warned:
             self._warned = True
             warnings.warn(
@@ -220,16 +210,12 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def steps(self) -> int:
-        """Number of steps made since the optimizer was created.
-
-        After an exception out of :meth:`step`, it tells whether that step was made. An exception that comes when all the work is
-        done, such as Ctrl-C, leaves the step made; any other leaves it undone.
-        """
-        return self._runner.steps
+        """Number of steps completed since the optimizer was created. An unfinished one does not count."""
+        return self._step.steps
 
     def report(self) -> StepReport:
         """Return timings and bytes moved of the last step. Raises RuntimeError before the first step."""
-        return self._runner.io.last
+        return self._step.io.last
 
     def estimate_writes(self) -> WriteEstimate:
         """Return how many bytes each step will write to the drive: before the first step an estimate, then their sizes.
@@ -237,9 +223,8 @@ class OffloadedOptimizer(Optimizer):
         >>> estimate = optimizer.estimate_writes()
         >>> estimate.terabytes_per_day(seconds_per_step=3.5), estimate.years(seconds_per_step=3.5, rated_terabytes=1200)
 
-        A step is taken to have gradients for all parameters. Not counted are checkpoints, and copies of all parameters that the
-        first step writes if memory has no room for them. The same is logged with level INFO when the optimizer is made.
-        ``report().terabytes_per_day`` is of what was written.
+        A step is taken to have gradients for all parameters. Not counted are checkpoints. The same is logged with level INFO when
+        the optimizer is made. ``report().terabytes_per_day`` is of what was written.
         """
         return self._residency.estimate_writes(self._sub_groups)
 
@@ -259,9 +244,9 @@ class OffloadedOptimizer(Optimizer):
             OSError: From the drive.
         """
         wanted = byte_count(nbytes, "nbytes", least=1)
-        self._runner.guard.check_usable()
+        self._step.guard.check_open()
         largest = max(each.numel for each in self._sub_groups)
-        return self._runner.io.measure_limits(self._pool, 4 * largest, wanted)
+        return self._step.io.measure_limits(self._pool, 4 * largest, wanted)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all parameters like ``torch.nn.utils.clip_grad_norm_``, also those on the drive.
@@ -277,38 +262,38 @@ class OffloadedOptimizer(Optimizer):
         """
         if self._step_in_backward:
             raise RuntimeError("step_in_backward uses gradients before their norm is known: to clip, set it to False")
-        self._runner.guard.check_open()
+        self._step.check_idle()
         params = list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
         if self._offload_gradients:
-            return self._runner.clip(params, max_norm, norm_type)
+            return self._step.clip(params, max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, those on the drive too, and undo what backward has stepped since the last step.
+        """Clear all gradients, those on the drive too.
 
-        Raises OSError if undoing fails.
+        Raises RuntimeError if backward has stepped parameters since the last step, or a step is unfinished.
         """
-        self._runner.zero_grad()
+        self._step.zero_grad()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as with any torch optimizer.
 
-        Raises what the constructor raises, and RuntimeError if backward has stepped parameters since the last step. Nothing is
-        added then.
+        Raises what the constructor raises, and RuntimeError if backward has stepped parameters since the last step or a step is
+        unfinished. Nothing is added then.
         """
-        if not hasattr(self, "_runner"):  # called by torch's constructor
+        if not hasattr(self, "_step"):  # called by torch's constructor
             super().add_param_group(param_group)
             return
-        self._runner.check_between_steps()
+        self._step.check_idle()
         groups = len(self.param_groups)
         more: list[SubGroup] | None = None
         try:
             super().add_param_group(param_group)
             more = self._planner.sub_groups_of(self.param_groups[groups:], groups, len(self._sub_groups))
-            others = max(0, self._pool.in_use - self._runner.leased_bytes * 9 // 8)  # leases may take up to an eighth more
+            others = max(0, self._pool.in_use - self._step.leased_bytes * 9 // 8)  # leases may take up to an eighth more
             self._residency.check_memory([*self._sub_groups, *more], self._pool, others)
-            self._runner.add(more)
+            self._step.add(more)
         except BaseException:
             if more is None or any(each not in self._sub_groups for each in more):
                 del self.param_groups[groups:]
@@ -325,11 +310,10 @@ class OffloadedOptimizer(Optimizer):
         all states are read here first, which raises OSError instead.
 
         Raises:
-            RuntimeError: If backward has stepped parameters since the last step.
-            OSError: If states are damaged (with ``checksum``), or if an earlier step still has to be undone and cannot be.
+            RuntimeError: If backward has stepped parameters since the last step, or a step is unfinished.
+            OSError: From the drive; with ``checksum`` if states are damaged.
         """
-        self._runner.guard.check_usable()
-        self._runner.check_between_steps()
+        self._step.check_idle()
         if self._checksum:
             self.state.verify()  # type: ignore[attr-defined]
         state = super().state_dict()
@@ -350,43 +334,36 @@ class OffloadedOptimizer(Optimizer):
     def close(self) -> None:
         """Release the memory and remove the files. Idempotent. Save :meth:`state_dict` first.
 
-        Steps made in backward without a :meth:`step`, and a failed step that could not be undone yet, are undone first. If that
-        raises OSError, the optimizer stays open: call this again, or :meth:`load_state_dict` and then this.
+        Parameters stay as they are, also those that an unfinished step has stepped.
         """
-        if hasattr(self, "_runner"):
-            self._runner.close()
+        if hasattr(self, "_step"):
+            self._step.close()
         if hasattr(self, "_store"):
             self._store.close()
 
     def _close_for_successor(self, other: DirectoryOwner, directory: Path) -> None:
         """Close, since another one was made on one of the directories.
 
-        Warns with UserWarning if steps are lost. Raises RuntimeError while a method runs, and like :meth:`close`.
+        Warns with UserWarning if steps are lost. Raises RuntimeError while a method runs.
         """
-        if not hasattr(self, "_runner"):
+        if not hasattr(self, "_step"):
             raise RuntimeError("it is being made")
-        self._runner.guard.check_unused()
+        self._step.guard.check_unused()
         if self.steps != self._saved_steps:
             warnings.warn(
                 f"another OffloadedOptimizer is made on '{directory}': the one before is closed, and the states of its"
                 f" {self.steps} steps are removed. state_dict() keeps them; another nvme_path keeps both optimizers",
                 stacklevel=stack_level(),
             )
-        self._runner.close(functools.partial(_closed_for, other, directory))
+        self._step.close(functools.partial(_closed_for, other, directory))
         self._store.close()
 
     def __enter__(self) -> OffloadedOptimizer:
-        self._runner.guard.check_open()
+        self._step.guard.check_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except OSError as failed:
-            if error is None:
-                raise
-            if hasattr(error, "add_note"):
-                error.add_note(f"close() failed: {failed}")
+        self.close()
 
     def __repr__(self) -> str:
         """Return what is wrapped, where and in which state, and the parameter groups as torch's optimizers show theirs."""
@@ -397,7 +374,7 @@ class OffloadedOptimizer(Optimizer):
             lambda: f"dram_budget={size_for_people(self._residency.dram_budget)}",
             lambda: f"{len(self._sub_groups)} sub-groups",
             lambda: f"{self.steps} steps made",
-            lambda: self._runner.guard.state(),
+            lambda: self._step.guard.state(),
         )
         groups = super().__repr__().partition("\n")[2] if "param_groups" in self.__dict__ else ""
         return f"{head} (\n{groups}" if groups else head
@@ -412,26 +389,25 @@ class OffloadedOptimizer(Optimizer):
         One sub-group is copied at a time. A master weight is loaded from ``master_weight`` in a parameter's state, or from the
         parameter if that key is missing. On any exception nothing is changed.
 
-        After a step that could not be undone, this makes the optimizer usable again. If the drive still fails, a RuntimeWarning
-        says how many parameters are as the failed step left them: load the model too.
+        This ends an unfinished step. A RuntimeWarning says how many parameters are as that step left them: load the model too,
+        before or after.
 
         Raises RuntimeError if backward has stepped parameters since the last step, OSError from the drive, and what torch raises
         for a state_dict that does not fit.
         """
-        self._runner.guard.check_open()
-        self._runner.check_before_loading()
+        self._step.check_before_loading()
         self._loading.remove()
         self._loading = self.register_load_state_dict_pre_hook(opaque)  # registered again to run after the user's hooks
         super().load_state_dict(state_dict)
         self._saved_steps = self.steps
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._runner.load(state)
+        self._step.load(state)
         self.defaults.setdefault("differentiable", False)  # as torch.optim.Optimizer.__setstate__ does
 
     @property
     def _sub_groups(self) -> list[SubGroup]:
-        return self._runner.sub_groups
+        return self._step.sub_groups
 
 
 def _closed_for(other: DirectoryOwner, directory: Path) -> str:

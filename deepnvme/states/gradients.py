@@ -12,10 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.growable import GrowableLease
-from deepnvme.memory.lease import Transfer
 from deepnvme.memory.pool import BufferPool
-from deepnvme.store.futures import StoreFuture
-from deepnvme.transfer.block import Block, State
+from deepnvme.transfer.block import State
 from deepnvme.transfer.block_cache import BlockCache, Use
 from deepnvme.transfer.block_memory import PooledMemory
 
@@ -79,44 +77,6 @@ class _Collected:
         """Indices of the pieces whose gradient the current backward has added; none once it has added all."""
 
 
-class _GradientStore:
-    """Reads and writes gradients. What cannot be written is lost, so that backward goes on with the memory."""
-
-    def __init__(self, io: CountedIO) -> None:
-        self._io = io
-        self.error: OSError | None = None
-        """The first error of a write."""
-
-    def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Start reading the gradients of a sub-group."""
-        return self._io.read(block, buffer)
-
-    def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Start writing the gradients of a sub-group. Its error is kept here, not raised by the cache."""
-        return _GradientWrite(self.failed, self._io.write(block, buffer))
-
-    def failed(self, error: OSError | None) -> None:
-        """Record the first error of a write; None to forget it."""
-        self.error = error and (self.error or error)
-
-
-class _GradientWrite:
-    """A write that counts as one that has ended well, whatever its error, which ``failed`` is told."""
-
-    def __init__(self, failed: Callable[[OSError], None], future: StoreFuture[int]) -> None:
-        self._failed, self._future = failed, future
-
-    def done(self) -> bool:
-        """Return whether the write has ended."""
-        return self._future.done()
-
-    def exception(self, timeout: float | None = None) -> None:
-        """Wait until the write has ended, and tell ``failed`` of its error. Returns None, as if there was none."""
-        error = self._future.exception(timeout)
-        if error is not None:
-            self._failed(error)
-
-
 class SubGroupGradients:
     """Provides the gradients of sub-groups, from ``param.grad`` or, if they are offloaded, from the drive.
 
@@ -135,16 +95,13 @@ class SubGroupGradients:
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
         """Norms of gradients that are cut into several pieces, kept only while a single backward contributed to them."""
         self._scale: torch.Tensor | None = None
-        self._store = _GradientStore(io)
         self._memory = PooledMemory(pool, 0, shortage, separate_residents=True)
-        self._cache = BlockCache(self._store, self._memory, retain=False, retain_written=False, read_again=False)
+        self._cache = BlockCache(io, self._memory, retain=False, retain_written=False, read_again=False)
         self._largest = 0
         """Bytes of the largest sub-group's gradients."""
         self._taken: StoredBlock | None = None
         """The gradients that :meth:`take` has read, and may have scaled."""
         self._scratch = GrowableLease(pool)
-        self.lost = False
-        """Whether a gradient could not be written, and is neither in memory nor on the drive."""
 
     # -- in backward
 
@@ -214,16 +171,19 @@ class SubGroupGradients:
             self._complete(kept)
 
     def flush(self) -> None:
-        """Write the gradients that are still in memory, and wait until all are written. Raises OSError.
+        """Write the gradients that are still in memory, and wait until all are written.
 
         Sub-groups of which some parameters got no gradient in this backward count as complete from here on.
+
+        Raises OSError for a gradient that could not be written. It stays in memory, and the next call writes it again.
         """
         for kept in self._collected.values():
             if kept.block.users:
                 self._complete(kept)
         with self._io.times.waiting:
             self._cache.drain()
-        self._raise_if_lost()
+            self._cache.raise_failure()
+            self._cache.flush([kept.block for kept in self._collected.values() if not kept.sub_group.in_memory])
 
     @property
     def any_collected(self) -> bool:
@@ -275,17 +235,10 @@ class SubGroupGradients:
         self._scratch.take(max((each.full_gradient_bytes for each in sub_groups), default=0))
 
     def expect(self, sub_groups: Iterable[SubGroup]) -> None:
-        """Start reading the gradients of the next two of the sub-groups to be stepped, as far as there is memory.
-
-        Raises the OSError of a gradient that could not be written.
-        """
+        """Start reading the gradients of the next two of the sub-groups to be stepped, as far as there is memory."""
         if not self._collected:
             return
         ahead = [self._collected[each].block for each in itertools.islice(sub_groups, OPEN - 1) if self._present(each)]
-        for block in ahead:
-            if block.state is State.WRITING:
-                self._cache.settle(block)
-        self._raise_if_lost()
         self._memory.set_limit((OPEN + 1) * self._largest)  # the last one of backward may still be being written
         self._cache.expect(map(Use, ahead))
 
@@ -358,13 +311,6 @@ class SubGroupGradients:
             self._norms.clear()
             self._scale = None
         self._cache.clear()
-        self._store.failed(None)
-        self.lost = False
-
-    def rest(self) -> None:
-        """Release the memory of gradients that were read or read ahead; they are read again when needed."""
-        self._release_taken()
-        self._cache.drop_clean()
 
     def release(self) -> None:
         """Drop all collected gradients, and release all memory."""
@@ -382,7 +328,7 @@ class SubGroupGradients:
         if not stays:
             self._taken = kept.block
             with self._io.times.waiting:
-                self._read(kept.block)
+                self._cache.acquire([kept.block])
             self._io.record_ended()
         found = {index: kept.layout.sections[index].of(kept.block.content) for index in sorted(present)}
         if self._scale is not None:
@@ -406,16 +352,10 @@ class SubGroupGradients:
             if len(used) == OPEN:
                 self._write(used[0])
             if kept.present:
-                self._read(block)
+                self._cache.acquire([block])
             else:
                 self._cache.create(block)
         return block.content
-
-    def _read(self, block: StoredBlock) -> None:
-        """Begin a use of gradients that were written. Blocks until they are in memory."""
-        self._cache.settle(block)
-        self._raise_if_lost()
-        self._cache.acquire([block])
 
     def _complete(self, kept: _Collected) -> None:
         """Write gradients to which the current backward adds no more. What is added from here on is another backward's."""
@@ -430,15 +370,6 @@ class SubGroupGradients:
         if not kept.sub_group.in_memory:
             self._cache.release([kept.block], changed=True)
             self._cache.raise_failure()
-
-    def _raise_if_lost(self) -> None:
-        """Raise the error of a gradient that could not be written."""
-        error = self._store.error
-        if error is not None:
-            if not self.lost:
-                error.strerror = f"{error.strerror}; a gradient is lost with it: call zero_grad() and run backward again"
-            self.lost = True
-            raise error
 
     def _release_taken(self) -> None:
         """Have gradients that may have been scaled read again. Those that only memory has, as writing them failed, stay."""

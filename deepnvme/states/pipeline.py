@@ -1,0 +1,290 @@
+"""The blocks of sub-groups in a step: read before they are stepped and written behind, or kept in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deepnvme.memory.host import give_back_heap
+from deepnvme.memory.pool import BufferPool
+from deepnvme.transfer.block import State
+from deepnvme.transfer.block_cache import BlockCache, Use
+from deepnvme.transfer.block_memory import PooledMemory
+
+from .counted_io import CountedIO, StoredBlock, shortage
+from .gradients import SubGroupGradients
+from .residency import RING, ResidencyPolicy
+from .sub_group import BlockTensors, SubGroup
+from .versions import BlockVersions, block_name
+
+StepInputs = tuple[dict[int, torch.Tensor], torch.Tensor]
+"""What :meth:`SubGroup.step` is given: gradients by index of the piece, and memory to convert gradients in."""
+
+
+class SubGroupPipeline:
+    """Steps sub-groups one at a time: :meth:`expect` them, then :meth:`load` and :meth:`step` each, then :meth:`drain`.
+
+    The states of a sub-group are one block. A block that is written goes beside the version that it was read from. The block of
+    a resident sub-group stays in memory, and is written only for a state dict.
+
+    Args:
+        io: Reads and writes blocks.
+        versions: Chooses where blocks are written.
+        gradients: Provides the gradients. They are read ahead, too.
+        residency: Says how large the first block of a sub-group may become.
+        pool: Where memory is leased.
+    """
+
+    def __init__(
+        self, io: CountedIO, versions: BlockVersions, gradients: SubGroupGradients, residency: ResidencyPolicy, pool: BufferPool
+    ) -> None:
+        self._io, self._versions, self._gradients, self._residency, self._pool = io, versions, gradients, residency, pool
+        self._memory = PooledMemory(pool, 0, shortage, separate_residents=True)
+        self._cache = BlockCache(io, self._memory, read_again=False)
+        self._blocks: dict[SubGroup, StoredBlock] = {}
+        self._largest = 1
+        """Bytes of the largest block. All but residents get memory of this size: it is leased again without being pinned."""
+        self._in_flight = RING
+        """Number of blocks that the memory has room for, beside the residents'."""
+        self._upcoming: list[SubGroup] = []
+        self._late_error: OSError | None = None
+        """An error of a write that came when a sub-group had just been stepped, for the next call to raise."""
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of memory that are leased for blocks."""
+        return sum(block.nbytes for block in self._blocks.values() if block.in_memory)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of memory that are leased for the blocks of resident sub-groups."""
+        return sum(block.nbytes for block in self._blocks.values() if block.in_memory and block.resident)
+
+    # -- the blocks of a step
+
+    def best_order(self, sub_groups: Sequence[SubGroup]) -> list[SubGroup]:
+        """Return an order in which to step these sub-groups, which are given in their own order.
+
+        It begins at the end whose blocks the last step left in memory. Residents are spread evenly: the drive reads and writes
+        for the others while residents are stepped.
+        """
+        residents = [each for each in sub_groups if each.in_memory]
+        others = [each for each in sub_groups if not each.in_memory]
+        kept = [each in self._blocks and self._blocks[each].in_memory for each in others]
+        half = len(others) // 2
+        if sum(kept[:half]) < sum(kept[half:]):
+            others.reverse()
+        places = [((at + 0.5) / len(group), each) for group in (others, residents) for at, each in enumerate(group)]
+        return [each for _, each in sorted(places, key=lambda place: place[0])]
+
+    def expect(self, sub_groups: Sequence[SubGroup]) -> None:
+        """Start reading ahead for the steps of these sub-groups, in this order."""
+        self._cache.expect(())  # what could not be read ahead for an earlier step is read again
+        self._gradients.expect(())
+        self._upcoming = list(sub_groups)
+        self._leave_room_for(sub_groups)
+        self._cache.expect(self._coming())
+        self._gradients.expect(self._upcoming)
+
+    def load(self, sub_group: SubGroup) -> StepInputs:
+        """Have a sub-group's block and gradients in memory, and begin a use of the block. Waits for reads.
+
+        Returns:
+            What :meth:`step` needs, valid until the next call.
+
+        Raises:
+            OSError: From these reads, or from a write since the last :meth:`drain`. The sub-group is as before.
+            OutOfBuffers: If others have leased the memory for the block.
+        """
+        self._raise_late_error()
+        if sub_group in self._upcoming:
+            self._upcoming.remove(sub_group)
+        self._leave_room_for([sub_group])  # backward may complete sub-groups that were not expected
+        with self._io.times.waiting:
+            if sub_group.layout is None:
+                self._cache.drop_clean()  # the first step makes the states in ordinary memory, beside the block
+                self._cache.raise_failure()
+                self._create(sub_group, self._residency.first_block_bytes(sub_group))
+            else:
+                self._cache.acquire([self._block_of(sub_group)], then=self._coming())
+        self._io.record_ended()
+        inputs = self._gradients.take(sub_group)
+        self._gradients.expect(self._upcoming)
+        return inputs
+
+    def step(self, sub_group: SubGroup, inputs: StepInputs, groups: Sequence[dict[str, Any]]) -> None:
+        """Step a sub-group that :meth:`load` has loaded, and start writing its block unless it is resident.
+
+        To be called with interrupts deferred. Raises what the optimizer raises. The states on the drive are as before then, but
+        as with any torch optimizer parameters may be partly stepped, and so may resident states.
+        """
+        block = self._blocks[sub_group]
+        forget = sub_group.remember()
+        try:
+            with self._io.times.computing:
+                made = sub_group.step(None if sub_group.layout is None else block.content, *inputs, groups)
+                if made is not None:
+                    self._lay_out(sub_group, made)
+                    del made
+                    give_back_heap()
+        except BaseException:
+            forget()
+            if block.state is State.CLEAN or sub_group.layout is None:
+                self._cache.reject([block])
+                self._blocks.pop(sub_group, None)
+            raise
+        self._release(sub_group)
+        self._cache.poll()  # a write may have ended during the step: its memory is for the next read
+        self._io.record_ended()
+
+    def drain(self) -> None:
+        """Wait for all transfers. Raises the OSError of the first write that failed; its block stays in memory."""
+        with self._io.times.waiting:
+            self._cache.drain()
+        self._io.record_ended()
+        self._cache.raise_failure()
+        self._raise_late_error()
+
+    def write_again(self) -> None:
+        """Write the blocks whose writing has failed to another place, and wait for it. Raises OSError if it fails again."""
+        with self._io.times.waiting:
+            self._cache.drain()  # a write may be under way yet that fails
+            failed = {each: block for each, block in self._blocks.items() if block.state is State.DIRTY and not block.resident}
+            for sub_group, block in failed.items():
+                self._place(sub_group, block)  # a disk that was full has room where no state dict is mapped any more
+            self._cache.flush(failed.values())
+        self._late_error = None
+
+    def end_uses(self) -> None:
+        """End the use of a block that was loaded and not stepped, after an exception."""
+        empty = [each for each in self._blocks if each.layout is None]
+        self._cache.reject([self._blocks.pop(each) for each in empty])
+        self._cache.end_uses()
+
+    def commit(self, sub_groups: Sequence[SubGroup]) -> None:
+        """End a step. Sub-groups that were chosen as residents get memory of their own at their next use."""
+        self._upcoming.clear()
+        chosen = [each for each in sub_groups if each.in_memory and each in self._blocks and not self._blocks[each].resident]
+        self._cache.reject([self._blocks.pop(each) for each in chosen])
+        self._in_flight = RING
+
+    # -- outside a step
+
+    def write_resident(self, sub_group: SubGroup) -> None:
+        """Write the block of a resident sub-group to the drive, to be mapped, if the drive does not have its states. Blocks.
+
+        Raises OSError; the states stay in memory then, and the next call writes them again.
+        """
+        block = self._blocks.get(sub_group)
+        if block is not None and block.resident and block.state is not State.CLEAN:
+            if block.state is State.DIRTY:
+                self._place(sub_group, block)
+            with self._io.aside():
+                self._cache.flush([block])
+
+    def dismiss(self, sub_group: SubGroup) -> None:
+        """Let a resident sub-group leave memory: its block is written when the next step begins to read."""
+        sub_group.decide_residency(False)
+        block = self._blocks.get(sub_group)
+        if block is not None:
+            if block.state is State.DIRTY:
+                self._place(sub_group, block)
+            self._cache.keep({block: False})
+
+    def store(self, sub_group: SubGroup, tensors: BlockTensors) -> None:
+        """Write ``tensors`` as the sub-group's next block, beside the current one, and wait for it. Raises OSError."""
+        layout = sub_group.lay_out(tensors)
+        number = self._versions.next_of(sub_group)
+        with self._pool.lease(max(layout.nbytes, 1)) as lease:
+            content = lease.buffer[: layout.nbytes]
+            layout.fill(content, [tensor for _, _, tensor in tensors])
+            self._io.put(block_name(sub_group, number), content).result()
+        sub_group.set_current_block(number)
+
+    def drop_clean(self) -> None:
+        """Drop the blocks from memory that the drive has as well. Waits for transfers."""
+        self._cache.drop_clean()
+
+    def clear(self) -> None:
+        """Drop all blocks from memory, also those that the drive does not have. Waits for transfers."""
+        self._blocks.clear()
+        self._upcoming.clear()
+        self._late_error = None
+        self._cache.clear()
+
+    # -- blocks, and the memory for them
+
+    def _leave_room_for(self, sub_groups: Sequence[SubGroup]) -> None:
+        """Set the limit of memory for these sub-groups.
+
+        The first step of a sub-group makes its states in ordinary memory. So that this takes no more memory than other steps,
+        only one block is in flight meanwhile.
+        """
+        if any(each.layout is None for each in sub_groups):
+            self._in_flight = 1
+        sizes = (self._residency.first_block_bytes(each) if each.layout is None else each.layout.nbytes for each in sub_groups)
+        self._largest = max([self._largest, *sizes])
+        self._memory.set_limit(self._in_flight * self._largest)
+
+    def _coming(self) -> list[Use]:
+        """Return the uses of blocks that come next and have to be read, as many as there can be memory for."""
+        blocks = (self._block_of(each) for each in self._upcoming if each.layout is not None)
+        wanted = (block for block in blocks if not (block.resident and block.in_memory))
+        return [Use(block) for block, _ in zip(wanted, range(RING), strict=False)]
+
+    def _block_of(self, sub_group: SubGroup) -> StoredBlock:
+        """Return the block of a sub-group that has a layout."""
+        if sub_group not in self._blocks:
+            assert sub_group.layout is not None
+            block = StoredBlock(block_name(sub_group), sub_group.layout.nbytes, 1 if sub_group.in_memory else self._largest)
+            self._cache.keep({block: bool(sub_group.in_memory)})
+            self._blocks[sub_group] = block
+        return self._blocks[sub_group]
+
+    def _create(self, sub_group: SubGroup, nbytes: int) -> StoredBlock:
+        """Begin a use of a new block with memory for ``nbytes``. May wait for memory."""
+        name = block_name(sub_group, self._versions.next_of(sub_group))
+        block = StoredBlock(name, nbytes, 1 if sub_group.in_memory else self._largest)
+        self._cache.keep({block: bool(sub_group.in_memory)})
+        self._cache.create(block)
+        self._blocks[sub_group] = block
+        return block
+
+    def _lay_out(self, sub_group: SubGroup, tensors: BlockTensors) -> None:
+        """Copy tensors, which may lie in the sub-group's block, to a block with a new layout."""
+        before, first = self._blocks[sub_group], sub_group.layout is None
+        layout = sub_group.lay_out(tensors)
+        self._leave_room_for([sub_group])
+        block = before
+        if first and layout.nbytes <= before.nbytes:
+            before.set_content_bytes(layout.nbytes)
+        else:
+            try:
+                block = self._create(sub_group, layout.nbytes)
+            except OSError as error:  # of an earlier write, before anything was changed
+                self._late_error = error
+                block = self._create(sub_group, layout.nbytes)
+        layout.fill(block.content, [tensor for _, _, tensor in tensors])
+        if block is not before:
+            self._cache.reject([before])
+
+    def _release(self, sub_group: SubGroup) -> None:
+        """End the use of a block that was stepped, which starts its write to the next version unless it is resident."""
+        block = self._blocks[sub_group]
+        if block.resident:
+            sub_group.set_current_block(None)
+        else:
+            self._place(sub_group, block)
+        self._cache.release([block], changed=True)
+
+    def _place(self, sub_group: SubGroup, block: StoredBlock) -> None:
+        """Have the next write of a block make the sub-group's next version."""
+        sub_group.set_current_block(self._versions.next_of(sub_group))
+        block.rename(block_name(sub_group))
+
+    def _raise_late_error(self) -> None:
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error

@@ -1,0 +1,134 @@
+"""Which sub-groups stay in memory from step to step, and how much memory, drive and writing a choice takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from deepnvme._drive_wear import WriteEstimate
+from deepnvme.memory.alignment import PAGE, padded
+from deepnvme.memory.pool import BufferPool, OutOfBuffers
+
+from .gradients import OPEN
+from .partition import SubGroupPlanner
+from .sub_group import SubGroup
+
+RING = 3
+"""How many sub-groups are in flight in a step: one being read, one stepped, one written."""
+
+
+class ResidencyPolicy:
+    """Chooses which sub-groups stay in memory within a budget.
+
+    Args:
+        planner: Estimates the size of blocks before their first step.
+        dram_budget: Bytes of blocks that may stay in memory, and of their gradients with ``offload_gradients``.
+        offload_gradients: Whether gradients are offloaded.
+    """
+
+    def __init__(self, planner: SubGroupPlanner, dram_budget: int, offload_gradients: bool) -> None:
+        self._planner, self._dram_budget, self._offload_gradients = planner, dram_budget, offload_gradients
+
+    @property
+    def dram_budget(self) -> int:
+        """Bytes of blocks that may stay in memory."""
+        return self._dram_budget
+
+    def limit_budget(self, sub_groups: Sequence[SubGroup], free: int) -> None:
+        """Lower the budget to what free memory has room for beside the sub-groups in flight. For before :meth:`choose`."""
+        self._dram_budget = max(0, min(self._dram_budget, free * 8 // 9 - self._in_flight_bytes(sub_groups)))
+
+    def choose(self, sub_groups: Sequence[SubGroup]) -> None:
+        """Decide for each sub-group that has a block by now whether it stays in memory: the first ones that fit the budget.
+
+        A decision holds until :meth:`beyond_budget` returns the sub-group, or other states are loaded.
+        """
+        in_memory = sum(self._memory(each) for each in sub_groups if each.in_memory)
+        for each in sub_groups:
+            if each.in_memory is None and each.layout is not None:
+                each.decide_residency(in_memory + self._memory(each) <= self._dram_budget)
+                in_memory += self._memory(each) if each.in_memory else 0
+
+    def beyond_budget(self, sub_groups: Sequence[SubGroup]) -> list[SubGroup]:
+        """Return the resident sub-groups that must leave memory because states have grown: the last ones in order."""
+        leaving = []
+        staying = [each for each in sub_groups if each.in_memory]
+        too_much = sum(map(self._memory, staying)) - self._dram_budget
+        while too_much > 0:
+            leaving.append(staying.pop())
+            too_much -= self._memory(leaving[-1])
+        return leaving
+
+    def check_memory(self, sub_groups: Sequence[SubGroup], pool: BufferPool, leased_by_others: int) -> None:
+        """Raise OutOfBuffers if the pool's budget is too small for the blocks and gradients of these sub-groups.
+
+        Args:
+            sub_groups: All sub-groups.
+            pool: The pool to lease from.
+            leased_by_others: Bytes of the pool's budget that are not available.
+        """
+        staying = sum(map(self._memory, self._expected_to_stay(sub_groups)))
+        wanted = (staying + self._in_flight_bytes(sub_groups)) * 9 // 8  # a lease may take up to an eighth more than it asks for
+        if wanted > pool.budget - leased_by_others:
+            largest = max(each.numel for each in sub_groups)
+            raise OutOfBuffers(
+                f"{RING} sub-groups of {largest} elements and dram_budget={self._dram_budget} take {wanted} bytes; of the buffer"
+                f" pool's budget of {pool.budget} others have leased {leased_by_others}: give a smaller sub_group_size or"
+                " dram_budget, or call set_buffer_budget"
+            )
+
+    def _in_flight_bytes(self, sub_groups: Sequence[SubGroup]) -> int:
+        """Return the most bytes that the sub-groups in flight lease. Residents count, too: their first step makes a block."""
+        most = 0
+        for each in sub_groups:
+            gradients = each.full_gradient_bytes + ((OPEN + 1) * _parameter_bytes(each) if self._offload_gradients else 0)
+            most = max(most, RING * self._planner.estimate(each) + gradients)
+        return most
+
+    def drive_bytes(self, sub_groups: Sequence[SubGroup]) -> int:
+        """Return the most bytes that the sub-groups take on the drive.
+
+        Each has two versions of its block there, or one if it stays in memory, from which state dicts are mapped. To these come
+        its gradients if they are offloaded.
+        """
+        staying = self._expected_to_stay(sub_groups)
+        return sum(
+            (1 if each in staying else 2) * self._block(each) + self._offload_gradients * _parameter_bytes(each)
+            for each in sub_groups
+        )
+
+    def estimate_writes(self, sub_groups: Sequence[SubGroup]) -> WriteEstimate:
+        """Return how many bytes steps will write. The block of a sub-group that stays in memory is written by its first step."""
+        staying = self._expected_to_stay(sub_groups)
+        leaving = [each for each in sub_groups if each not in staying]
+        each_step = sum(map(self._block, leaving))
+        if self._offload_gradients:
+            each_step += sum(map(_parameter_bytes, leaving))
+        once = sum(self._memory(each) for each in staying if each.in_memory is None)
+        return WriteEstimate(bytes_per_step=each_step, most_bytes_per_step=each_step, bytes_once=once)
+
+    def first_block_bytes(self, sub_group: SubGroup) -> int:
+        """Return an upper estimate of the bytes of the block that a sub-group's first step makes."""
+        return self._planner.estimate(sub_group)
+
+    def _expected_to_stay(self, sub_groups: Iterable[SubGroup]) -> set[SubGroup]:
+        """Return the sub-groups that will stay in memory, as far as their states' sizes can be estimated."""
+        staying: set[SubGroup] = set()
+        nbytes = 0
+        for each in sub_groups:
+            if each.in_memory is not False and nbytes + self._memory(each) <= self._dram_budget:
+                nbytes += self._memory(each)
+                staying.add(each)
+        return staying
+
+    def _block(self, sub_group: SubGroup) -> int:
+        """Return the bytes of a sub-group's block; an estimate before its first step."""
+        return self._planner.estimate(sub_group) if sub_group.layout is None else sub_group.layout.nbytes
+
+    def _memory(self, sub_group: SubGroup) -> int:
+        """Return the bytes of memory that a sub-group takes if it is resident."""
+        return self._block(sub_group) + (_parameter_bytes(sub_group) if self._offload_gradients else 0)
+
+
+def _parameter_bytes(sub_group: SubGroup) -> int:
+    """Return the bytes of a sub-group's parameters, or of their gradients, each padded to whole pages."""
+    return sum(padded(piece.numel * piece.param.element_size(), PAGE) for piece in sub_group.pieces)

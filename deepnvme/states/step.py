@@ -1,0 +1,480 @@
+"""The step of an offloaded optimizer: one object with one state. A step goes forward: what is stepped stays stepped.
+
+The phases, and the methods that lead from one to another:
+
+    IDLE        -- step(), or backward with step_in_backward -->  STEPPING
+    STEPPING    -- _commit()                                 -->  IDLE
+    STEPPING    -- _fail(), if nothing was stepped           -->  IDLE
+    STEPPING    -- _fail()                                   -->  UNFINISHED
+    UNFINISHED  -- step(), which goes on with the same step  -->  STEPPING
+    UNFINISHED  -- load()                                    -->  IDLE
+
+Invariants:
+
+1. ``_stepped`` has the sub-groups whose parameters and states are those of step ``steps + 1``. All others are at ``steps``.
+2. A sub-group joins ``_stepped`` in the same deferral of interrupts in which it is stepped, so that none is stepped twice.
+3. ``steps`` counts up in ``_commit`` alone: when every sub-group that has a gradient is stepped and written, on all ranks.
+4. While the phase is UNFINISHED, gradients stay as they are: backward, ``zero_grad`` and ``state_dict`` are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from deepnvme._descriptions import state_text
+from deepnvme._interrupts import defer_interrupts
+from deepnvme.memory.pool import BufferPool
+from deepnvme.store.tensor_store import TensorStore
+
+from .counted_io import CountedIO
+from .gradients import GradientHooks, SubGroupGradients
+from .params import ParamRanks, over_ranks
+from .pipeline import SubGroupPipeline
+from .residency import ResidencyPolicy
+from .state_dict import OffloadedStates, loaded
+from .sub_group import SubGroup
+from .versions import BlockVersions
+
+
+class UsabilityGuard:
+    """Raises if the optimizer is closed or used in a forked child."""
+
+    def __init__(self) -> None:
+        self._closed: Callable[[], str] | None = None
+        self._users: list[None] = []  # one for each method that runs: appending and removing needs no lock
+        self._process = os.getpid()
+
+    def state(self) -> str:
+        """State for ``repr``: "closed", "of process ...", or ""."""
+        return state_text(self._closed is not None, self._process)
+
+    def close(self, reason: Callable[[], str] | None = None) -> None:
+        """Have all later checks but :meth:`check_process` fail. ``reason``: says why, if its user has not closed it."""
+        if self._closed is None:
+            self._closed = (lambda: "this optimizer is closed") if reason is None else reason
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Have :meth:`check_unused` raise in this context."""
+        self._users.append(None)
+        try:
+            yield
+        finally:
+            self._users.pop()
+
+    def check_unused(self) -> None:
+        """Raise RuntimeError within :meth:`in_use`, in this thread or another."""
+        if self._users:
+            raise RuntimeError("a step or another method of it is running")
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked child."""
+        if os.getpid() != self._process:
+            raise RuntimeError("this optimizer is the parent process's: a forked child cannot use it")
+
+    def check_open(self) -> None:
+        """Raise RuntimeError in a forked child, or after close()."""
+        self.check_process()
+        if self._closed is not None:
+            raise RuntimeError(self._closed())
+
+
+class Phase(enum.Enum):
+    """Where an optimizer is between one step and the next."""
+
+    IDLE = "idle"
+    """All parameters and states are those of the last step."""
+    STEPPING = "stepping"
+    """A step is under way: :meth:`OptimizerStep.step` runs, or backward has stepped sub-groups."""
+    UNFINISHED = "unfinished"
+    """A step has failed after sub-groups were stepped."""
+
+
+class OptimizerStep:
+    """Makes the steps of an :class:`deepnvme.OffloadedOptimizer`.
+
+    Starts without parameters; :meth:`add` adds them.
+
+    Args:
+        optimizer: The OffloadedOptimizer. Its ``param_groups`` have the options (learning rate and the like) of each step.
+        store: Where blocks and gradients are written.
+        pool: Where memory is leased.
+        residency: Decides which sub-groups stay in memory.
+        offload_gradients: Whether gradients go to the drive during backward.
+        in_backward: Whether sub-groups are stepped during backward.
+        verbose: Whether to print a line after each step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: TensorStore,
+        pool: BufferPool,
+        residency: ResidencyPolicy,
+        *,
+        offload_gradients: bool,
+        in_backward: bool,
+        verbose: bool,
+    ) -> None:
+        self._optimizer, self._store, self._residency = optimizer, store, residency
+        self._offload_gradients, self._in_backward = offload_gradients, in_backward
+        self.phase = Phase.IDLE
+        self.steps = 0
+        self._stepped: dict[SubGroup, None] = {}
+        self._loss: Any = None
+        """What the closure of the step under way has returned."""
+        self._backward_error: OSError | None = None
+        """The drive's first error in this backward, which goes on all the same. :meth:`step` or :meth:`clip` raises it."""
+        self._order_in_backward: list[SubGroup] = []
+        """The sub-groups that the previous step has stepped in backward, in the order they were stepped."""
+        self.sub_groups: list[SubGroup] = []
+        self._pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
+        self.guard = UsabilityGuard()
+        self.io = CountedIO(store, verbose)
+        self._gradients = SubGroupGradients(self.io, pool)
+        self._versions = BlockVersions(store)
+        self._pipeline = SubGroupPipeline(self.io, self._versions, self._gradients, residency, pool)
+        self.states = OffloadedStates(self._pieces, store, self._versions, self.check_idle, self._pipeline.write_resident)
+        self._hooks = GradientHooks(self._gradient_arrived)
+        self._refusals: list[RemovableHandle] = []
+        self._ranks = ParamRanks(())
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of memory that are leased for these sub-groups."""
+        return self._pipeline.leased_bytes + self._gradients.leased_bytes
+
+    def add(self, sub_groups: Sequence[SubGroup]) -> None:
+        """Add sub-groups and reserve space for their blocks. Raises OSError, and adds none, if the drive has no room."""
+        self._store.reserve(self._residency.drive_bytes([*self.sub_groups, *sub_groups]))
+        pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
+        for sub_group in sub_groups:
+            for index, piece in enumerate(sub_group.pieces):
+                pieces.setdefault(piece.param, []).append((sub_group, index))
+        ranks = ParamRanks([*self._pieces, *pieces])
+        with defer_interrupts():  # hooks are registered with torch, too: Ctrl-C must not separate the two
+            self._pieces.update(pieces)
+            self._ranks = ranks
+            if self._in_backward or self._offload_gradients:
+                self._hooks.add(pieces)
+            self.sub_groups += sub_groups
+
+    # -- one step
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Step all sub-groups that have gradients, or finish the step that is unfinished. See :meth:`OffloadedOptimizer.step`."""
+        self.guard.check_open()
+        error: BaseException | None = None
+        with self.guard.in_use():
+            try:
+                self._step_all(closure)
+            except BaseException as raised:
+                error = raised
+            with defer_interrupts():  # the exchange is a collective: all ranks have to take part
+                error = self._on_all_ranks(error)
+                if error is None:
+                    self._commit()
+                else:
+                    self._fail(error)
+        try:
+            if error is not None:
+                raise error
+            return self._loss
+        finally:
+            del error  # whose traceback has this frame
+            self._loss = self._loss if self.phase is Phase.UNFINISHED else None
+
+    def _step_all(self, closure: Callable[[], Any] | None) -> None:
+        """Step what is not stepped yet of this step, and wait until it is written."""
+        if self.phase is Phase.UNFINISHED:
+            self._pipeline.write_again()
+        else:
+            self._loss = None
+            self.io.times.begin()
+            if closure is not None:
+                with torch.enable_grad():
+                    self._loss = closure()
+                self.io.times.begin()  # again: the closure may have called zero_grad(), which resets the times
+        self._raise_backward_error()
+        self._offload_the_rest()
+        self._gradients.prepare(self._left())
+        for sub_group in self._residency.beyond_budget(self.sub_groups):
+            self._pipeline.dismiss(sub_group)
+        if self.phase is Phase.UNFINISHED or not self._stepped:
+            self._mark_changes()
+        self.phase = Phase.STEPPING
+        order = self._pipeline.best_order(self._left())
+        self._pipeline.expect(order)
+        for sub_group in order:
+            self._step_one(sub_group)
+        self._pipeline.drain()
+
+    def _step_one(self, sub_group: SubGroup) -> None:
+        inputs = self._pipeline.load(sub_group)
+        with defer_interrupts():
+            self._pipeline.step(sub_group, inputs, self._optimizer.param_groups)
+            self._stepped[sub_group] = None
+            self.phase = Phase.STEPPING
+
+    def _left(self) -> list[SubGroup]:
+        """Return the sub-groups that have gradients and are not stepped yet."""
+        return [each for each in self.sub_groups if each not in self._stepped and self._gradients.has(each)]
+
+    def _on_all_ranks(self, error: BaseException | None) -> BaseException | None:
+        """Tell the other ranks whether this one has failed. Blocks until all have told.
+
+        Returns:
+            ``error``, or a RuntimeError if another rank has failed or is gone; None if every rank has succeeded.
+        """
+        try:
+            failed = self._ranks.failed(here=error is not None)
+        except RuntimeError as gone:
+            return error or gone
+        if error is None and failed is not None:
+            return RuntimeError(f"rank {failed} failed in this step, and says why")
+        return error
+
+    def _commit(self) -> None:
+        self.steps += 1
+        for sub_group in self._stepped:
+            sub_group.pull(self._optimizer.param_groups)
+        if self._in_backward:
+            self._order_in_backward = list(self._stepped)
+            self._free_gradients()
+        self._residency.choose(self.sub_groups)
+        self._pipeline.commit(self.sub_groups)
+        stepped = len(self._stepped)
+        self._end()
+        self._gradients.clear_arrived()
+        self._gradients.clear()
+        self.io.step_made(self.steps, stepped, self._pipeline.resident_bytes)
+        self._versions.tidy()
+
+    def _fail(self, error: BaseException) -> None:
+        """Leave the step as far as it came, and add to its error what was done and what to do."""
+        self._pipeline.end_uses()
+        self._remember_params()  # a change from here on is other code's: a model may be loaded
+        if self._stepped or self._ranks.several:
+            self.phase = Phase.UNFINISHED
+            self._refuse_backward()
+            left = len(self._left())
+            said = (
+                f"step {self.steps + 1} is unfinished: {left} of {left + len(self._stepped)} sub-groups are left to be stepped."
+                f" Call step(){' on all ranks' if self._ranks.several else ''} to finish it, or load_state_dict()"
+            )
+        else:
+            self.phase = Phase.IDLE
+            said = f"the optimizer and its parameters are as after step {self.steps}"
+        if isinstance(error, OSError) and error.errno is not None:
+            error.strerror = f"{error.strerror}; {said}"
+        elif hasattr(error, "add_note"):
+            error.add_note(said)
+
+    def _end(self) -> None:
+        """Begin to wait for the next step."""
+        self._stepped.clear()
+        self._backward_error = None
+        self.phase = Phase.IDLE
+        self._allow_backward()
+        self._remember_params()
+
+    # -- what is refused meanwhile
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError within a step, begun by backward or unfinished; also in a forked child or after :meth:`close`."""
+        self.guard.check_open()
+        if self.phase is Phase.UNFINISHED:
+            raise RuntimeError(self._unfinished())
+        if self.phase is Phase.STEPPING:
+            raise RuntimeError("backward has stepped some of the parameters: call step() first, which ends the step")
+
+    def check_before_loading(self) -> None:
+        """Raise what :meth:`check_idle` raises, but for an unfinished step, which loading ends."""
+        if self.phase is not Phase.UNFINISHED:
+            self.check_idle()
+        self.guard.check_open()
+
+    def _unfinished(self) -> str:
+        """Return what is said of an unfinished step to callers who want something else."""
+        return (
+            f"step {self.steps + 1} is unfinished, {len(self._left())} sub-groups are left to be stepped: call step() to finish"
+            " it first, or load_state_dict()"
+        )
+
+    def _refuse_backward(self) -> None:
+        """Have backward raise before it changes the gradients that the unfinished step needs."""
+        if not self._refusals:
+            refuse = weakref.WeakMethod(self._raise_unfinished)  # parameters hold the hooks, and may outlive the optimizer
+            hook = lambda gradient: (method := refuse()) and method()  # noqa: E731
+            self._refusals = [
+                param.register_hook(hook)  # type: ignore[no-untyped-call]
+                for param in self._pieces
+                if param.requires_grad
+            ]
+
+    def _raise_unfinished(self) -> None:
+        raise RuntimeError(self._unfinished())
+
+    def _allow_backward(self) -> None:
+        for handle in self._refusals:
+            handle.remove()
+        self._refusals = []
+
+    # -- between steps
+
+    def clip(self, params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip all gradients that are offloaded, those still in memory too, on all ranks or on none.
+
+        Args:
+            params: All parameters, each once, in the same order on all ranks.
+            max_norm: The total norm to scale down to.
+            norm_type: The order of the norm; may be ``inf``.
+
+        Returns:
+            The total norm before clipping, over all ranks.
+        """
+        self.check_idle()
+        error: BaseException | None = None
+        norms: list[torch.Tensor | None] = []
+        with self.guard.in_use():
+            try:
+                self._raise_backward_error()
+                self._offload_the_rest()
+                self._gradients.flush()
+                norms = self._gradients.norms(params, norm_type)
+            except BaseException as raised:
+                error = raised
+            with defer_interrupts():  # the exchange and the norm are collectives: all ranks have to take part in both
+                error = self._on_all_ranks(error)
+                if error is None:
+                    return self._gradients.clip(over_ranks(params, norms, norm_type), max_norm, norm_type)
+        try:
+            raise error
+        finally:
+            del error
+
+    def zero_grad(self) -> None:
+        """Drop the gradients on the drive. Raises RuntimeError within a step, begun by backward or unfinished."""
+        self.check_idle()
+        with self.guard.in_use():
+            self._backward_error = None
+            self._gradients.clear_arrived()
+            collected = self._gradients.any_collected
+            self._gradients.clear()  # also if an interrupted call has left nothing but memory
+            if collected:
+                self.io.finish()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Replace all states and parameter groups, which ends an unfinished step; on any exception none is replaced.
+
+        Warns with RuntimeWarning if parameters keep the values of an unfinished step.
+
+        Args:
+            state: What torch's ``load_state_dict`` passes to ``__setstate__``: "state" by parameter, and "param_groups".
+        """
+        self.check_before_loading()
+        stepped: set[torch.Tensor] = set()
+        with self.guard.in_use(), loaded(state, self.sub_groups, self._pipeline, self.io):
+            for sub_group in self._stepped:
+                changed = sub_group.changed_pieces()
+                stepped |= {piece.param for index, piece in enumerate(sub_group.pieces) if index not in changed}
+            for sub_group in self.sub_groups:
+                sub_group.states_were_loaded()
+            self._residency.choose(self.sub_groups)
+            self._optimizer.param_groups = state["param_groups"]
+            self._end()
+        if stepped:
+            warnings.warn(
+                f"{len(stepped)} parameters are as the unfinished step {self.steps + 1} left them: load the model too",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def close(self, reason: Callable[[], str] | None = None) -> None:
+        """Release all memory and remove the hooks. The store is not closed.
+
+        Args:
+            reason: Returns what later calls say, if not the user has closed it.
+        """
+        self.guard.check_process()
+        self.guard.close(reason)
+        self._hooks.remove()
+        self._allow_backward()
+        self._pipeline.clear()
+        self._gradients.release()
+
+    # -- in backward
+
+    @torch.no_grad()
+    def _gradient_arrived(self, param: torch.Tensor) -> None:
+        """In backward, when a parameter's gradient is complete: offload it, or step the sub-groups that it completes.
+
+        After an error of the drive, gradients stay in ``param.grad`` where they have to, so that no other backward is needed.
+        """
+        self.guard.check_open()
+        with self.guard.in_use():
+            self.io.times.begin()
+            self.io.record_ended()
+            try:
+                if self._offload_gradients:
+                    self._gradients.take_in(param, self._pieces[param])
+                else:
+                    self._step_complete(param)
+            except OSError as error:
+                self._pipeline.end_uses()
+                self._backward_error = self._backward_error or error.with_traceback(None)
+            except BaseException as error:
+                with defer_interrupts():
+                    self._fail(error)
+                raise
+
+    def _step_complete(self, param: torch.Tensor) -> None:
+        """Step the sub-groups whose last missing gradient is this parameter's, and free their gradients."""
+        if not self._gradients.any_arrived:
+            self._mark_changes()
+            self._pipeline.expect(self._order_in_backward)
+        complete = self._gradients.record_arrived(self._pieces[param])
+        if self._backward_error is not None:
+            return
+        for sub_group in complete:
+            self._step_one(sub_group)
+            for piece in sub_group.pieces:
+                if all(each in self._stepped for each, _ in self._pieces[piece.param]):
+                    piece.param.grad = None
+
+    def _raise_backward_error(self) -> None:
+        error, self._backward_error = self._backward_error, None
+        if error is not None:
+            raise error
+
+    def _offload_the_rest(self) -> None:
+        """Offload gradients no hook has seen: set by hand, or of parameters that had ``requires_grad=False`` when added."""
+        if self._offload_gradients:
+            for param, pieces in self._pieces.items():
+                if param.grad is not None:
+                    with defer_interrupts():
+                        self._gradients.take_in(param, pieces)
+
+    def _mark_changes(self) -> None:
+        """Have the step update the master weights of parameters that other code has changed since :meth:`_remember_params`."""
+        for sub_group in self.sub_groups:
+            sub_group.mark_stale(sub_group.changed_pieces())
+
+    def _remember_params(self) -> None:
+        """Take all parameters as unchanged by other code."""
+        for sub_group in self.sub_groups:
+            sub_group.remember_params()
+
+    def _free_gradients(self) -> None:
+        for param in self._pieces:
+            param.grad = None
