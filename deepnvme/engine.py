@@ -255,10 +255,13 @@ class Engine:
         With very many requests on paths pending, blocks until some of them have closed their files.
 
         Args:
-            tensor: Contiguous, on the CPU or a CUDA device, any dtype. Kept alive, and not to be touched, until the future is
-                done. Any address works; memory from :meth:`empty_pinned` is read in place, without a copy. A CUDA tensor is not
-                written to before the work is finished that this thread has queued on the device's current stream; when the future
-                is done, so is the copy to the device.
+            tensor: Contiguous, on the CPU or a CUDA device, any dtype. Not to be touched until the future is done. Until then
+                its storage is kept, also if the tensor is dropped or is given another one (``tensor.data = ...``, ``set_``,
+                ``torch.utils.swap_tensors``). Its storage must not be resized meanwhile: torch frees the memory then, which
+                nothing can keep, and the transfer goes on with memory that may be somebody else's. Only memory from
+                :meth:`empty_pinned` cannot be resized. Any address works; memory from :meth:`empty_pinned` is read in place,
+                without a copy. A CUDA tensor is not written to before the work is finished that this thread has queued on the
+                device's current stream; when the future is done, so is the copy to the device.
             source: Path, or a file opened with :meth:`open`.
             offset: Bytes from the start of the file. Any value, aligned or not.
 
@@ -285,9 +288,9 @@ class Engine:
         written.
 
         Args:
-            tensor: On the CPU or a CUDA device, any dtype. Kept alive, and not to be changed, until the future is done. One that
-                is not contiguous is copied first. A CUDA tensor is written after the work that this thread has queued on the
-                device's current stream.
+            tensor: On the CPU or a CUDA device, any dtype. Not to be changed until the future is done. Until then its storage is
+                kept, and must not be resized, as for :meth:`read`. A tensor that is not contiguous is copied first. A CUDA tensor
+                is written after the work that this thread has queued on the device's current stream.
             target: Path, or a file opened with :meth:`open`.
             offset: Bytes from the start of the file. Any value, aligned or not.
 
@@ -311,7 +314,8 @@ class Engine:
         complete in any order. Ranges that follow one another both in the file and in memory are read together.
 
         Args:
-            tensors: Contiguous CPU or CUDA tensors, any dtype. Kept alive, and not to be touched, until the future is done.
+            tensors: Contiguous CPU or CUDA tensors, any dtype. Not to be touched until the future is done. Until then their
+                storages are kept, and must not be resized, as for :meth:`read`. The sequence is not kept.
             source: Path, or a file opened with :meth:`open`; or a sequence of one for each tensor, in which a file may be named
                 more than once.
             offsets: Bytes from the start of the file, one for each tensor; any value, aligned or not. May be left out only where
@@ -349,8 +353,8 @@ class Engine:
             source: Path, or a file opened with :meth:`open`.
             ids: Numbers of the records; any integer dtype and shape, on the CPU. The same number may occur several times. May be
                 changed when this returns.
-            out: Contiguous tensor of shape ``ids.shape`` and, after it, that of a record. Kept alive, and not to be touched,
-                until the future is done.
+            out: Contiguous tensor of shape ``ids.shape`` and, after it, that of a record. Not to be touched until the future is
+                done. Until then its storage is kept, and must not be resized, as for :meth:`read`.
             record_size: Bytes of a record, if they are to be compared with those of a row of ``out``.
             base: Bytes from the start of the file to record 0.
 

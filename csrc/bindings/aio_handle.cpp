@@ -38,10 +38,6 @@ void compare_with_file(const std::byte* memory, std::uint64_t length, std::uint6
     }
 }
 
-py::object bytes_of(const py::object& tensor) {
-    return tensor.attr("detach")().attr("view")(-1).attr("view")(py::module_::import("torch").attr("uint8"));
-}
-
 void check_result(const Pending& pending) {
     pending.check();
     if (!pending.validate) return;
@@ -51,7 +47,7 @@ void check_result(const Pending& pending) {
         return compare_with_file(request.memory, request.length, request.offset, pending.path);
     }
     constexpr std::uint64_t kPart = 16 << 20;  // the host need not have room for what the device has
-    const py::object bytes = bytes_of(pending.owner);
+    const py::object& bytes = pending.owner;
     for (std::uint64_t at = 0; at < request.length; at += kPart) {
         const std::uint64_t length = std::min(kPart, request.length - at);
         const py::object on_host = bytes.attr("narrow")(0, at, length).attr("cpu")();
@@ -108,7 +104,7 @@ int copy_bytes(py::handle dest, py::handle src) {
     if (to.nbytes != from.nbytes)
         throw py::value_error("dest has " + std::to_string(to.nbytes) + " bytes and src " + std::to_string(from.nbytes));
     if (to.nbytes == 0) return 0;
-    bytes_of(to.owner).attr("copy_")(bytes_of(from.owner));  // by torch, with all its threads
+    bytes_of(to.tensor).attr("copy_")(bytes_of(from.tensor));  // by torch, with all its threads
     return 0;
 }
 

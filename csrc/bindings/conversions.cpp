@@ -46,7 +46,7 @@ struct Torch {
     py::object is_neg_of;  // the method, to be called with the tensor
     const DlPackApi* dlpack = nullptr;
     py::str is_cpu{"is_cpu"}, is_cuda{"is_cuda"}, layout{"layout"}, is_contiguous{"is_contiguous"}, is_conj{"is_conj"}, is_neg{"is_neg"},
-        data_ptr{"data_ptr"}, nbytes{"nbytes"};
+        data_ptr{"data_ptr"}, nbytes{"nbytes"}, untyped_storage{"untyped_storage"};
 
     static const Torch& get() {
         PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Torch> storage;
@@ -101,6 +101,12 @@ py::object decoded(const std::string& text) {
 
 }  // namespace
 
+py::object storage_of(py::handle tensor) { return call(tensor, Torch::get().untyped_storage); }
+
+py::object bytes_of(py::handle tensor) {
+    return tensor.attr("detach")().attr("view")(-1).attr("view")(py::module_::import("torch").attr("uint8"));
+}
+
 void require_tensor(py::handle object) {
     if (!PyType_IsSubtype(Py_TYPE(object.ptr()), reinterpret_cast<PyTypeObject*>(Torch::get().tensor_type.ptr())))
         throw py::type_error("expected a torch.Tensor, got " + type_name(object));
@@ -129,22 +135,23 @@ TensorMemory memory_of(py::handle tensor, Direction direction, const char* verb)
         if (device == "meta") throw py::value_error("a meta tensor has no memory to transfer");
         throw py::value_error("tensors on the CPU and on CUDA devices can be transferred, got one on " + device + "; copy it with .cpu() first");
     }
-    auto owner = py::reinterpret_borrow<py::object>(tensor);
-    const bool lazy = is_true(call(owner, torch.is_conj)) || is_true(call(owner, torch.is_neg));
-    const bool contiguous = is_true(call(owner, torch.is_contiguous));
+    auto dense = py::reinterpret_borrow<py::object>(tensor);
+    const bool lazy = is_true(call(dense, torch.is_conj)) || is_true(call(dense, torch.is_neg));
+    const bool contiguous = is_true(call(dense, torch.is_contiguous));
     if (lazy || !contiguous) {
         if (direction == Direction::read)
             throw py::value_error("cannot " + std::string(verb) + " a tensor that is " +
                                   (lazy ? "a lazy conjugate or negative" : "not contiguous") + "; " + verb + " a contiguous one and copy it");
-        if (lazy) owner = owner.attr("resolve_conj")().attr("resolve_neg")();
-        owner = owner.attr("contiguous")();
+        if (lazy) dense = dense.attr("resolve_conj")().attr("resolve_neg")();
+        dense = dense.attr("contiguous")();
     }
-    const auto address = to_unsigned(call(owner, torch.data_ptr));
-    const auto nbytes = to_unsigned(attribute(owner, torch.nbytes));
+    const auto address = to_unsigned(call(dense, torch.data_ptr));
+    const auto nbytes = to_unsigned(attribute(dense, torch.nbytes));
     if (nbytes > 0 && address == 0) throw py::value_error("the tensor has no memory to transfer (a fake or unallocated tensor?)");
+    auto storage = storage_of(dense);
     // Looked up last: a tensor made contiguous above is the work of that stream.
-    auto device = on_device ? std::optional(current_stream(owner)) : std::nullopt;
-    return {std::move(owner), reinterpret_cast<std::byte*>(address), nbytes, device};
+    auto device = on_device ? std::optional(current_stream(dense)) : std::nullopt;
+    return {std::move(dense), std::move(storage), reinterpret_cast<std::byte*>(address), nbytes, device};
 }
 
 std::optional<std::span<std::byte>> plain_memory_of(py::handle tensor) {

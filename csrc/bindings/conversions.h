@@ -21,7 +21,8 @@ enum class Direction { read, write };
 
 // The memory of a tensor for the time of a transfer.
 struct TensorMemory {
-    py::object owner;  // the tensor, or the copy made of one that is not contiguous
+    py::object tensor;   // the tensor, or the copy made of one that is not contiguous
+    py::object storage;  // of that tensor at the time of the call: what has to outlive the transfer
     std::byte* data;
     std::uint64_t nbytes;
     std::optional<DeviceMemory> device;  // with the stream that is current; empty for the host's memory
@@ -33,6 +34,12 @@ TensorMemory memory_of(py::handle tensor, Direction direction, const char* verb 
 
 // The memory of an ordinary contiguous tensor on the host, looked up faster. Empty for others, which memory_of() may still take.
 std::optional<std::span<std::byte>> plain_memory_of(py::handle tensor);
+
+// What keeps a tensor's present memory. The tensor itself does not: `tensor.data = other`, `set_` and `swap_tensors` give it another.
+py::object storage_of(py::handle tensor);
+
+// A contiguous tensor's memory as a tensor of bytes of its own.
+py::object bytes_of(py::handle tensor);
 
 // Throws TypeError unless the object is a torch.Tensor.
 void require_tensor(py::handle object);

@@ -12,11 +12,11 @@ namespace {
 
 using namespace pybind11::literals;
 
-// Tensors registered with cuFile, by their first byte: kept until they are unregistered, since their memory must not be freed before.
+// Of memory registered with cuFile, by its first byte: kept until it is unregistered, since it must not be freed before.
 // With the GIL held.
-std::map<std::uintptr_t, py::object>& registered_tensors() {
-    static auto* tensors = new std::map<std::uintptr_t, py::object>;  // never destroyed: the interpreter may be gone by then
-    return *tensors;
+std::map<std::uintptr_t, py::object>& registered_storages() {
+    static auto* storages = new std::map<std::uintptr_t, py::object>;  // never destroyed: the interpreter may be gone by then
+    return *storages;
 }
 
 std::unique_ptr<Engine> make_engine(const EngineOptions& options, bool strict) {
@@ -58,20 +58,20 @@ bool pin_device_tensor(AioHandle& handle, py::handle tensor) {
         py::gil_scoped_release release;
         gds::CuFile::get().register_memory(memory.device->device, memory.data, memory.nbytes);
     }
-    registered_tensors()[reinterpret_cast<std::uintptr_t>(memory.data)] = memory.owner;
+    registered_storages()[reinterpret_cast<std::uintptr_t>(memory.data)] = memory.storage;
     return true;
 }
 
 bool unpin_device_tensor(AioHandle&, py::handle tensor) {
     const TensorMemory memory = memory_of(tensor, Direction::read, "unpin");
     if (!memory.device) throw py::value_error("unpin_device_tensor takes a tensor on a CUDA device");
-    const auto found = registered_tensors().find(reinterpret_cast<std::uintptr_t>(memory.data));
-    if (found == registered_tensors().end()) return false;
+    const auto found = registered_storages().find(reinterpret_cast<std::uintptr_t>(memory.data));
+    if (found == registered_storages().end()) return false;
     {
         py::gil_scoped_release release;
         gds::CuFile::get().unregister_memory(memory.device->device, memory.data);
     }
-    registered_tensors().erase(found);
+    registered_storages().erase(found);
     return true;
 }
 

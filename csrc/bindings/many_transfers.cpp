@@ -109,11 +109,14 @@ ManyTransfers::ManyTransfers(Direction direction, py::handle tensors, py::handle
 
 ManyTransfers::Memory ManyTransfers::memory_of(std::size_t transfer) {
     const py::handle tensor = PyTuple_GET_ITEM(tensors_.ptr(), static_cast<Py_ssize_t>(transfer));
-    if (const auto plain = plain_memory_of(tensor)) return {plain->data(), plain->size(), std::nullopt};
+    if (const auto plain = plain_memory_of(tensor)) {
+        storages_.append(storage_of(tensor));
+        return {plain->data(), plain->size(), std::nullopt};
+    }
     const auto where = [transfer] { return "tensors[" + std::to_string(transfer) + "]: "; };
     try {
-        TensorMemory memory = bindings::memory_of(tensor, direction_);
-        if (!memory.owner.is(tensor)) copies_.append(memory.owner);
+        const TensorMemory memory = bindings::memory_of(tensor, direction_);
+        storages_.append(memory.storage);
         return {memory.data, memory.nbytes, memory.device};
     } catch (const py::value_error& error) {
         throw py::value_error(where() + error.what());

@@ -24,8 +24,8 @@ public:
     // Start all of them, some at a time, so that the first are under way while the tensors of the last are looked at. If this
     // throws, those that were started before are in `many`, too.
     void start(Engine& engine, ManyParts& many);
-    // What has to outlive them.
-    py::object owner() const { return py::make_tuple(tensors_, copies_); }
+    // What has to outlive them: filled by start().
+    py::object owner() const { return storages_; }
 
 private:
     struct Memory {
@@ -42,7 +42,7 @@ private:
 
     const Direction direction_;
     py::tuple tensors_;
-    py::list copies_;  // of tensors that are not contiguous
+    py::list storages_;  // of the tensors, and of the copies of those that are not contiguous
     std::vector<std::int64_t> offsets_;
     std::vector<SharedFile> targets_;        // the files, each once
     std::vector<std::uint32_t> files_;   // of each transfer its target; empty if there is one for all
@@ -60,7 +60,7 @@ public:
                     std::int64_t base);
 
     void start(Engine& engine, ManyParts& many);
-    py::object owner() const { return rows_.owner; }
+    py::object owner() const { return rows_.storage; }
 
 private:
     const Direction direction_;

@@ -39,7 +39,7 @@ struct Pending {
 
     std::shared_ptr<Engine> engine;    // of the requests
     std::shared_ptr<Request> request;  // null for many transfers, and while it is being submitted
-    py::object owner;                  // of the memory; let go when every request has ended, or after validation
+    py::object owner;                  // of the memory: storages; let go when every request has ended, or after validation
     std::string path;                  // of a transfer by path, for validation
     bool validate;                     // compare tensor and file afterwards
     std::unique_ptr<ManyParts> many;   // null for one transfer, and while they are being submitted

@@ -141,7 +141,9 @@ std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tenso
     engine_->check_usable();
     const TensorMemory memory = memory_of(tensor, direction);
     const SharedFile shared = target_of(target);
-    return remember(std::make_shared<Pending>(memory.owner, shared.path, validate), [&] {
+    // Devices' memory is compared with the file by way of torch, which needs a tensor.
+    const py::object owner = validate && memory.device ? bytes_of(memory.tensor) : memory.storage;
+    return remember(std::make_shared<Pending>(owner, shared.path, validate), [&] {
         const auto& [file, path, by_path] = shared;
         if (direction == Direction::read)
             return file ? engine_->read(memory.data, memory.nbytes, file, offset, memory.device)
@@ -154,7 +156,7 @@ std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tenso
 std::shared_ptr<Pending> Session::write_descriptor(py::handle tensor, int fd, std::int64_t offset) {
     engine_->check_usable();
     const TensorMemory memory = memory_of(tensor, Direction::write);
-    return remember(std::make_shared<Pending>(memory.owner),
+    return remember(std::make_shared<Pending>(memory.storage),
                     [&] { return engine_->write(memory.data, memory.nbytes, fd, offset, memory.device); });
 }
 

@@ -22,7 +22,7 @@ struct OpenFile {
     File& get() const;
 };
 
-// An engine whose requests keep their tensors alive. All methods are called with the GIL held.
+// An engine whose requests keep their tensors' storages alive. All methods are called with the GIL held.
 class Session {
 public:
     explicit Session(std::unique_ptr<Engine> engine);
@@ -63,7 +63,7 @@ public:
 
     py::dict stats() const;
 
-    // Let go of the tensors of requests that have ended, up to the first that has not. Behind it as well once there may be many.
+    // Let go of the memory of requests that have ended, up to the first that has not. Behind it as well once there may be many.
     // `ended_so_far`: how many requests of this process have ended so far.
     void forget_ended(std::uint64_t ended_so_far = 0);
 

@@ -30,9 +30,9 @@ class Lease:
     """Pinned memory borrowed from a :class:`BufferPool` by :meth:`BufferPool.lease`. As a context manager, it releases itself.
 
     The memory is lent again only when the lease is released or dropped *and* no tensor over it is alive. So a view that was kept
-    stays valid, and counts against the budget until it is gone. A transfer of :class:`deepnvme.Engine` keeps its tensor, and so
-    is never disturbed. Work that does not keep a tensor, such as a copy that a device makes, must end before the release, or be
-    passed to :meth:`release` as ``after``.
+    stays valid, and counts against the budget until it is gone. A transfer of :class:`deepnvme.Engine` keeps the tensor's
+    storage, and so is never disturbed. Work that does not keep one, such as a copy that a device makes, must end before the
+    release, or be passed to :meth:`release` as ``after``.
     """
 
     __slots__ = ("__weakref__", "_buffer", "_chunk", "_give_back", "nbytes")

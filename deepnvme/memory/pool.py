@@ -410,7 +410,7 @@ def pinned(nbytes: int) -> Any:
 def _has_ended(chunk: PinnedChunk, after: Transfer) -> bool:
     """Return whether a future has ended.
 
-    One that raises counts as ended: if its transfer still goes on, the tensors of the transfer keep the memory alive.
+    One that raises counts as ended: if its transfer still goes on, the storages of the transfer keep the memory alive.
     """
     try:
         if not after.done():

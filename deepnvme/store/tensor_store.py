@@ -197,8 +197,8 @@ class TensorStore:
 
         Args:
             name: Any string.
-            tensor: On the CPU or a CUDA device, any dtype and shape. One that is not contiguous is copied first. Kept alive, and
-                not to be changed, until the future is done.
+            tensor: On the CPU or a CUDA device, any dtype and shape. One that is not contiguous is copied first. Not to be
+                changed until the future is done. Until then its storage is kept, and must not be resized.
 
         Returns:
             A future. Its result is the number of bytes stored.

@@ -45,6 +45,8 @@ class RowRead:
     """Bytes of each record that are copied, from its beginning."""
     admit: bool
     """Whether all rows stay in memory as far as there is room."""
+    in_place: bool = True
+    """Whether ``rows`` is the memory that ``result`` had when the read began, so that nothing has to be copied there."""
     batch: Batch | None = None
     reader: RowReader | None = None
     pid: int = 0
@@ -71,10 +73,9 @@ class RowRead:
             if tuple(out.shape) != shape:
                 raise ValueError(f"out must have the shape {shape}, got {tuple(out.shape)}")
         if out is not None and _is_plain(out):
-            rows = out.detach()
-        else:
-            rows = _new_rows(shape, dtype, pinned=out is not None and out.device.type == "cuda")
-        return cls(numbers, rows, rows if out is None else out, layout.values.nbytes, admit=False)
+            return cls(numbers, out.detach(), out, layout.values.nbytes, admit=False)
+        rows = _new_rows(shape, dtype, pinned=out is not None and out.device.type == "cuda")
+        return cls(numbers, rows, rows if out is None else out, layout.values.nbytes, admit=False, in_place=out is None)
 
     @property
     def native(self) -> RowBatch:
@@ -84,7 +85,7 @@ class RowRead:
 
     def delivered(self) -> torch.Tensor:
         """Return the caller's tensor, which has the rows that were read."""
-        if self.result is not self.rows and not (_is_plain(self.result) and self.result.data_ptr() == self.rows.data_ptr()):
+        if not self.in_place:
             with torch.no_grad():
                 self.result.copy_(self.rows)
         return self.result

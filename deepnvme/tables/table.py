@@ -435,7 +435,8 @@ class Table:
         Rows that are changed before ``result()`` has returned may be old or new. Arguments and errors are those of :meth:`read`.
 
         Returns:
-            A future, whose ``result()`` is the rows. ``out`` must not be touched before.
+            A future, whose ``result()`` is the rows. ``out`` must not be touched before, and its storage must not be resized. If
+            ``out`` is contiguous and on the CPU, the rows are read into the storage that it has at the call.
         """
         numbers = checked_ids(ids, self.rows)
         if self._layout.updatable:

@@ -28,7 +28,7 @@ from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 from ..support.disks import Disk
 from ..support.examples import examples
 from ..support.interpreters import Ended, Interpreters
-from ..support.memory import Guarded, page_aligned, pattern, zeros
+from ..support.memory import EXCHANGES, Guarded, page_aligned, pattern, zeros
 from ..support.transfers import lengths
 from .gds_fixtures import CuFile, cached_stand_in, compile_stand_in, load_op
 from .stand_in import DeviceTensor, StandIn
@@ -412,23 +412,44 @@ def test_a_tensor_on_the_host_is_not_to_be_registered(handle: Any, method: str) 
         getattr(handle, method)([1, 2])
 
 
-def test_a_tensor_lives_for_as_long_as_it_is_registered(handle: Any, driver: StandIn, cufile: CuFile) -> None:
+@pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
+def test_memory_lives_for_as_long_as_it_is_registered(
+    handle: Any, driver: StandIn, cufile: CuFile, exchange: Callable[[Any, Any], object]
+) -> None:
     tensor = driver.tensor(CONTENT)
-    first, gone = driver.tensor(b"!"), weakref.ref(tensor)
+    gone = weakref.ref(tensor.untyped_storage())
     handle.pin_device_tensor(tensor)
-    del tensor
-    gc.collect()
+    exchange(tensor, driver.tensor(b"!"))
     kept = gone()
     assert kept is not None
-    assert handle.unpin_device_tensor(kept)
-    del kept, first
-    gc.collect()
+    assert handle.unpin_device_tensor(tensor.set_(kept))  # type: ignore[call-overload]
+    del tensor, kept
     assert gone() is None
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
+def test_the_memory_of_the_call_is_transferred_though_the_tensor_is_given_other_memory(
+    handle: Any, driver: StandIn, drive: Path, file: str, exchange: Callable[[Any, Any], object]
+) -> None:
+    tensors = [driver.tensor(CONTENT), driver.tensor(bytes(len(CONTENT)))]
+    memory = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    with driver.stream().held() as stream, driver.using(stream):
+        handle.pwrite(tensors[0], str(drive / "written"), True, True)
+        handle.pread(tensors[1], file, True, True)
+        for tensor in tensors:
+            exchange(tensor, driver.tensor(b"!"))
+        read = memory[1]()
+        assert read is not None
+    assert handle.wait() == 2
+    assert [driver.content(tensor) for tensor in tensors] == [b"!", b"!"]
+    assert (drive / "written").read_bytes() == driver.content(tensor.set_(read)) == CONTENT  # type: ignore[call-overload]
+    del tensors, tensor, read
+    assert [each() for each in memory] == [None, None]
 
 
 def test_a_tensor_that_cannot_be_registered_is_not_kept(handle: Any, driver: StandIn, cufile: CuFile) -> None:
     tensor = driver.tensor(CONTENT)
-    gone = weakref.ref(tensor)
+    gone = weakref.ref(tensor.untyped_storage())
     cufile.fail("cuFileBufRegister", result=5036)
     with pytest.raises(OSError, match=f"cuFileBufRegister of {len(CONTENT)} bytes: .*could not be pinned") as caught:
         handle.pin_device_tensor(tensor)

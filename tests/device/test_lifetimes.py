@@ -7,6 +7,8 @@ import signal
 import subprocess
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 import deepnvme
 from deepnvme.ops.op_builder import toolchain
 
-from ..support.memory import pattern
+from ..support.memory import EXCHANGES, pattern
 from .stand_in import StandIn
 
 CONTENT = pattern(3_000_001)
@@ -56,6 +58,34 @@ def test_dropping_it_waits_too_and_tensors_live_till_then(driver: StandIn, op: M
             write(driver.tensor(CONTENT), str(drive / str(index)))
         del write
     assert all((drive / str(index)).read_bytes() == CONTENT for index in range(10))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
+@pytest.mark.parametrize("kind", ["engine", "handle"])
+def test_the_memory_of_the_call_is_transferred_though_the_tensor_is_given_other_memory(
+    driver: StandIn, op: ModuleType, drive: Path, kind: str, exchange: Callable[[Any, Any], object]
+) -> None:
+    (drive / "file").write_bytes(CONTENT)
+    tensors = [driver.tensor(CONTENT), driver.tensor(bytes(len(CONTENT)))]
+    memory = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    engine, handle = deepnvme.Engine(), op.aio_handle()
+    with driver.stream().held() as stream, driver.using(stream):
+        if kind == "engine":
+            engine.write(tensors[0], drive / "written")
+            engine.read(tensors[1], drive / "file")
+        else:
+            handle.pwrite(tensors[0], drive / "written", True, True)
+            handle.pread(tensors[1], drive / "file", True, True)
+        for tensor in tensors:
+            exchange(tensor, driver.tensor(b"!"))
+        read = memory[1]()
+        assert read is not None
+    engine.close()
+    handle.wait()
+    assert [driver.content(tensor) for tensor in tensors] == [b"!", b"!"]
+    assert (drive / "written").read_bytes() == driver.content(tensor.set_(read)) == CONTENT  # type: ignore[call-overload]
+    del tensors, tensor, read
+    assert [each() for each in memory] == [None, None]
 
 
 def test_closing_while_others_submit_loses_nothing(driver: StandIn, drive: Path) -> None:

@@ -170,7 +170,7 @@ def test_ctrl_c_interrupts_the_waiting_and_not_the_request(
 
 def test_a_tensor_lives_while_its_request_does(held: Any, drive: Path) -> None:
     tensor = page_aligned(b"x" * 4096)
-    alive = weakref.ref(tensor)
+    alive = weakref.ref(tensor.untyped_storage())
     future = held.write(tensor, drive / "file")
     del tensor
     gc.collect()
@@ -180,7 +180,7 @@ def test_a_tensor_lives_while_its_request_does(held: Any, drive: Path) -> None:
 
 def test_a_tensor_lives_while_its_request_does_though_the_future_is_dropped(held: Any, gate: Any, drive: Path) -> None:
     tensor = page_aligned(b"x" * 4096)
-    alive = weakref.ref(tensor)
+    alive = weakref.ref(tensor.untyped_storage())
     held.write(tensor, drive / "file")
     del tensor
     gc.collect()
@@ -193,7 +193,7 @@ def test_a_tensor_lives_while_its_request_does_though_the_future_is_dropped(held
 def test_a_tensor_whose_future_is_dropped_is_let_go_when_its_request_ends(held: Any, gate: Any, drive: Path) -> None:
     """Without another call of the engine: what a stream reads ahead may be the last that is ever asked of it."""
     tensor = page_aligned(b"x" * 4096)
-    alive = weakref.ref(tensor)
+    alive = weakref.ref(tensor.untyped_storage())
     held.write(tensor, drive / "file")
     del tensor
     gate.release()
@@ -203,7 +203,7 @@ def test_a_tensor_whose_future_is_dropped_is_let_go_when_its_request_ends(held: 
 @pytest.mark.parametrize("wait", ["result", "exception"])
 def test_a_tensor_is_let_go_once_its_request_was_waited_for(engine: deepnvme.Engine, drive: Path, wait: str) -> None:
     tensor = page_aligned(b"x" * 4096)
-    alive = weakref.ref(tensor)
+    alive = weakref.ref(tensor.untyped_storage())
     future = engine.write(tensor, drive / "file")
     getattr(future, wait)()
     del tensor
@@ -212,7 +212,7 @@ def test_a_tensor_is_let_go_once_its_request_was_waited_for(engine: deepnvme.Eng
 
 def test_a_tensor_of_a_failed_request_is_let_go(broken: Any, drive: Path) -> None:
     tensor = page_aligned(b"x" * 4096)
-    alive = weakref.ref(tensor)
+    alive = weakref.ref(tensor.untyped_storage())
     future = broken.write(tensor, drive / "file")
     future.exception()
     del tensor
@@ -223,7 +223,7 @@ def test_tensors_of_forgotten_requests_are_let_go_as_later_ones_come(engine: dee
     alive = []
     for index in range(200):
         tensor = page_aligned(b"x" * 4096)
-        alive.append(weakref.ref(tensor))
+        alive.append(weakref.ref(tensor.untyped_storage()))
         engine.write(tensor, drive / str(index % 4))
         del tensor
     for _ in range(1000):  # requests of several files end in any order

@@ -345,7 +345,7 @@ def test_a_call_that_fails_halfway_leaves_nothing_under_way(
     engine: deepnvme.Engine, drive: Path, count: int
 ) -> None:
     tensors = [torch.full((300,), index, dtype=torch.int16) for index in range(count)]
-    alive = [weakref.ref(tensor) for tensor in tensors]
+    alive = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
     paths = [drive / str(index % 50) / "file" for index in range(count - 1)]
     for path in paths[:50]:
         path.parent.mkdir()
@@ -497,7 +497,7 @@ def test_other_threads_run_while_transfers_are_submitted(engine: deepnvme.Engine
 @pytest.mark.parametrize("keep", [True, False], ids=["future kept", "future dropped"])
 def test_tensors_live_until_all_transfers_have_ended(held: Any, gate: Any, drive: Path, keep: bool) -> None:
     tensors = [page_aligned(pattern(PAGE, index)) for index in range(10)]
-    alive = [weakref.ref(tensor) for tensor in tensors]
+    alive = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
     future = held.write_many(tensors, [drive / str(index % 3) for index in range(10)], range(0, 10 * PAGE, PAGE))
     if not keep:
         del future

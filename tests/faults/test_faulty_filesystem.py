@@ -82,7 +82,7 @@ def test_a_dropped_future_behind_a_request_that_hangs_lets_its_tensor_go(
     faulty_disk.fail("write", effect="hang", times=-1)
     hanging = engine.write(page_aligned(b"x" * 4096), faulty_disk / "file")
     tensor = page_aligned(b"x" * 4096)
-    alive = weakref.ref(tensor)
+    alive = weakref.ref(tensor.untyped_storage())
     engine.write(tensor, drive / "file")
     del tensor
     until(lambda: alive() is None)

@@ -185,7 +185,7 @@ def test_tensors_of_a_handle_are_let_go_after_wait(op: ModuleType, drive: Path) 
 
     handle = op.aio_handle()
     tensor = torch.zeros(1000)
-    alive = weakref.ref(tensor)
+    alive = weakref.ref(tensor.untyped_storage())
     handle.async_pwrite(tensor, str(drive / "file"))
     del tensor
     handle.wait()

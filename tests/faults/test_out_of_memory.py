@@ -74,7 +74,7 @@ def test_a_tensor_whose_transfer_has_begun_lives_though_the_call_has_raised(
     failing, failed, begun = 0, 1, 0
     while failed:
         tensor = aligned()
-        alive = weakref.ref(tensor)
+        alive = weakref.ref(tensor.untyped_storage())
         before = engine.stats()["requests"]
         gate.hold()
         given = (tensor, drive / "file")

@@ -33,7 +33,7 @@ BLOCK = 4096
 def test_memory_that_may_still_be_used_is_kept_for_good(faulty: Faulty, drive: Path, stop_fails: bool) -> None:
     engine = faulty("threads", stop_fails=stop_fails, break_after=1)
     tensor = page_aligned(b"x" * BLOCK)
-    alive = weakref.ref(tensor)
+    alive = weakref.ref(tensor.untyped_storage())
     future = engine.write(tensor, drive / "file")
     assert future.exception().errno == errno.EBADF
     del tensor, future
@@ -52,7 +52,7 @@ def test_a_backend_that_breaks_as_it_is_given_a_block_may_have_begun_it(
     futures, alive = [], []
     for index in range(2):
         tensor = page_aligned(b"x" * BLOCK)
-        alive.append(weakref.ref(tensor))
+        alive.append(weakref.ref(tensor.untyped_storage()))
         futures.append(engine.write(tensor, drive / "file", index * BLOCK))
         del tensor
         until(lambda: len(journal.entries()) > 0)
@@ -65,7 +65,7 @@ def test_what_was_not_begun_when_a_backend_broke_is_let_go(faulty: Faulty, drive
     engine = faulty("threads", break_after=1, queue_depth=1, stop_fails=True)
     futures = [engine.write(page_aligned(b"x" * BLOCK), drive / "file") for _ in range(2)]
     tensor = page_aligned(b"x" * BLOCK)
-    alive = weakref.ref(tensor)
+    alive = weakref.ref(tensor.untyped_storage())
     futures.append(engine.write(tensor, drive / "file"))
     del tensor
     assert [future.exception().errno for future in futures] == [errno.EBADF] * 3
@@ -205,7 +205,7 @@ def test_a_tensor_lives_until_its_cancelled_transfer_has_ended(faulty_disk: Faul
     with deepnvme.Engine("threads") as engine:
         faulty_disk.fail("write", effect="hang", times=-1)
         tensor = page_aligned(b"x" * BLOCK)
-        alive = weakref.ref(tensor)
+        alive = weakref.ref(tensor.untyped_storage())
         future = engine.write(tensor, faulty_disk / "file")
         del tensor
         until(lambda: faulty_disk.counts()["write"] > 0)  # it hangs in a system call

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
+pytest.importorskip("deepnvme.streaming.kv.cache", exc_type=ImportError)  # an older transformers: the reason says which is needed
 
 from deepnvme.streaming import OffloadedCache  # noqa: E402
 from deepnvme.streaming.kv import layer as kv_layer  # noqa: E402

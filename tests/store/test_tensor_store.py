@@ -454,7 +454,7 @@ def test_a_future_of_what_is_made_of_a_result(store):
 def test_dropped_futures_keep_no_tensor(store, engine):
     def new():
         tensor = torch.ones(10)
-        tensors.append(weakref.ref(tensor))
+        tensors.append(weakref.ref(tensor.untyped_storage()))
         return tensor
 
     def wait_for_the_drive():  # without looking at any future
@@ -682,7 +682,7 @@ def test_a_tensor_whose_future_is_dropped_is_let_go_when_it_has_been_read(drive,
         store.put("name", numbered(MIB)).result()
         gate.hold()
         tensor = torch.empty(MIB, dtype=torch.uint8)
-        alive = weakref.ref(tensor)
+        alive = weakref.ref(tensor.untyped_storage())
         reading = store.get("name", tensor)
         del tensor, reading
         gate.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import random
+from collections.abc import Callable
 
 import torch
 
@@ -70,3 +71,15 @@ def page_aligned(content: bytes) -> torch.Tensor:
 def zeros(nbytes: int, misalignment: int = 0) -> Guarded:
     """To read into."""
     return Guarded(bytes(nbytes), misalignment)
+
+
+def _assign_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    tensor.data = other
+
+
+EXCHANGES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "data": _assign_data,
+    "set_": lambda tensor, other: tensor.set_(other),  # type: ignore[call-overload]
+    "swap_tensors": torch.utils.swap_tensors,
+}
+"""Ways to give a tensor the memory of another."""

@@ -8,6 +8,7 @@ import random
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from deepnvme.tables import Table
 
 from ..support.examples import examples
+from ..support.memory import EXCHANGES
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -126,6 +128,26 @@ def test_out_that_is_to_be_conjugated_has_the_values(drive: Path) -> None:
     with Table.from_tensor(drive / "table", values.nan_to_num()) as table:
         out = torch.empty(20, 6, dtype=torch.complex64).conj()
         assert torch.equal(table.read(torch.arange(20), out).resolve_conj(), values.nan_to_num()[:20])
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
+def test_rows_are_read_into_the_memory_that_out_had_at_the_call(
+    table: Table, values: torch.Tensor, exchange: Callable[[torch.Tensor, torch.Tensor], object]
+) -> None:
+    ids = torch.arange(0, 2000, 4)
+    out, other = torch.zeros(500, 75), torch.full((500, 75), 7.0)
+    memory = weakref.ref(out.untyped_storage())
+    future = table.read_async(ids, out)
+    exchange(out, other)
+    del other  # whose memory out has now
+    kept = memory()
+    assert kept is not None
+    future.result()
+    assert torch.equal(out, torch.full((500, 75), 7.0))
+    read = torch.empty(0).set_(kept, 0, (500, 75))  # type: ignore[call-overload]
+    assert same(read, values[ids])
+    del future, read, kept
+    assert memory() is None
 
 
 def test_duplicates_are_read_once(table: Table) -> None:

@@ -90,7 +90,7 @@ class DescriptorWriter:
     def start(
         self, tensor: torch.Tensor, offset: int, callback: Callback | None, subjects: frozenset[object] = frozenset()
     ) -> None:
-        """Start writing a tensor at an offset in bytes. Returns at once, and keeps the tensor until it is written.
+        """Start writing a tensor at an offset in bytes. Returns at once, and keeps the tensor's storage until it is written.
 
         Not part of TensorNVMe's contract.
         """

@@ -35,8 +35,9 @@ class gds_handle(aio_handle):
     def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool:
         """Unregister a tensor's memory: another name of :meth:`unpin_device_tensor`."""
     def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Register a tensor's memory with cuFile, which then needs no buffer of its own for it. Kept alive until unregistered.
+        """Register a tensor's memory with cuFile, which then needs no buffer of its own for it.
 
+        Its storage is kept, and must not be resized, until it is unregistered.
         False where transfers do not go by cuFile anyway, and for a tensor of less than 4096 bytes, which never does. Raises
         ValueError for a tensor on the CPU or one that is not contiguous, OSError for what cuFile refuses (EEXIST for memory
         registered already).

@@ -154,9 +154,13 @@ class aio_handle:
     def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
         """Write the tensor, and return 1, the number of operations that have ended. Blocks."""
     def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> Literal[0]:
-        """Start reading into the tensor, which is not to be touched before :meth:`wait`, and return 0."""
+        """Start reading into the tensor, which is not to be touched before :meth:`wait`, and return 0.
+
+        Until the read has ended, the tensor's storage is kept, and must not be resized: see ``deepnvme.Engine.read``.
+        """
     def async_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str] | int, file_offset: int = 0) -> Literal[0]:
-        """Start writing the tensor, which is not to be changed before :meth:`wait`, and return 0.
+        """Start writing the tensor, which is not to be changed before :meth:`wait`, and return 0. Its storage as for
+        :meth:`async_pread`.
 
         ``filename``: a path, or the descriptor of a file that is open for writing.
         """
