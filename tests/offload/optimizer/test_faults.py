@@ -84,7 +84,8 @@ def test_whichever_transfer_fails_the_next_step_finishes_the_one_that_failed(
             else:
                 pair.is_as_before(error)
             number += 1
-        assert number >= (2 if operation == "write" else 1 if before else 0)
+        in_memory = "dram_budget" in options  # all that is read: the last step has left the rest there
+        assert number >= (2 if operation == "write" else 1 if before and not in_memory else 0)
         assert left or number < 2
 
 
@@ -758,10 +759,10 @@ def test_what_others_have_leased_of_the_budget_is_said_before_training(drive: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"dram_budget": 60_000}], ids=str)
+@pytest.mark.parametrize("options", [{"offload_gradients": True}, {"dram_budget": 60_000}], ids=str)
 def test_a_group_is_added_if_what_others_have_not_leased_suffices(drive: Path, options: dict[str, Any]) -> None:
     """What the optimizer itself has leased is no other's."""
-    pool = BufferPool(MIB * 5 // 8 if options else 320 << 10)
+    pool = BufferPool(MIB * 5 // 8)
     pair = Pair(drive, pool=pool, **options)
     more = [torch.nn.Parameter(torch.ones(3, 5))]
     with pair.optimizer as optimizer:

@@ -139,20 +139,19 @@ def test_a_step_that_fails_on_one_rank_raises_on_all_and_all_finish_it(drive: Pa
                     train(model, plain, [step])
                     in_memory = "dram_budget" in options
                     fault = mock.patch.object(torch.optim.AdamW, "step", fail) if in_memory else failing("read", 0)
-                    def step_twice(_, optimizer):
-                        for _ in range(2):
-                            try:
-                                with fault if rank == unable else contextlib.nullcontext():
-                                    optimizer.step()
-                            except (OSError, RuntimeError) as error:
-                                said = str(error) + "".join(getattr(error, "__notes__", []))
-                                own = "as asked for" if in_memory else "read of"
-                                assert (own if rank == unable else f"rank {unable} failed in this step") in said, said
-                                assert f"step {step + 1} is unfinished" in said and "Call step() on all ranks" in said, said
-                            else:
-                                raise AssertionError(f"rank {rank} has made a step that rank {unable} could not make")
-                            assert optimizer.steps == step
-                    train(other, optimizer, [step], step_twice)  # whose own step() is the third, and finishes it
+                    def fail_first(_, optimizer):
+                        try:
+                            with fault if rank == unable else contextlib.nullcontext():
+                                optimizer.step()
+                        except (OSError, RuntimeError) as error:
+                            said = str(error) + "".join(getattr(error, "__notes__", []))
+                            own = "as asked for" if in_memory else "read of"
+                            assert (own if rank == unable else f"rank {unable} failed in this step") in said, said
+                            assert f"step {step + 1} is unfinished" in said and "Call step() on all ranks" in said, said
+                        else:
+                            raise AssertionError(f"rank {rank} has made a step that rank {unable} could not make")
+                        assert optimizer.steps == step
+                    train(other, optimizer, [step], fail_first)  # whose own step() finishes it
                     assert optimizer.steps == step + 1
                     assert_same(other, model)
         """,

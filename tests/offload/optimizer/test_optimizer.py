@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import deepnvme
+from deepnvme.memory.alignment import PAGE
 from deepnvme.states import partition
 from deepnvme.states.partition import ELEMENTWISE
 from deepnvme.store.data_file import DATA_NAME
@@ -38,7 +39,6 @@ from ...support.training import (
     in_memory,
     optimizer_in,
     parameters,
-    snapshot,
 )
 
 STEPS = 50
@@ -269,7 +269,7 @@ def test_three_blocks_are_in_memory_between_steps_and_no_copies_of_parameters(dr
         for step in range(3):
             give_gradients(params, step)
             optimizer.step()
-        assert 2 * 2 * 4 * 4096 < pool.in_use <= 3 * 2 * 4 * 4096 * 9 // 8
+        assert 2 * 2 * 4 * 4096 < pool.in_use <= 3 * 2 * (4 * 4096 + PAGE) * 9 // 8
 
 
 # What goes with an optimizer.
@@ -721,10 +721,8 @@ def test_weights_that_others_have_changed_are_the_new_masters(dram_budget: int, 
                 give_gradients(each, step, missing=lambda index, step=step: index == 6 and step in (3, 4))  # type: ignore[misc]
             if step == 3:
                 with failing("write", 2), contextlib.suppress(OSError):
-                    before = snapshot(params)
                     optimizer.step()
                 if optimizer.steps == 3:
-                    assert_same(params, before)
                     optimizer.step()
             else:
                 optimizer.step()
@@ -851,9 +849,8 @@ def test_a_report_that_adds_up(drive: Path, capsys: pytest.CaptureFixture[str]) 
             assert 0 < report.computing < report.seconds
             assert 0 <= report.waiting < report.seconds
             assert report.sub_groups == 8
-            # two states; in the first step a copy of the parameters, too, which memory is to spare for later
-            assert report.bytes_written == pytest.approx((3, 2, 2)[step] * 4 << 20, rel=0.01)
-            # of 8 sub-groups two are still in memory after the first step, and then three
+            assert report.bytes_written == pytest.approx(2 * 4 << 20, rel=0.01)  # two states
+            # of 8 sub-groups one is still in memory after the first step, and then three
             assert report.bytes_read == pytest.approx((0, 7, 5)[step] * 2 * 4 << 17, rel=0.01)
             if written is not None:
                 assert report.bytes_written_in_all == written + report.bytes_written
@@ -915,22 +912,21 @@ def test_limits_of_nothing_are_refused(nbytes: int, drive: Path) -> None:
         optimizer.measure_limits(nbytes)
 
 
-def test_what_an_undone_step_has_moved_is_wear_and_not_the_next_steps(drive: Path) -> None:
+def test_what_a_failed_step_has_moved_counts_for_the_step(drive: Path) -> None:
     params = parameters()
     with optimizer_in(drive, params, **ADAM) as optimizer:
         for step in range(3):
             give_gradients(params, step)
             optimizer.step()
         usual = optimizer.report()
-        with failing("write", 3), pytest.raises(OSError, match="as after step 3"):
+        with failing("write", 2), pytest.raises(OSError, match="step 4 is unfinished"):
             optimizer.step()
-        optimizer.measure_limits(1 << 20)
-        optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
         report = optimizer.report()
-        assert report.bytes_written == usual.bytes_written
+        assert usual.bytes_written < report.bytes_written <= 2 * usual.bytes_written
         assert report.seconds < 1000 * report.computing
-        assert report.bytes_written_in_all > usual.bytes_written_in_all + 2 * usual.bytes_written
+        assert report.bytes_written_in_all == usual.bytes_written_in_all + report.bytes_written
+        assert report.sub_groups == usual.sub_groups
 
 
 @pytest.mark.parametrize(
