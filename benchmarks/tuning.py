@@ -36,14 +36,14 @@ from harness.workloads import ContenderFailed, Workload
 
 from deepnvme import AioConfig
 from deepnvme.ops.op_builder import AsyncIOBuilder
-from deepnvme.tune.measure.buffer import page_locked
-from deepnvme.tune.measure.figures import Spread
-from deepnvme.tune.measure.folder import drop_pages, settle
-from deepnvme.tune.measure.job import Job, Place
-from deepnvme.tune.measure.worker_processes import worker_processes
-from deepnvme.tune.search.estimates import Difference, difference, hodges_lehmann
-from deepnvme.tune.search.space import default_space
-from deepnvme.tune.sizes import size_text
+from deepnvme.tools.tune.measure.buffer import page_locked
+from deepnvme.tools.tune.measure.figures import Spread
+from deepnvme.tools.tune.measure.folder import drop_pages, settle
+from deepnvme.tools.tune.measure.job import Job, Place
+from deepnvme.tools.tune.measure.worker_processes import worker_processes
+from deepnvme.tools.tune.search.estimates import Difference, difference, hodges_lehmann
+from deepnvme.tools.tune.search.space import default_space
+from deepnvme.tools.tune.sizes import size_text
 
 MIB = 1 << 20
 # Of the sweep's best settings, those that meet the tuner's choice: the first of a noisy table need not be the best.

@@ -44,7 +44,7 @@ BLOCKS = ACTIVATIONS | {"quantization", "offload.activations", "offload.optimize
 OFFLOAD = {"offload", "offload.activations", "offload.optimizer", "offload.tiles", "offload.training"}
 INTEGRATIONS = STREAMING | OFFLOAD | {"tables", "streaming", "streaming.weights", "streaming.kv"}
 DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
-MEASURE = ENGINE | DEEPSPEED | {"memory", "report", "tune.sizes"}
+MEASURE = ENGINE | DEEPSPEED | {"memory", "tools.report", "tools.tune.sizes"}
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "engine": BASE,
@@ -81,14 +81,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations.deepspeed.io": ENGINE | {"memory"},
     "integrations.deepspeed.swap_tensor": CHECKPOINT,
     "integrations.deepspeed": INTEGRATIONS | DEEPSPEED | {"integrations._running"},
-    "report": ENGINE | {"memory"},
-    "tune.sizes": BASE,
-    "tune.measure": MEASURE,
-    "tune.search": MEASURE | {"tune.measure"},
-    "tune.render": MEASURE | {"tune.measure", "tune.search"},
-    "tune.cli": MEASURE | {"tune.measure", "tune.search", "tune.render"},
-    "tune": {"_lazy", "tune.measure", "tune.search", "tune.cli"},
+    "tools": {"_lazy"},
+    "tools.report": ENGINE | {"memory"},
+    "tools.tune.sizes": BASE,
+    "tools.tune.measure": MEASURE,
+    "tools.tune.search": MEASURE | {"tools.tune.measure"},
+    "tools.tune.render": MEASURE | {"tools.tune.measure", "tools.tune.search"},
+    "tools.tune.cli": MEASURE | {"tools.tune.measure", "tools.tune.search", "tools.tune.render"},
+    "tools.tune": {"_lazy", "tools.tune.measure", "tools.tune.search", "tools.tune.cli"},
     # public names of what is elsewhere
+    "report": {"_lazy", "tools.report"},
+    "tune": {"_lazy", "tools.tune", "tools.tune.cli", "tools.tune.measure"},
     "swap": {"_lazy", "memory", "store", *DEEPSPEED},
     "io": {"_lazy", *DEEPSPEED},
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deepnvme.memory.system_memory import meminfo
-from deepnvme.tune.measure.fio import FioFailed, FioRange, FioSettings, output_of, run
+from deepnvme.tools.tune.measure.fio import FioFailed, FioRange, FioSettings, output_of, run
 from harness.workloads import ContenderFailed, Sample, Workload
 
 QUEUE_DEPTH = 32

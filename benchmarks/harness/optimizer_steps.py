@@ -12,9 +12,9 @@ from typing import Literal
 
 import deepnvme
 from deepnvme import AioConfig
-from deepnvme.tune.measure.folder import drop_pages, settle
-from deepnvme.tune.measure.job import OPERATIONS, Job, Operation, Place
-from deepnvme.tune.measure.worker_processes import CallMembers, worker_processes
+from deepnvme.tools.tune.measure.folder import drop_pages, settle
+from deepnvme.tools.tune.measure.job import OPERATIONS, Job, Operation, Place
+from deepnvme.tools.tune.measure.worker_processes import CallMembers, worker_processes
 from harness.comparison import Counts
 from harness.worker_process import WorkerProcess
 

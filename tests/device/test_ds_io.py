@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from deepnvme import AioConfig
-from deepnvme.tune.measure import buffer, transfers
-from deepnvme.tune.measure.job import Job, Operation, Place
+from deepnvme.tools.tune.measure import buffer, transfers
+from deepnvme.tools.tune.measure.job import Job, Operation, Place
 
 from ..support.memory import pattern
 from .stand_in import StandIn

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepnvme.config import AioConfig
-from deepnvme.tune.measure.folder import folder_facts
-from deepnvme.tune.search.results import Figures, Result, Search, Tuning
+from deepnvme.tools.tune.measure.folder import folder_facts
+from deepnvme.tools.tune.search.results import Figures, Result, Search, Tuning
 
 
 def tuning_of(folders: Sequence[Path], complete: bool = True, read: bool = True) -> Tuning:

@@ -1,0 +1,9 @@
+"""ds_report: which ops, backends and system settings for tensor I/O this machine has, and how to fix what is missing."""
+
+from deepnvme._lazy import public_names
+
+from .ds_report import Report, as_json, gather, main, render
+
+__all__ = ["Report", "as_json", "gather", "main", "render"]
+
+__dir__ = public_names(__name__)
