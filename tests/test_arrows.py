@@ -44,7 +44,6 @@ BLOCKS = ACTIVATIONS | {"quantization", "offload.activations", "offload.optimize
 OFFLOAD = {"offload", "offload.activations", "offload.optimizer", "offload.tiles", "offload.training"}
 INTEGRATIONS = STREAMING | OFFLOAD | {"tables", "streaming", "streaming.weights", "streaming.kv"}
 DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
-MEASURE = ENGINE | DEEPSPEED | {"memory", "tools.report", "tools.tune.sizes"}
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "engine": BASE,
@@ -83,15 +82,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations.deepspeed": INTEGRATIONS | DEEPSPEED | {"integrations._running"},
     "tools": {"_lazy"},
     "tools.report": ENGINE | {"memory"},
-    "tools.tune.sizes": BASE,
-    "tools.tune.measure": MEASURE,
-    "tools.tune.search": MEASURE | {"tools.tune.measure"},
-    "tools.tune.render": MEASURE | {"tools.tune.measure", "tools.tune.search"},
-    "tools.tune.cli": MEASURE | {"tools.tune.measure", "tools.tune.search", "tools.tune.render"},
-    "tools.tune": {"_lazy", "tools.tune.measure", "tools.tune.search", "tools.tune.cli"},
+    "tools.tune": ENGINE | DEEPSPEED | {"memory", "tools.report"},
     # public names of what is elsewhere
     "report": {"_lazy", "tools.report"},
-    "tune": {"_lazy", "tools.tune", "tools.tune.cli", "tools.tune.measure"},
+    "tune": {"_lazy", "tools.tune"},
     "swap": {"_lazy", "memory", "store", *DEEPSPEED},
     "io": {"_lazy", *DEEPSPEED},
 }

@@ -2,8 +2,9 @@
 
 from deepnvme._lazy import public_names
 
-from .ds_report import Report, as_json, gather, main, render
+from .directory_probes import open_descriptor, try_direct_io
+from .ds_report import Report, as_json, emit, gather, main, render
 
-__all__ = ["Report", "as_json", "gather", "main", "render"]
+__all__ = ["Report", "as_json", "emit", "gather", "main", "open_descriptor", "render", "try_direct_io"]
 
 __dir__ = public_names(__name__)

@@ -2,11 +2,11 @@
 
 from deepnvme._lazy import public_names
 
-from .measure.job import Job, Place
-from .measure.measuring import measure
-from .search.estimates import Difference
-from .search.results import Figures, Result, Search, Tuning
-from .search.tuner import Order, tune
+from .estimates import Difference
+from .job import Job, Place
+from .measuring import measure
+from .results import Figures, Result, Search, Tuning
+from .tuner import Order, tune
 
 __all__ = ["Difference", "Figures", "Job", "Order", "Place", "Result", "Search", "Tuning", "measure", "tune"]
 

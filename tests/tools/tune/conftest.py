@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from deepnvme.tools.tune.cli import io, sweep
+from deepnvme.tune.io import main as ds_io_main
+from deepnvme.tune.sweep import main as ds_nvme_tune_main
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ def run_command(main: Callable[[Sequence[str]], None], capsys: pytest.CaptureFix
 
 @pytest.fixture
 def ds_io(capsys: pytest.CaptureFixture[str]) -> Command:
-    return run_command(io.main, capsys)
+    return run_command(ds_io_main, capsys)
 
 
 @pytest.fixture
 def ds_nvme_tune(capsys: pytest.CaptureFixture[str]) -> Command:
-    return run_command(sweep.main, capsys)
+    return run_command(ds_nvme_tune_main, capsys)

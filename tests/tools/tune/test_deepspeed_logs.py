@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from deepnvme.config import AioConfig
-from deepnvme.tools.tune.measure.folder import FolderFacts
-from deepnvme.tools.tune.render import deepspeed_logs
-from deepnvme.tools.tune.search.results import Figures, Result, Search, Tuning
+from deepnvme.tools.tune.ds_nvme_tune import write_logs
+from deepnvme.tools.tune.folder import FolderFacts
+from deepnvme.tools.tune.results import Figures, Result, Search, Tuning
 
-DRIVE = FolderFacts("/mnt/nvme0", "ext4", "/dev/nvme0n1", True, "ext4, takes direct I/O", 1)
+DRIVE = FolderFacts("/mnt/nvme0", "ext4", "/dev/nvme0n1", True, "ext4, takes direct I/O")
 GIB = 1 << 30
 KIB = 1 << 10
 
@@ -27,7 +27,7 @@ def result(read: float | None, write: float | None, **setting: object) -> Result
 
 def tuning(*results: Result, folders: int = 1) -> Tuning:
     search = Search((DRIVE,) * folders, results[0], "the fastest", 1, 1.0, True, results)
-    return Tuning(400 << 20, 1.0, True, 0, (search,), None)
+    return Tuning(400 << 20, 1.0, True, 0, (search,))
 
 
 Key = tuple[str, str, str, int, int, int]
@@ -52,7 +52,7 @@ def read_back(directory: Path, operation: str) -> dict[Key, float]:
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(OSError, match="taken"):
-        deepspeed_logs.write(tuning(result(1.0, 1.0)), tmp_path / "taken")
+        write_logs(tuning(result(1.0, 1.0)), tmp_path / "taken")
 
 
 def test_each_setting_has_a_log_for_each_direction(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_each_setting_has_a_log_for_each_direction(tmp_path: Path) -> None:
         result(4.0, 3.0, block_size=8 << 20, queue_depth=128, intra_op_parallelism=8, single_submit=True),
         result(5.0, 6.0, block_size=1025, overlap_events=False),
     )
-    deepspeed_logs.write(found, tmp_path / "made" / "anew")
+    write_logs(found, tmp_path / "made" / "anew")
     expected = {
         ("block", "overlap", "ftd1", 32, 128 * KIB, 1): 2.0,
         ("single", "overlap", "ftd1", 128, 8 << 20, 8): 4.0,
@@ -74,13 +74,13 @@ def test_each_setting_has_a_log_for_each_direction(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [512, 1 << 10, 1 << 20, 1536 * KIB, 1 << 30, 513])
 def test_every_block_size_is_one_that_deepspeed_reads(tmp_path: Path, size: int) -> None:
-    deepspeed_logs.write(tuning(result(1.0, 1.0, block_size=size)), tmp_path)
+    write_logs(tuning(result(1.0, 1.0, block_size=size)), tmp_path)
     (key,) = read_back(tmp_path, "read")
     assert key[4] == size
 
 
 def test_of_two_backends_the_faster_one_is_logged(tmp_path: Path) -> None:
-    deepspeed_logs.write(tuning(result(1.0, 4.0), result(2.0, 3.0, backend="threads")), tmp_path)
+    write_logs(tuning(result(1.0, 4.0), result(2.0, 3.0, backend="threads")), tmp_path)
     assert [*read_back(tmp_path, "read").values()] == [pytest.approx(2e9 / GIB)]
     assert [*read_back(tmp_path, "write").values()] == [pytest.approx(4e9 / GIB)]
 
@@ -90,7 +90,7 @@ def test_an_eliminated_setting_has_no_higher_rate_than_the_recommended_one(tmp_p
     best = replace(result(2.0, 2.0), rounds=2)
     faster_in_reads = replace(result(3.0, 1.0, queue_depth=16), rounds=2)
     fluke = result(99.0, 1.5, queue_depth=32)
-    deepspeed_logs.write(tuning(best, faster_in_reads, fluke), tmp_path)
+    write_logs(tuning(best, faster_in_reads, fluke), tmp_path)
     rates = {key[3]: rate * GIB / 1e9 for key, rate in read_back(tmp_path, "read").items()}
     assert rates == {8: pytest.approx(2.0), 16: pytest.approx(3.0), 32: pytest.approx(2.0)}
     rates = {key[3]: rate * GIB / 1e9 for key, rate in read_back(tmp_path, "write").items()}
@@ -98,7 +98,7 @@ def test_an_eliminated_setting_has_no_higher_rate_than_the_recommended_one(tmp_p
 
 
 def test_several_folders_are_counted_in_the_name(tmp_path: Path) -> None:
-    deepspeed_logs.write(tuning(result(1.0, 1.0), folders=3), tmp_path)
+    write_logs(tuning(result(1.0, 1.0), folders=3), tmp_path)
     (key,) = read_back(tmp_path, "read")
     assert key[2] == "ftd3"
 
@@ -107,12 +107,12 @@ def test_several_folders_are_counted_in_the_name(tmp_path: Path) -> None:
 def test_a_direction_that_was_not_measured_has_no_logs(
     tmp_path: Path, rates: tuple[float | None, float | None], there: str
 ) -> None:
-    deepspeed_logs.write(tuning(result(*rates)), tmp_path)
+    write_logs(tuning(result(*rates)), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [f"_aio_bench_{there}_logs"]
 
 
 def test_all_lines_are_of_the_form_that_deepspeed_prints(tmp_path: Path) -> None:
-    deepspeed_logs.write(tuning(result(2.0, 1.0)), tmp_path)
+    write_logs(tuning(result(2.0, 1.0)), tmp_path)
     (log,) = (tmp_path / "_aio_bench_write_logs").iterdir()
     lines = log.read_text().splitlines()
     assert len(lines) == 4

@@ -12,20 +12,11 @@ from typing import Any
 
 import pytest
 
-from deepnvme.tools.tune.measure.fio import (
-    FioFailed,
-    FioRange,
-    FioSettings,
-    can_move,
-    huge_pages_needed,
-    run,
-    split_file,
-    version,
-)
+from deepnvme.tools.tune.fio import FioFailed, FioTransfer, version
 
 from .conftest import Command
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 Fake = Callable[..., str]
 
 
@@ -62,17 +53,12 @@ sys.exit({status})
 
 
 def report(nbytes: int, **more: Any) -> str:
-    moved = {
-        "io_bytes": nbytes,
-        "runtime": 20,
-        "clat_ns": {"percentile": {"50.000000": 1_000_000, "99.000000": 3_000_000}},
-        **more,
-    }
+    moved = {"io_bytes": nbytes, "runtime": 20, **more}
     return json.dumps({"jobs": [{"write": moved, "usr_cpu": 10.0, "sys_cpu": 15.0, "job_runtime": 20}]})
 
 
-def settings(program: str) -> FioSettings:
-    return FioSettings(program, "libaio", 1 * MIB, 8, huge_pages=False)
+def transfer(program: str, paths: list[Path], nbytes: int, **more: Any) -> FioTransfer:
+    return FioTransfer(program, "libaio", more.pop("operation", "write"), paths, nbytes, MIB, 8, **more)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -120,9 +106,10 @@ def test_a_fio_that_is_no_program_is_one_line(ds_io: Command, fake: Fake, drive:
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--io_size", "4097"], "whole blocks only; give an --io_size that is a multiple of --block_size"),
+    (["--io_size", "4097"], "whole blocks only; give an --io_size that is a multiple of --block_size for each worker"),
     (["--io_size", "1M", "--block_size", "1000"], "whole blocks only"),
     (["--io_size", "1536K"], "whole blocks only"),
+    (["--io_size", "3M", "--io_parallel", "2"], "whole blocks only"),
     (["--io_size", "1M", "--engine", "torch_io"], "leave out --engine and --gpu"),
     (["--io_size", "1M", "--engine", "aio_basic"], "leave out --engine and --gpu"),
 ])  # fmt: skip
@@ -140,50 +127,20 @@ def test_what_fio_cannot_do_is_told_before_anything_is_moved(
 # -- the same transfer -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("nbytes", "block", "count", "expected"), [
-    (MIB, MIB, 1, [(0, MIB)]),
-    (MIB, 4 * MIB, 8, [(0, MIB)]),
-    (4 * MIB, MIB, 2, [(0, 2 * MIB), (2 * MIB, 2 * MIB)]),
-    (3 * MIB, MIB, 2, [(0, MIB), (MIB, 2 * MIB)]),
-    (3 * MIB + 1, MIB, 4, [(0, MIB), (MIB, MIB), (2 * MIB, MIB), (3 * MIB, 1)]),
-])  # fmt: skip
-def test_a_file_is_dealt_in_whole_blocks_without_gap_or_overlap(
-    nbytes: int, block: int, count: int, expected: list[tuple[int, int]]
-) -> None:
-    assert [(piece.offset, piece.nbytes) for piece in split_file(Path("f"), nbytes, block, count)] == expected
-
-
-@pytest.mark.parametrize(("nbytes", "block", "possible"), [
-    (MIB, MIB, True), (4 * MIB, MIB, True), (512, MIB, True), (4 * KIB, MIB, True),
-    (MIB + 512, MIB, False), (511, MIB, False), (1, 1, False), (1000, 500, False),
-])  # fmt: skip
-def test_fio_moves_whole_blocks_of_whole_sectors(nbytes: int, block: int, possible: bool) -> None:
-    assert can_move(FioRange(Path("f"), 0, nbytes), block) is possible
-
-
-def test_huge_pages_hold_what_is_under_way_and_one_more_for_each_piece() -> None:
-    assert huge_pages_needed(FioSettings("fio", "libaio", MIB, 8, True), jobs=2, page=2 * MIB) == 2 * (4 + 1)
-    assert huge_pages_needed(FioSettings("fio", "libaio", 4 * KIB, 1, True), jobs=1, page=2 * MIB) == 2
-
-
 def test_a_report_is_read_by_fios_own_clocks(fake: Fake, tmp_path: Path) -> None:
-    program = fake("note: both {iodepth} and {more}\n" + report(MIB + 4 * KIB))
-    work = [FioRange(Path("/with:colon/f"), 0, MIB), FioRange(Path("/g"), MIB, 4 * KIB)]
-    sample = run(settings(program), "write", work, fallocate="native", fsync=True)
-    assert (sample.nbytes, sample.seconds, sample.gb_per_second) == (MIB + 4 * KIB, 0.02, (MIB + 4 * KIB) / 0.02 / 1e9)
-    assert sample.cpu_seconds == pytest.approx(0.25 * 0.02)
-    assert (sample.block_latency_p50, sample.block_latency_p99) == (0.001, 0.003)
+    program = fake("note: both {iodepth} and {more}\n" + report(8 * MIB))
+    work = transfer(program, [Path("/with:colon/f"), Path("/g")], 4 * MIB, jobs=2, fsync=True)
+    found = work.run(fresh=True)
+    assert (found.nbytes, found.seconds, found.gb_per_second) == (8 * MIB, 0.02, 8 * MIB / 0.02 / 1e9)
+    assert found.cpu_seconds == pytest.approx(0.25 * 0.02)
     given = (tmp_path / "arguments").read_text().split()
     assert {"--rw=write", "--iodepth=8", "--direct=1", "--end_fsync=1", "--fallocate=native", "--group_reporting"} <= set(given)
-    first, second = given.index("--name=job0"), given.index("--name=job1")
-    assert given[first + 1 : second] == ["--filename=/with\\:colon/f", "--offset=0", f"--size={MIB}", f"--bs={MIB}"]
-    assert given[second + 1 :] == ["--filename=/g", f"--offset={MIB}", f"--size={4 * KIB}", f"--bs={4 * KIB}"]
+    assert {"--numjobs=2", f"--size={2 * MIB}", f"--offset_increment={2 * MIB}", f"--bs={MIB}"} <= set(given)
+    assert given[-4:] == ["--name=job0", "--filename=/with\\:colon/f", "--name=job1", "--filename=/g"]
 
 
 def test_a_run_too_short_for_fios_clock_took_one_millisecond(fake: Fake) -> None:
-    program = fake(report(MIB, runtime=0, clat_ns={}))
-    sample = run(settings(program), "write", [FioRange(Path("/f"), 0, MIB)], fallocate="none")
-    assert (sample.seconds, sample.block_latency_p50) == (0.001, 0.0)
+    assert transfer(fake(report(MIB, runtime=0)), [Path("/f")], MIB).run().seconds == 0.001
 
 
 def test_the_ratio_is_ours_to_fios_loop_by_loop(ds_io: Command, fake: Fake, drive: Path, tmp_path: Path) -> None:
@@ -206,14 +163,14 @@ def test_the_real_fio_says_its_version(program: str) -> None:
 def test_the_real_fio_refusing_is_an_error(program: str, drive: Path) -> None:
     (drive / "file").write_bytes(b"")
     with pytest.raises(FioFailed, match="fio ended with 1: "):
-        run(settings(program), "read", [FioRange(drive / "file" / "below", 0, MIB)], fallocate="none")
+        transfer(program, [drive / "file" / "below"], MIB, operation="read").run()
 
 
 @pytest.mark.parametrize("arguments", [
     ["--io_size", "4M"],
     ["--io_size", "4M", "--read"],
     ["--io_size", "256K", "--read"],
-    ["--io_size", "1536K", "--io_parallel", "2", "--fsync"],
+    ["--io_size", "4M", "--io_parallel", "2", "--fsync"],
     ["--io_size", "1M", "--different_file_each_iteration"],
 ])  # fmt: skip
 def test_the_real_fio_moves_the_same(ds_io: Command, program: str, drive: Path, arguments: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -14,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from deepnvme import drives
-from deepnvme.tools.tune.measure.folder import drop_pages, folder_facts, settle
-from deepnvme.tools.tune.measure.unsuitable import Unsuitable
-from deepnvme.tools.tune.measure.workspace import remove_abandoned, workspace
+from deepnvme.tools.tune import folder
+from deepnvme.tools.tune.folder import check_memory, check_space, drop_pages, folder_facts, settle
+from deepnvme.tools.tune.workspace import Unsuitable, remove_abandoned, workspace
 
 from ...support.disks import Disk
 from ...support.files import cached
@@ -61,8 +59,8 @@ def test_a_folder_that_one_may_not_write_to_cannot_be_measured(interpreters: Any
     (drive / "closed").mkdir(mode=0o555)
     interpreters.run(f"""
         from pathlib import Path
-        from deepnvme.tools.tune.measure.folder import folder_facts
-        from deepnvme.tools.tune.measure.unsuitable import Unsuitable
+        from deepnvme.tools.tune.folder import folder_facts
+        from deepnvme.tools.tune.workspace import Unsuitable
         if os.geteuid() == 0:
             os.setgroups([]); os.setgid(65534); os.setuid(65534)
         try:
@@ -79,20 +77,6 @@ def test_looking_at_a_folder_leaves_nothing_in_it(drive: Path) -> None:
     assert list(drive.iterdir()) == []
     assert Path(facts.path) == drive.resolve()
     assert facts.direct == facts.label.endswith("takes direct I/O")
-
-
-def test_folders_on_one_disk_have_its_number(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/proc in place of a btrfs subvolume, whose device number is of no block device either."""
-    mount = drives.mount_of(drive)
-    if mount is None or not Path(mount.source).is_block_device():
-        pytest.skip("needs a directory on a block device")
-    (drive / "folder").mkdir()
-    number = folder_facts(drive).device_number
-    assert folder_facts(drive / "folder").device_number == number
-    disk = drives.block_device(drive)
-    assert drives.block_device(Path("/proc")) is None
-    monkeypatch.setattr(drives, "mount_of", lambda directory: mount)
-    assert drives.block_device(Path("/proc")) == disk
 
 
 @pytest.mark.root
@@ -133,7 +117,7 @@ def killed_run(interpreters: Any, drive: Path) -> Path:
     interpreters.run(f"""
         import signal
         from pathlib import Path
-        from deepnvme.tools.tune.measure.workspace import workspace
+        from deepnvme.tools.tune.workspace import workspace
         with workspace(Path({str(drive)!r}), "ds_io-") as place:
             (place / "tensor").write_bytes(bytes(10_000))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -160,10 +144,10 @@ def test_what_another_process_uses_is_left_alone(interpreters: Any, drive: Path)
     with workspace(drive, "ds_nvme_tune-") as place:
         interpreters.run(f"""
             from pathlib import Path
-            from deepnvme.tools.tune.measure.workspace import remove_abandoned
+            from deepnvme.tools.tune.workspace import remove_abandoned
             remove_abandoned(Path({str(drive)!r}))
         """).check()
-        assert list(place.iterdir()) == [place / "owner.json"]
+        assert list(place.iterdir()) == [place / "owner"]
 
 
 @pytest.mark.parametrize(
@@ -171,8 +155,7 @@ def test_what_another_process_uses_is_left_alone(interpreters: Any, drive: Path)
     [
         ("ds_io-abcdefgh", None),  # somebody's, who likes such names
         ("ds_io-abcdefgh", ""),
-        ("ds_io-abcdefgh", "[1, 2]"),
-        ("ds_io-abcdefgh", '{"host": "another", "boot": "another", "pid": 1}'),  # of a machine whose locks are not seen here
+        ("ds_io-abcdefgh", "another-machine and-its-start"),  # whose locks are not seen here
         ("ds_io-results", "of this machine"),
         ("backup-of-ds_io-abcdefgh", "of this machine"),
     ],
@@ -182,8 +165,7 @@ def test_what_is_not_surely_ours_is_left_alone(drive: Path, name: str, content: 
     place.mkdir()
     (place / "thesis").write_text("mine")
     if content is not None:
-        here = json.dumps({"host": socket.gethostname(), "pid": 1})
-        (place / "owner.json").write_text(here if content == "of this machine" else content)
+        (place / "owner").write_text(socket.gethostname() if content == "of this machine" else content)
     remove_abandoned(drive)
     assert (place / "thesis").read_text() == "mine"
 
@@ -200,7 +182,7 @@ def test_a_link_to_what_a_killed_run_left_is_not_followed(interpreters: Any, dri
 
 def test_a_pipe_in_place_of_the_owners_file_holds_nobody_up(drive: Path) -> None:
     (drive / "ds_io-abcdefgh").mkdir()
-    os.mkfifo(drive / "ds_io-abcdefgh" / "owner.json")
+    os.mkfifo(drive / "ds_io-abcdefgh" / "owner")
     remove_abandoned(drive)
     assert (drive / "ds_io-abcdefgh").exists()
 
@@ -219,3 +201,32 @@ def test_settling_ends_although_the_device_never_is_quiet(drive: Path, monkeypat
     begun = time.monotonic()
     settle(drive, limit_seconds=0.05)
     assert time.monotonic() - begun >= 0.05
+
+
+# -- whether it fits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+def test_folders_of_one_file_system_share_its_space(small_disk: Disk, drive: Path) -> None:
+    one, other = small_disk / "one", small_disk / "other"
+    one.mkdir()
+    other.mkdir()
+    free = small_disk.bytes_free() // 2
+    facts = os.statvfs(small_disk.path)
+    half = facts.f_bavail * facts.f_frsize // 2
+    check_space([(one, half), (other, half), (drive, 1)])
+    with pytest.raises(Unsuitable, match=f"bytes free, {2 * (half + 1)} are needed; make room"):
+        check_space([(one, half + 1), (drive, 1), (other, half + 1)])
+    assert half <= free, "what is reserved for root counts as free"
+
+
+def test_a_drive_that_is_too_small_is_named_with_the_remedy(drive: Path) -> None:
+    with pytest.raises(Unsuitable, match=rf"'{drive}' has \d+ bytes free, {1 << 60} are needed; make room, or wait$"):
+        check_space([(drive, 1 << 60)], "or wait")
+
+
+def test_all_of_the_memory_is_enough_and_a_byte_more_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "available_memory", lambda: 1000)
+    check_memory(1000)
+    with pytest.raises(Unsuitable, match=r"^1001 bytes of memory are needed, 1000 are available; give less$"):
+        check_memory(1001, "give less")

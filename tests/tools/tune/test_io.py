@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.tools.report import ds_report
-from deepnvme.tools.tune.cli import io
-from deepnvme.tools.tune.measure import transfers
-from deepnvme.tools.tune.measure.job import Job
+from deepnvme.tools.report import emit
+from deepnvme.tools.tune import ds_io as program
+from deepnvme.tools.tune import transfers
+from deepnvme.tools.tune.job import Job
 from deepnvme.version import __version__
 
 from ...support.disks import Disk
@@ -46,10 +46,10 @@ def understood(monkeypatch: pytest.MonkeyPatch, drive: Path) -> Callable[..., Jo
             jobs.append(job)
             raise Understood
 
-        monkeypatch.setattr(io, "measure", instead)
+        monkeypatch.setattr(program, "measure", instead)
         where = () if any(each.startswith("--folder") for each in arguments) else ("--folder", str(drive))
         with pytest.raises(Understood):
-            io.main([*where, *arguments])
+            program.main([*where, *arguments])
         return jobs[0]
 
     return parse
@@ -134,7 +134,7 @@ def test_a_name_of_several_lines_is_one_line(ds_io: Command) -> None:
 def test_a_folder_that_one_may_not_write_to_is_one_line(interpreters: Any, drive: Path) -> None:
     (drive / "closed").mkdir(mode=0o555)
     ended = interpreters.run(f"""
-        from deepnvme.tools.tune.cli.io import main
+        from deepnvme.tune.io import main
         if os.geteuid() == 0:
             os.setgroups([]); os.setgid(65534); os.setuid(65534)
         main(["--folder", {str(drive / "closed")!r}, "--io_size", "1M"])
@@ -158,13 +158,13 @@ def test_a_folder_that_is_too_small_is_one_line_before_the_first_byte(ds_io: Com
 def test_a_disk_that_fills_up_meanwhile_is_one_line_and_leaves_nothing(
     ds_io: Command, small_disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, hog = transfers.AioHandle.move, small_disk / "hog"
+    real, hog = transfers.TensorMover.move, small_disk / "hog"
 
     def greedy(self: Any, path: Path) -> None:
         hog.write_bytes(bytes(small_disk.bytes_free() // 4 * 3))
         real(self, path)
 
-    monkeypatch.setattr(transfers.AioHandle, "move", greedy)
+    monkeypatch.setattr(transfers.TensorMover, "move", greedy)
     failed(ds_io("--folder", small_disk.path, "--io_size", "16M"), "No space left on device")
     assert sorted(path.name for path in small_disk.path.iterdir()) == ["hog", "lost+found"]
 
@@ -174,13 +174,13 @@ def test_an_io_size_without_end_is_one_line(ds_io: Command, drive: Path) -> None
 
 
 def test_a_difference_that_validation_finds_is_one_line(ds_io: Command, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = transfers.AioHandle.move
+    real = transfers.TensorMover.move
 
     def careless(self: Any, path: Path) -> None:
         real(self, path)
         self.tensor[0] ^= 1
 
-    monkeypatch.setattr(transfers.AioHandle, "move", careless)
+    monkeypatch.setattr(transfers.TensorMover, "move", careless)
     failed(ds_io("--folder", drive, "--io_size", "1M", "--validate", "--json"), "validation: tensor and '")
     assert list(drive.iterdir()) == []
 
@@ -196,7 +196,7 @@ def test_memory_that_runs_out_is_one_line(ds_io: Command, drive: Path, monkeypat
     def refuse(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(transfers, "make", refuse)
+    monkeypatch.setattr(transfers, "page_locked", refuse)
     failed(ds_io("--folder", drive, "--io_size", "1M"), "MemoryError")
     assert list(drive.iterdir()) == []
 
@@ -347,7 +347,7 @@ def test_what_becomes_of_the_text_is_no_traceback(
         reading, writing = os.pipe()
         os.close(reading)
         os.dup2(os.open("/dev/full", os.O_WRONLY) if {stdout!r} == "/dev/full" else writing, 1)
-        from deepnvme.tools.tune.cli.io import main
+        from deepnvme.tune.io import main
         main(["--folder", {str(drive)!r}, "--io_size", "4K", "--loops", "1"])
     """)
     assert (ended.returncode, ended.stderr) == (status, said)
@@ -355,7 +355,7 @@ def test_what_becomes_of_the_text_is_no_traceback(
 
 def test_stdout_that_is_closed_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # as Python has it after >&-
-    ds_report.emit("unheard")
+    emit("unheard")
 
 
 @pytest.mark.slow
@@ -423,7 +423,7 @@ INTERRUPTED = (130, "", "ds_io: interrupted; its files are removed\n")
 @pytest.mark.parametrize(("number", "times"), [("SIGINT", 1), ("SIGTERM", 1), ("SIGHUP", 1), ("SIGINT", 3)])
 def test_an_interrupt_ends_it_and_removes_its_files(interpreters: Any, drive: Path, number: str, times: int) -> None:
     child = interpreters.start(f"""
-        from deepnvme.tools.tune.cli.io import main
+        from deepnvme.tune.io import main
         main(["--folder", {str(drive)!r}, "--io_size", "8M", "--loops", "1000000", "--read"])
     """)
     wait_for(lambda: written(drive))

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -16,11 +15,10 @@ from typing import Any, get_args
 import pytest
 
 from deepnvme.config import AioConfig
-from deepnvme.tools.tune.measure import folder, measuring, transfers, worker_processes
-from deepnvme.tools.tune.measure.job import EngineName, Job, Operation, Place
-from deepnvme.tools.tune.measure.measuring import measure
-from deepnvme.tools.tune.measure.unsuitable import Unsuitable
-from deepnvme.tools.tune.measure.workspace import workspace
+from deepnvme.tools.tune import folder, measuring, transfers, workers
+from deepnvme.tools.tune.job import EngineName, Job, Operation, Place
+from deepnvme.tools.tune.measuring import measure
+from deepnvme.tools.tune.workspace import Unsuitable, workspace
 
 from ...support.disks import Disk
 from ...support.files import cached
@@ -29,7 +27,6 @@ MIB = 1 << 20
 ENGINES = get_args(EngineName)
 OPERATIONS = get_args(Operation)
 Mover = Callable[[Any, Path], None]
-CLASSES = {"aio_handle": "AioHandle", "aio_basic": "AioBasic", "torch_io": "TorchIo", "torch_fastio": "TorchFastIo"}
 
 
 def job(folder: Path, operation: Operation, *, processes: int = 1, io_size: int = MIB, **more: Any) -> Job:
@@ -39,12 +36,11 @@ def job(folder: Path, operation: Operation, *, processes: int = 1, io_size: int 
 
 
 @pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> Callable[[EngineName, Callable[[Mover], Mover]], None]:
-    """Puts something around the transfers of an engine."""
+def moved(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Mover], Mover]], None]:
+    """Puts something around the transfers."""
 
-    def wrap(engine: EngineName, around: Callable[[Mover], Mover]) -> None:
-        made = getattr(transfers, CLASSES[engine])
-        monkeypatch.setattr(made, "move", around(made.move))
+    def wrap(around: Callable[[Mover], Mover]) -> None:
+        monkeypatch.setattr(transfers.TensorMover, "move", around(transfers.TensorMover.move))
 
     return wrap
 
@@ -56,7 +52,7 @@ def no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise AssertionError("something was begun")
 
-    monkeypatch.setattr(transfers, "make", refuse)
+    monkeypatch.setattr(transfers, "TensorMover", refuse)
     monkeypatch.setattr(measuring, "workspace", refuse)
 
 
@@ -89,7 +85,7 @@ def test_a_folder_too_small_is_told_before_anything_is_written(small_disk: Disk,
 def test_tensors_larger_than_memory_are_told_before_they_are_made(
     drive: Path, monkeypatch: pytest.MonkeyPatch, available: int, wanted: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(folder, "meminfo", {"MemAvailable": available}.get)
+    monkeypatch.setattr(folder, "available_memory", lambda: available)
     with pytest.raises(Unsuitable, match=f"bytes of memory are needed, {available} are available; give a smaller --io_size"):
         measure(job(drive, wanted.pop("operation", "write"), **wanted))
 
@@ -97,7 +93,7 @@ def test_tensors_larger_than_memory_are_told_before_they_are_made(
 @pytest.mark.root
 @pytest.mark.usefixtures("no_transfer")
 def test_files_in_memory_take_memory_too(tmpfs: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "meminfo", {"MemAvailable": 10 * MIB - 1}.get)
+    monkeypatch.setattr(folder, "available_memory", lambda: 10 * MIB - 1)
     with pytest.raises(Unsuitable, match=f"{10 * MIB} bytes of memory are needed"):
         measure(job(tmpfs.path, "write", io_size=5 * MIB))
 
@@ -131,7 +127,7 @@ def test_validation_notices_a_transfer_that_does_nothing(
 
         return move
 
-    moved(engine, lazy)
+    moved(lazy)
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
         measure(job(drive, operation, engine=engine, validate=True))
     assert f"{operation}.0.0" in str(caught.value)
@@ -149,7 +145,7 @@ def test_validation_notices_one_wrong_byte(moved: Any, drive: Path, engine: Engi
 
         return move
 
-    moved(engine, careless)
+    moved(careless)
     with pytest.raises(ValueError, match=r"validation: tensor and '.*' differ after loop 0"):
         measure(job(drive, operation, engine=engine, validate=True))
     measure(job(drive, operation, engine=engine))  # which nobody asked to look
@@ -163,7 +159,7 @@ def test_an_error_of_a_transfer_leaves_nothing(moved: Any, drive: Path) -> None:
 
         return move
 
-    moved("aio_handle", broken)
+    moved(broken)
     with pytest.raises(FileNotFoundError) as caught:
         measure(job(drive, "read"))
     assert caught.value.filename.endswith("/read.0.0")
@@ -189,11 +185,11 @@ def test_bytes_by_path_add_up_to_what_was_moved(operation: Operation, drive: Pat
     found = measure(job(drive, operation, io_size=MIB + 1, loops=3, warmup_loops=2))
     paths = found.paths
     assert paths is not None
-    assert paths.zero_copy + paths.staged + paths.buffered + paths.gds == found.nbytes == 3 * (MIB + 1)
+    assert paths.total() == found.nbytes == 3 * (MIB + 1)
     assert found.block_latency is not None
     assert found.block_latency.count == 3 * 9, "a megabyte in blocks of 128K, and one byte"
     if found.folders[0].direct:
-        assert (paths.zero_copy, paths.staged + paths.buffered) == (3 * MIB, 3)
+        assert (paths["zero_copy"], paths["staged"] + paths["buffered"]) == (3 * MIB, 3)
 
 
 @pytest.mark.root
@@ -201,7 +197,7 @@ def test_bytes_by_path_add_up_to_what_was_moved(operation: Operation, drive: Pat
 def test_on_tmpfs_all_bytes_are_buffered(tmpfs: Disk) -> None:
     found = measure(job(tmpfs.path, "write", validate=True))
     assert found.paths is not None
-    assert found.paths.buffered == found.nbytes == 2 * MIB
+    assert found.paths["buffered"] == found.nbytes == 2 * MIB
     assert not found.folders[0].direct
     assert any("tmpfs" in reason for reason in found.fallbacks)
 
@@ -225,7 +221,7 @@ def test_each_loop_has_a_file_of_its_own_if_asked_to(moved: Any, operation: Oper
 
         return move
 
-    moved("aio_handle", watched)
+    moved(watched)
     measure(job(drive, operation, different_files=different, validate=True))
     assert (len(seen), len(set(seen))) == (3, 3 if different else 1)
 
@@ -241,7 +237,7 @@ def test_no_loop_finds_its_file_in_the_page_cache(moved: Any, operation: Operati
 
         return move
 
-    moved("aio_handle", watched)
+    moved(watched)
     measure(job(drive, operation, validate=True))  # which reads it by the page cache
     assert warm == [False] * 3
 
@@ -251,26 +247,26 @@ def test_fsync_is_for_writes_that_ask_for_it(
     monkeypatch: pytest.MonkeyPatch, drive: Path, operation: Operation, fsync: bool, times: int
 ) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(worker_processes, "sync", synced.append)
+    monkeypatch.setattr(workers, "sync", synced.append)
     measure(job(drive, operation, fsync=fsync))
     assert len(synced) == times, "what reads are to find is made durable once"
 
 
 def test_fsync_counts_as_time_of_the_transfer(monkeypatch: pytest.MonkeyPatch, drive: Path) -> None:
-    monkeypatch.setattr(worker_processes, "sync", lambda path: time.sleep(0.05))
+    monkeypatch.setattr(workers, "sync", lambda path: time.sleep(0.05))
     found = measure(job(drive, "write", fsync=True))
     assert found.task_seconds >= 0.1
 
 
 @pytest.mark.slow
 def test_validation_takes_no_time_of_the_transfer(monkeypatch: pytest.MonkeyPatch, drive: Path) -> None:
-    real = transfers.AioHandle.matches
+    real = transfers.TensorMover.matches
 
     def slow(self: Any, path: Path) -> bool:
         time.sleep(1)
         return real(self, path)
 
-    monkeypatch.setattr(transfers.AioHandle, "matches", slow)
+    monkeypatch.setattr(transfers.TensorMover, "matches", slow)
     begun = time.perf_counter()
     found = measure(job(drive, "write", validate=True, loops=1, warmup_loops=0))
     assert found.seconds < time.perf_counter() - begun - 1
@@ -288,7 +284,7 @@ def test_each_process_has_a_folder_and_its_bytes_count(drive: Path) -> None:
     assert [Path(facts.path).name for facts in found.folders] == ["one", "other"]
     assert found.nbytes == 2 * 2 * MIB
     assert found.paths is not None
-    assert found.paths.zero_copy + found.paths.staged + found.paths.buffered == 4 * MIB
+    assert found.paths.zero_copy + found.paths.staged + found.paths["buffered"] == 4 * MIB
     assert found.cpu_seconds_per_gb > 0
     assert multiprocessing.active_children() == []
     assert [list(place.folder.iterdir()) for place in places] == [[], []]
@@ -305,7 +301,7 @@ def test_a_process_killed_while_it_waits_for_the_other_keeps_nobody(drive: Path,
         killers[0].start()
 
     monkeypatch.setattr(measuring, "settle", settle)
-    with pytest.raises(ChildProcessError, match=r"process . of 2 died; dmesg may tell why"):
+    with pytest.raises(ChildProcessError, match="one of 2 processes died; dmesg may tell why"):
         measure(job(drive, "write", processes=2))
     killers[0].join()
     assert multiprocessing.active_children() == []
@@ -329,7 +325,7 @@ def test_one_process_of_two_is_told_of_and_the_other_ended(drive: Path, monkeypa
 
     monkeypatch.setattr(measuring, "settle", settle)
     begun = time.monotonic()
-    error, said = (FileNotFoundError, r"/read\.1\.0") if ending == "it fails" else (ChildProcessError, "of 2 died")
+    error, said = (FileNotFoundError, r"/read\.1\.0") if ending == "it fails" else (ChildProcessError, "of 2 processes died")
     with pytest.raises(error, match=said):
         measure(job(drive, "read", processes=2))
     assert multiprocessing.active_children() == []
@@ -337,27 +333,12 @@ def test_one_process_of_two_is_told_of_and_the_other_ended(drive: Path, monkeypa
     assert time.monotonic() - begun < 60
 
 
-def test_a_process_that_cannot_begin_says_why_and_ends() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    refused = job(Path("/nowhere"), "write", engine="aio_basic", setting=AioConfig(backend="threads"))
-    worker_processes.serve(refused, 0, Path("/nowhere"), lambda: None, theirs)
-    assert isinstance(ours.recv().error, Unsuitable)
-    with pytest.raises(EOFError):
-        ours.recv()
-    ours.close()
-
-
-def test_what_another_process_warns_of_is_said_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    def warn(*arguments: object) -> None:
-        warnings.warn("half the speed", RuntimeWarning, stacklevel=1)
-        raise Unsuitable("and then this")
-
-    monkeypatch.setattr(transfers, "make", warn)
-    ours, theirs = multiprocessing.Pipe()
-    worker_processes.serve(job(Path("/nowhere"), "write"), 0, Path("/nowhere"), lambda: None, theirs)
-    with pytest.warns(RuntimeWarning, match="half the speed"), pytest.raises(Unsuitable, match="and then this"):
-        worker_processes.SeveralProcesses([ours])
-    ours.close()
+@pytest.mark.slow
+def test_a_process_that_cannot_begin_says_why_and_all_end(drive: Path) -> None:
+    with pytest.raises(Unsuitable, match="aio_basic has one worker"):
+        measure(job(drive, "write", processes=2, engine="aio_basic", setting=AioConfig(backend="threads")))
+    assert multiprocessing.active_children() == []
+    assert list(drive.iterdir()) == []
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

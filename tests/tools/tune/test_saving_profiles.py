@@ -19,9 +19,8 @@ import deepnvme
 from deepnvme.config import AioConfig
 from deepnvme.drives import Drive, Kind, Mount
 from deepnvme.profiles import DriveProfile
-from deepnvme.tools.tune.cli import sweep
-from deepnvme.tools.tune.search import found_profiles as finding
-from deepnvme.tools.tune.search.found_profiles import profiles_from
+from deepnvme.tools.tune import ds_nvme_tune as program
+from deepnvme.tools.tune.ds_nvme_tune import profiles_from
 
 from ...support.disks import Disk
 from ...support.tunings import tuning_of
@@ -36,7 +35,7 @@ ENDED = datetime(2026, 11, 1, 12, 30, tzinfo=timezone.utc)
 @pytest.fixture
 def tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tuner has results at once."""
-    monkeypatch.setattr(sweep, "tune", lambda order, progress: tuning_of(order.folders))
+    monkeypatch.setattr(program, "tune", lambda order, progress: tuning_of(order.folders))
 
 
 def stored(configuration: Path) -> list[DriveProfile]:
@@ -60,42 +59,36 @@ def on_drives(monkeypatch: pytest.MonkeyPatch, kinds: dict[Path, Kind | None]) -
         kind = kinds[path]
         return Drive(kind and Mount(str(path), "xfs", f"/dev/{path.name}", "rw"), (), kind or "unknown")
 
-    monkeypatch.setattr(finding, "drive_of", drive_of)
+    monkeypatch.setattr(program, "drive_of", drive_of)
 
 
 def test_each_drive_gets_the_best_settings_of_its_folder_alone(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = two_folders(drive)
     on_drives(monkeypatch, {a: "nvme", b: "nvme"})
-    found = profiles_from(tuning_of([a, b]), ENDED)
-    assert found.skipped == ()
-    first, second = (each.profile for each in found.profiles)
+    (first, second), skipped = profiles_from(tuning_of([a, b]), ENDED)
+    assert skipped == []
     assert (first.mount, first.settings.queue_depth, first.read_gb_per_second, first.write_gb_per_second) == (str(a), 1, 1.0, 1.0)
     assert (second.mount, second.settings.queue_depth, second.read_gb_per_second) == (str(b), 2, 2.0)
     assert first.measured_at == "2026-11-01T12:30:00+00:00"
 
 
 def test_of_several_folders_on_one_drive_the_first_counts(drive: Path) -> None:
-    (found,) = profiles_from(tuning_of(two_folders(drive)), ENDED).profiles
-    assert (found.folder, found.profile.settings.queue_depth) == (str(drive / "a"), 1)
+    (found,), _ = profiles_from(tuning_of(two_folders(drive)), ENDED)
+    assert found.settings.queue_depth == 1
 
 
 def test_a_rate_that_was_not_measured_is_not_stored(drive: Path) -> None:
-    (found,) = profiles_from(tuning_of([drive], read=False), ENDED).profiles
-    assert (found.profile.read_gb_per_second, found.profile.write_gb_per_second) == (None, 1.0)
+    (found,), _ = profiles_from(tuning_of([drive], read=False), ENDED)
+    assert (found.read_gb_per_second, found.write_gb_per_second) == (None, 1.0)
 
 
 def test_memory_and_unknown_mounts_have_no_profile_and_the_others_still_do(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = two_folders(drive)
     on_drives(monkeypatch, {drive: "memory", a: None, b: "ssd"})
-    found = profiles_from(tuning_of([drive, a, b]), ENDED)
-    assert [each.folder for each in found.profiles] == [str(b)]
-    assert re.fullmatch(f"no drive profile for '{drive}': .* in memory.*", found.skipped[0])
-    assert re.fullmatch(f"no drive profile for '{a}': .*mountinfo.*", found.skipped[1])
-
-
-def test_an_interrupted_search_gives_no_profile(drive: Path) -> None:
-    with pytest.raises(ValueError, match="interrupted"):
-        profiles_from(tuning_of([drive], complete=False), ENDED)
+    found, skipped = profiles_from(tuning_of([drive, a, b]), ENDED)
+    assert [each.mount for each in found] == [str(b)]
+    assert re.fullmatch(f"no drive profile for '{drive}': .* in memory.*", skipped[0])
+    assert re.fullmatch(f"no drive profile for '{a}': .*mountinfo.*", skipped[1])
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -171,7 +164,7 @@ def test_both_options_are_refused(ds_nvme_tune: Command, drive: Path) -> None:
 def test_an_interrupted_run_stores_nothing_and_says_so(
     ds_nvme_tune: Command, drive: Path, configuration: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "tune", lambda order, progress: tuning_of(order.folders, complete=False))
+    monkeypatch.setattr(program, "tune", lambda order, progress: tuning_of(order.folders, complete=False))
     assert "no drive profile is stored" in ds_nvme_tune("--nvme_dir", drive, "--save_profile").refusal(130)
     assert "profile" not in ds_nvme_tune("--nvme_dir", drive).refusal(130)
     assert stored(configuration) == []
@@ -201,7 +194,7 @@ def test_an_unknown_value_of_the_variable_is_told_before_anything_is_measured(
     ds_nvme_tune: Command, drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEEPNVME_PROFILE", "maybe")
-    monkeypatch.setattr(sweep, "tune", lambda *arguments: pytest.fail("it measured"))
+    monkeypatch.setattr(program, "tune", lambda *arguments: pytest.fail("it measured"))
     assert "DEEPNVME_PROFILE must be on or off, got 'maybe'" in ds_nvme_tune("--nvme_dir", drive).refusal(1)
 
 
@@ -211,10 +204,10 @@ PROGRAM = """
 import fcntl, pathlib, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C on it is a signal
 {prelude}
-from deepnvme.tools.tune.cli import sweep
+from deepnvme.tools.tune import ds_nvme_tune as program
 from tests.support.tunings import tuning_of
-sweep.tune = lambda order, progress: tuning_of(order.folders)
-sweep.main(sys.argv[1:])
+program.tune = lambda order, progress: tuning_of(order.folders)
+program.main(sys.argv[1:])
 """
 
 # Goes on as a background job of the terminal. If that is stopped, waitstatus_to_exitcode raises ValueError.
@@ -295,7 +288,7 @@ def test_with_several_folders_the_question_says_whose_settings_are_meant(drive: 
     a, b = two_folders(drive)
     status, shown = answered(b"y\n", "--nvme_dir", a, b)
     assert status == 0, shown
-    assert f"Let deepnvme use the best settings of {a} alone for files on " in shown
+    assert "Let deepnvme use the best settings of each drive alone for files on " in shown
     (profile,) = stored(configuration)
     assert profile.settings.queue_depth == 1
 

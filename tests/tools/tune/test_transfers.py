@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from deepnvme.config import AioConfig
-from deepnvme.tools.tune.measure import transfers
-from deepnvme.tools.tune.measure.buffer import TransferBuffer, random_bytes
-from deepnvme.tools.tune.measure.job import EngineName, Job, Operation, Place
-from deepnvme.tools.tune.measure.unsuitable import Unsuitable
+from deepnvme.tools.tune import transfers
+from deepnvme.tools.tune.job import EngineName, Job, Operation, Place
+from deepnvme.tools.tune.transfers import TransferBuffer, random_bytes
+from deepnvme.tools.tune.workspace import Unsuitable
 
 ENGINES = get_args(EngineName)
 ODD_SIZES = (1, 511, 4097, (1 << 20) + 1)
@@ -43,7 +43,7 @@ def change(path: Path, offset: int) -> None:
 @pytest.mark.parametrize("engine", ["aio_handle", "aio_basic"])
 @pytest.mark.parametrize("offset", [0, 2048, -1])
 def test_one_wrong_bit_in_the_file_is_seen(engine: EngineName, offset: int, drive: Path) -> None:
-    transfer = transfers.make(job(engine, "write"), 0)
+    transfer = transfers.TensorMover(job(engine, "write"), 0)
     transfer.move(drive / "file")
     assert transfer.matches(drive / "file")
     change(drive / "file", offset)
@@ -52,7 +52,7 @@ def test_one_wrong_bit_in_the_file_is_seen(engine: EngineName, offset: int, driv
 
 @pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
 def test_another_tensor_in_a_file_of_torch_is_seen(engine: EngineName, drive: Path) -> None:
-    transfer = transfers.make(job(engine, "write"), 0)
+    transfer = transfers.TensorMover(job(engine, "write"), 0)
     transfer.move(drive / "file")
     assert transfer.matches(drive / "file")
     torch.save(torch.zeros(4097, dtype=torch.uint8), drive / "file")
@@ -66,7 +66,7 @@ def test_another_tensor_in_a_file_of_torch_is_seen(engine: EngineName, drive: Pa
 def test_a_file_that_torch_cannot_read_is_told_in_one_line(
     engine: EngineName, damage: Callable[[bytes], bytes], drive: Path
 ) -> None:
-    transfer = transfers.make(job(engine, "read"), 0)
+    transfer = transfers.TensorMover(job(engine, "read"), 0)
     transfer.write(drive / "file")
     (drive / "file").write_bytes(damage((drive / "file").read_bytes()))
     with pytest.raises(ValueError, match=r"\A'.*/file' holds no tensor that torch.load can read: .+\Z"):
@@ -75,7 +75,7 @@ def test_a_file_that_torch_cannot_read_is_told_in_one_line(
 
 @pytest.mark.parametrize("length", [4096, 4098])
 def test_a_file_of_another_length_is_not_the_tensor(length: int, drive: Path) -> None:
-    transfer = transfers.make(job("aio_handle", "write"), 0)
+    transfer = transfers.TensorMover(job("aio_handle", "write"), 0)
     transfer.move(drive / "file")
     with (drive / "file").open("r+b") as file:
         file.truncate(length)
@@ -84,7 +84,7 @@ def test_a_file_of_another_length_is_not_the_tensor(length: int, drive: Path) ->
 
 def test_a_difference_beyond_the_first_piece_is_seen(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "CHUNK", 1000)
-    transfer = transfers.make(job("aio_handle", "write"), 0)
+    transfer = transfers.TensorMover(job("aio_handle", "write"), 0)
     transfer.move(drive / "file")
     assert transfer.matches(drive / "file")
     change(drive / "file", 4000)
@@ -93,7 +93,7 @@ def test_a_difference_beyond_the_first_piece_is_seen(drive: Path, monkeypatch: p
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_read_that_does_nothing_is_seen(engine: EngineName, drive: Path) -> None:
-    transfer = transfers.make(job(engine, "read", validate=True), 0)
+    transfer = transfers.TensorMover(job(engine, "read", validate=True), 0)
     transfer.write(drive / "file")
     transfer.move(drive / "file")
     assert transfer.matches(drive / "file")
@@ -106,7 +106,7 @@ def test_a_read_that_does_nothing_is_seen(engine: EngineName, drive: Path) -> No
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_write_that_does_nothing_is_seen_although_the_file_was_written_before(engine: EngineName, drive: Path) -> None:
-    transfer = transfers.make(job(engine, "write", validate=True), 0)
+    transfer = transfers.TensorMover(job(engine, "write", validate=True), 0)
     transfer.move(drive / "file")
     transfer.renew()
     assert not transfer.matches(drive / "file")
@@ -128,20 +128,20 @@ def test_a_buffer_on_the_way_to_a_device_forgets_as_well(handle: Any, drive: Pat
 
 
 @pytest.mark.parametrize(("wrong", "option"), [
-    (job("aio_basic", "write", setting=AioConfig(backend="threads")), "--backend"),
-    (job("aio_basic", "write", setting=AioConfig(intra_op_parallelism=2)), "--io_parallel"),
+    (job("aio_basic", "write", setting=AioConfig(backend="threads")), "--backend, --io_parallel: aio_basic has one worker"),
+    (job("aio_basic", "write", setting=AioConfig(intra_op_parallelism=2)), "--backend, --io_parallel: aio_basic has one worker"),
     (job("torch_fastio", "write", fast_io_size=8191), "--fast_io_size: must be at least 8192, got 8191"),
 ])  # fmt: skip
 def test_what_an_engine_cannot_do_is_told_by_the_option(wrong: Job, option: str) -> None:
     with pytest.raises(Unsuitable, match=f"^{option}"):
-        transfers.make(wrong, 0)
+        transfers.TensorMover(wrong, 0)
 
 
 @without_cuda
 @pytest.mark.parametrize("engine", ENGINES)
 def test_without_cuda_there_is_no_gpu(engine: EngineName) -> None:
     with pytest.raises(Unsuitable, match=r"--gpu: PyTorch .* sees no CUDA device; leave --gpu out"):
-        transfers.make(job(engine, "write", gpu=True), 0)
+        transfers.TensorMover(job(engine, "write", gpu=True), 0)
 
 
 def test_a_gpu_that_is_not_there_is_told_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,14 +167,14 @@ def test_an_op_that_cannot_be_compiled_is_told_in_one_line(monkeypatch: pytest.M
 @pytest.mark.parametrize("io_size", ODD_SIZES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_tensor_of_any_size_is_written_and_read(engine: EngineName, io_size: int, drive: Path) -> None:
-    writer: Any = transfers.make(job(engine, "write", io_size), 0)
+    writer: Any = transfers.TensorMover(job(engine, "write", io_size), 0)
     writer.move(drive / "file")
     assert writer.matches(drive / "file")
     if engine.startswith("aio"):
         assert (drive / "file").stat().st_size == io_size
     else:
         assert torch.equal(torch.load(drive / "file", weights_only=True), writer.tensor)
-    reader = transfers.make(job(engine, "read", io_size, validate=True), 0)
+    reader = transfers.TensorMover(job(engine, "read", io_size, validate=True), 0)
     reader.write(drive / "file")
     reader.renew()
     reader.move(drive / "file")
@@ -184,7 +184,7 @@ def test_a_tensor_of_any_size_is_written_and_read(engine: EngineName, io_size: i
 @pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
 def test_the_old_file_format_of_torch_is_another(engine: EngineName, drive: Path) -> None:
     for legacy in (False, True):
-        transfer = transfers.make(job(engine, "write", torch_legacy_save=legacy), 0)
+        transfer = transfers.TensorMover(job(engine, "write", torch_legacy_save=legacy), 0)
         transfer.move(drive / "file")
         assert transfer.matches(drive / "file")
         assert ((drive / "file").read_bytes()[:2] != b"PK") is legacy
@@ -193,7 +193,7 @@ def test_the_old_file_format_of_torch_is_another(engine: EngineName, drive: Path
 @pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
 def test_reads_that_nobody_validates_do_not_pile_up(engine: EngineName, drive: Path) -> None:
     size = 54_321
-    transfer = transfers.make(job(engine, "read", size), 0)
+    transfer = transfers.TensorMover(job(engine, "read", size), 0)
     transfer.write(drive / "file")
     for _ in range(2):
         transfer.move(drive / "file")
@@ -210,9 +210,9 @@ def test_no_part_of_a_tensor_is_left_as_it_was(size: int) -> None:
 
 
 @pytest.mark.parametrize("make", [
-    lambda: transfers.make(job("aio_handle", "write"), 0),
-    lambda: transfers.make(job("aio_handle", "write", accelerator_pin_memory=True), 0),
-    lambda: transfers.make(job("torch_fastio", "write"), 0),
+    lambda: transfers.TensorMover(job("aio_handle", "write"), 0),
+    lambda: transfers.TensorMover(job("aio_handle", "write", accelerator_pin_memory=True), 0),
+    lambda: transfers.TensorMover(job("torch_fastio", "write"), 0),
 ])  # fmt: skip
 def test_the_engine_counts_what_was_written(make: Callable[[], transfers.TensorMover], drive: Path) -> None:
     transfer = make()
@@ -224,5 +224,5 @@ def test_the_engine_counts_what_was_written(make: Callable[[], transfers.TensorM
 
 @without_cuda
 def test_memory_that_no_accelerator_pins_is_called_ordinary() -> None:
-    assert "ordinary memory" in transfers.make(job("aio_handle", "write", accelerator_pin_memory=True), 0).memory
-    assert transfers.make(job("aio_handle", "write"), 0).memory == "locked memory"
+    assert "ordinary memory" in transfers.TensorMover(job("aio_handle", "write", accelerator_pin_memory=True), 0).memory
+    assert transfers.TensorMover(job("aio_handle", "write"), 0).memory == "locked memory"
