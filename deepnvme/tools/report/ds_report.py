@@ -54,7 +54,7 @@ class Report:
 
 
 def gather(directory: str | os.PathLike[str] | None = None) -> Report:
-    """Examine this machine. Blocks, for about 0.3 s.
+    """Examine this machine. Blocks, for about 1.5 s, most of it to examine the processor.
 
     Args:
         directory: Also examine this directory, by writing a small file there, which is removed. None for no directory.

@@ -1,6 +1,6 @@
 """Examines this machine: the ops, their backends, the installed software and the kernel's limits.
 
-Only small test programs are compiled, and torch is not imported, so that all of it takes well under a second.
+Only small test programs are compiled, and torch is not imported, so that all of it takes about a second.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from deepnvme.ops.op_builder import ALL_OPS, AsyncIOBuilder, OpBuilder, jit, packages, toolchain
 from deepnvme.ops.op_builder.async_io import Backend
@@ -27,6 +29,7 @@ _FEW_AIO_EVENTS = 1024  # eight default handles
 AIO_LIMITS = Path("/proc/sys/fs")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CAP_IPC_LOCK = 14
+_VECTOR_EXTENSIONS = ("avx", "avx2", "avx512f", "avx512bw", "asimd", "sve", "sve2")
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def environment(gds: GdsProbe) -> list[Fact]:
 
 def system() -> list[Fact]:
     """Return the facts about kernel, processors and limits that matter to I/O."""
-    facts = [Fact("kernel", f"{platform.system()} {platform.release()}"), *_cpu()]
+    facts = [Fact("kernel", f"{platform.system()} {platform.release()}"), *_cpu(), _memory()]
     for name, key, probe in (
         ("aio-nr, events in use", "aio_nr", _aio_events_used),
         ("aio-max-nr, events allowed", "aio_max_nr", _aio_events_allowed),
@@ -230,12 +233,24 @@ def _found(name: str, found: Found, gds: GdsProbe, note: str = "", in_brief: boo
 
 
 def _cpu() -> list[Fact]:
-    """Return the model of the processor, and how many processors this process may use."""
-    text = _read(Path("/proc/cpuinfo")) or ""
-    model = re.search(r"^(?:model name|Model|cpu model|cpu)\s*:\s*(.+)$", text, re.MULTILINE)
+    """Return the model of the processor, its vector extensions, and how many processors this process may use. Takes a second."""
+    import cpuinfo  # here, because only this needs it
+
+    found = cpuinfo.get_cpu_info()
+    vectors = [flag for flag in found.get("flags", []) if flag in _VECTOR_EXTENSIONS]
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    name = model[1] if model else platform.processor() or platform.machine()
-    return [Fact("CPU", name), Fact("CPUs usable", usable, named="usable_cpus")]
+    return [
+        Fact("CPU", found.get("brand_raw") or platform.machine()),
+        Fact("vector extensions", ", ".join(vectors) or None),
+        Fact("CPUs usable", usable, named="usable_cpus"),
+    ]
+
+
+def _memory() -> Fact:
+    """Return the memory of this machine, and what of it is available."""
+    found = psutil.virtual_memory()
+    text = f"{human_size(found.total)}, {human_size(found.available)} available"
+    return Fact("memory", found.total, text, named="memory_bytes")
 
 
 # Probes of Linux: each returns a value, its text where that is another than str(value), and what is wrong with it, with the
