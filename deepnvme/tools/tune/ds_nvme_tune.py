@@ -61,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--gds moves GPU memory: give --gpu, too")
     if options.gds and options.save_profile:
         parser.error("--save_profile stores settings of the engine, but --gds measures another op: give one of them")
+    if options.output == "-":
+        parser.error("--output: must be a file, got '-'")
+    if options.log_dir is not None and options.log_dir.exists() and not options.log_dir.is_dir():
+        parser.error(f"--log_dir: '{options.log_dir}' is not a directory")
     with one_line_errors(_PROGRAM):
         if options.save_profile is not False:
             profiles_enabled()  # raises ValueError for an unknown value before anything is measured

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from deepnvme.config import AioConfig
 
@@ -12,7 +11,6 @@ from .estimates import Difference
 from .folder import FolderFacts
 from .job import OPERATIONS, Operation
 
-_Group = TypeVar("_Group")
 _TABLE = 10
 
 
@@ -119,17 +117,6 @@ class Search:
         """The results to show: the finalists, but no more than the ten fastest of them and the recommended one."""
         shown = self.finalists[:_TABLE]
         return shown if self.best in shown else (*shown, self.best)
-
-    def leaders(self, group_of: Callable[[Result], _Group]) -> dict[_Group, Result]:
-        """Return the best result of each group: the recommended one, or that which stayed longest and was the fastest then.
-
-        Args:
-            group_of: Returns the group that a result belongs to.
-        """
-        leaders: dict[_Group, Result] = {}
-        for result in (self.best, *self.results):
-            leaders.setdefault(group_of(result), result)
-        return leaders
 
 
 @dataclass(frozen=True)
