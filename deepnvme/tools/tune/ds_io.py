@@ -28,7 +28,7 @@ from .command_line import (
     show_result,
     size,
 )
-from .job import EngineName, Job, Measurement, Place, Sample
+from .job import PATHS, EngineName, Job, Measurement, Place, Sample
 from .measuring import measure
 from .rendering import measurement_text
 from .settings import bad_setting
@@ -128,6 +128,8 @@ def as_document(measurement: Measurement) -> dict[str, Any]:
     lines, where it is 1024^3 bytes.
     """
     paths, nbytes = measurement.paths, measurement.nbytes
+    if paths is not None:
+        by_path = {"direct": paths["zero_copy"] + paths["staged"], **{name: paths[name] for name in PATHS}}
     return {
         "tool": "ds_io",
         "version": __version__,
@@ -136,7 +138,7 @@ def as_document(measurement: Measurement) -> dict[str, Any]:
         "cpu_seconds_per_gb": measurement.cpu_seconds_per_gb,
         "request_latency": measurement.request_latency,
         "block_latency": measurement.block_latency,
-        "bytes": None if paths is None else {"direct": paths["zero_copy"] + paths["staged"], **paths},
+        "bytes": None if paths is None else by_path,
         "deepspeed": {
             "task_latency": measurement.task_seconds,
             "task_speed": nbytes / measurement.task_seconds / GIB,

@@ -20,6 +20,9 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 EngineName = Literal["aio_handle", "aio_basic", "torch_io", "torch_fastio"]
 """How the tensor is moved: by one handle, a handle for each call, torch.save and torch.load, or torch.save over a handle."""
 
+PATHS = ("zero_copy", "staged", "buffered", "gds")
+"""The paths of bytes between memory and drive: see :attr:`Sample.paths`."""
+
 
 def check_number(value: object, name: str) -> None:
     """Raise TypeError, which names the argument, if a number of bytes is no int: texts are for command lines."""

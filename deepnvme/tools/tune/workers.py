@@ -16,7 +16,7 @@ from typing import Any
 
 from .figures import latency_between
 from .folder import drop_pages, sync
-from .job import Job, Sample, file_name
+from .job import PATHS, Job, Sample, file_name
 
 CallWorkers = Callable[..., list[Any]]
 """A function that calls a method of all workers of a job at the same time, and returns their results in order. Blocks.
@@ -93,8 +93,7 @@ class Worker:
             raise ValueError(f"validation: tensor and '{path}' differ after loop {number}")
         paths, latency = None, Counter[float]()
         if after:
-            names = ("zero_copy", "staged", "buffered", "gds")
-            paths = Counter({name: after.get(f"bytes_{name}", 0) - before.get(f"bytes_{name}", 0) for name in names})
+            paths = Counter({name: after.get(f"bytes_{name}", 0) - before.get(f"bytes_{name}", 0) for name in PATHS})
             latency = latency_between(before, after)
         return start, Sample(job.io_size, seconds, cpu, (seconds,), paths, latency)
 
