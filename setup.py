@@ -55,7 +55,7 @@ setup(
     packages=[*find_packages(include=["deepnvme", "deepnvme.*"], exclude=[f"{name}*" for name in MAPPED]), *MAPPED],
     package_dir=MAPPED,
     package_data={
-        "deepnvme": ["py.typed", "**/*.pyi", "**/*.html", "**/*.mplstyle"],
+        "deepnvme": ["py.typed", "**/*.pyi", "tools/tune/*.html", "tools/tune/*.txt"],
         "deepnvme.ops.csrc": ["**/*.cpp", "**/*.h"],
     },
     include_package_data=False,

@@ -38,9 +38,9 @@ from harness.optimizer_steps import quieten
 from harness.tables import comparison_table, table, verdict_table
 from harness.worker_process import WorkerProcess
 
-from deepnvme.tune.cli.arguments import positive
-from deepnvme.tune.measure.figures import Spread
-from deepnvme.tune.measure.folder import check_memory
+from deepnvme.tools.tune.command_line import positive
+from deepnvme.tools.tune.figures import Spread
+from deepnvme.tools.tune.folder import check_memory
 
 MIB = 1 << 20
 PARTS = ("identity", "compute", "drive", "memory", "transformers")

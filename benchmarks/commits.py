@@ -30,7 +30,7 @@ from harness.worker_process import WorkerProcess, importing_from
 from harness.workloads import ContenderFailed
 
 import deepnvme
-from deepnvme.tune.cli.arguments import positive
+from deepnvme.tools.tune.command_line import positive
 
 SPEED, MEMORY = 0.97, 1.02
 WORKLOADS = {

@@ -29,7 +29,7 @@ from harness.documents import document
 from harness.figures import Verdict
 from harness.tables import verdict_table
 
-from deepnvme.tune.cli.arguments import positive
+from deepnvme.tools.tune.command_line import positive
 from tests.native import EngineTestingBuilder
 
 PARTS = ("completing", "drives", "neighbours")

@@ -22,8 +22,8 @@ import torch
 from harness.tables import size_text, spread_text, table
 
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, OpBuilder
-from deepnvme.tune.cli.arguments import size
-from deepnvme.tune.measure.figures import Spread
+from deepnvme.tools.tune.command_line import size
+from deepnvme.tools.tune.figures import Spread
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TESTS = REPOSITORY / "tests" / "gpu"

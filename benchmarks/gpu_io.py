@@ -26,9 +26,9 @@ from harness.targets import Target, judge
 from harness.workloads import Workload
 
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
-from deepnvme.tune.cli.arguments import positive, size
-from deepnvme.tune.measure.folder import check_memory
-from deepnvme.tune.measure.unsuitable import Unsuitable
+from deepnvme.tools.tune.command_line import positive, size
+from deepnvme.tools.tune.folder import check_memory
+from deepnvme.tools.tune.workspace import Unsuitable
 
 MIB = 1 << 20
 HOST = ("host", "pinned")

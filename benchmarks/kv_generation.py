@@ -27,9 +27,9 @@ from harness.optimizer_steps import drive_limits, quieten
 from harness.tables import comparison_table, spread_text, table, verdict_table
 from harness.workloads import ContenderFailed
 
-from deepnvme.tune.cli.arguments import positive
-from deepnvme.tune.measure.figures import Spread
-from deepnvme.tune.measure.folder import check_memory
+from deepnvme.tools.tune.command_line import positive
+from deepnvme.tools.tune.figures import Spread
+from deepnvme.tools.tune.folder import check_memory
 
 NVME = "deepnvme, drive"
 HALF = "deepnvme, half of it in memory"

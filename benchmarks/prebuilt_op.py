@@ -31,8 +31,8 @@ from harness.wheels import unpack_wheel
 from harness.workloads import ContenderFailed, Workload
 from raw_io import MEMORIES, MIB, whole_mebibytes, workloads
 
-from deepnvme.tune.cli.arguments import positive
-from deepnvme.tune.measure.folder import check_memory
+from deepnvme.tools.tune.command_line import positive
+from deepnvme.tools.tune.folder import check_memory
 
 SPEED = 0.98
 WHEEL, HERE = "wheel", "compiled here"

@@ -26,10 +26,10 @@ from harness.random_read_worker import RECORD
 from harness.tables import spread_text, table, verdict_table
 from harness.worker_process import WorkerProcess
 
-from deepnvme.tune.cli.arguments import positive, size
-from deepnvme.tune.measure.figures import Spread
-from deepnvme.tune.measure.fio import version
-from deepnvme.tune.measure.folder import check_memory, drop_pages, settle
+from deepnvme.tools.tune.command_line import positive, size
+from deepnvme.tools.tune.figures import Spread
+from deepnvme.tools.tune.fio import version
+from deepnvme.tools.tune.folder import check_memory, drop_pages, settle
 
 MIB = 1 << 20
 OURS = "gather"

@@ -27,10 +27,10 @@ from harness.tables import rate_table, size_text, verdict_table
 from harness.targets import Target, judge
 from harness.workloads import Contender, Memory, Workload
 
-from deepnvme.tune.cli.arguments import positive, size
-from deepnvme.tune.measure.fio import version
-from deepnvme.tune.measure.folder import check_memory
-from deepnvme.tune.measure.job import Operation
+from deepnvme.tools.tune.command_line import positive, size
+from deepnvme.tools.tune.fio import version
+from deepnvme.tools.tune.folder import check_memory
+from deepnvme.tools.tune.job import Operation
 
 MIB = 1 << 20
 KIB = 1 << 10

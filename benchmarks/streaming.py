@@ -32,9 +32,9 @@ from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
 from deepnvme.streaming import WeightStore
-from deepnvme.tune.cli.arguments import positive
-from deepnvme.tune.measure.figures import Spread
-from deepnvme.tune.measure.folder import check_memory, sync
+from deepnvme.tools.tune.command_line import positive
+from deepnvme.tools.tune.figures import Spread
+from deepnvme.tools.tune.folder import check_memory, sync
 
 MIB = 1 << 20
 PARTS = ("forward", "generate", "identity", "memory", "build")

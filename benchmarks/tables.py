@@ -31,9 +31,9 @@ from harness.workloads import ContenderFailed
 
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.system_memory import available_memory
-from deepnvme.tune.cli.arguments import positive
-from deepnvme.tune.measure.figures import Spread
-from deepnvme.tune.measure.folder import check_memory, drop_pages, settle
+from deepnvme.tools.tune.command_line import positive
+from deepnvme.tools.tune.figures import Spread
+from deepnvme.tools.tune.folder import check_memory, drop_pages, settle
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -36,14 +36,14 @@ from harness.workloads import ContenderFailed, Workload
 
 from deepnvme import AioConfig
 from deepnvme.ops.op_builder import AsyncIOBuilder
-from deepnvme.tune.measure.buffer import page_locked
-from deepnvme.tune.measure.figures import Spread
-from deepnvme.tune.measure.folder import drop_pages, settle
-from deepnvme.tune.measure.job import Job, Place
-from deepnvme.tune.measure.worker_processes import worker_processes
-from deepnvme.tune.search.estimates import Difference, difference, hodges_lehmann
-from deepnvme.tune.search.space import default_space
-from deepnvme.tune.sizes import size_text
+from deepnvme.tools.tune.command_line import size_text
+from deepnvme.tools.tune.estimates import Difference, difference, hodges_lehmann
+from deepnvme.tools.tune.figures import Spread
+from deepnvme.tools.tune.folder import drop_pages, settle
+from deepnvme.tools.tune.job import Job, Place
+from deepnvme.tools.tune.settings import default_space
+from deepnvme.tools.tune.transfers import page_locked
+from deepnvme.tools.tune.workers import workers
 
 MIB = 1 << 20
 # Of the sweep's best settings, those that meet the tuner's choice: the first of a noisy table need not be the best.
@@ -93,7 +93,7 @@ def compare_ds_io(settings: Settings, progress: Progress) -> list[Verdict]:
                 different_files=workload.state == "absent",
             )
             paths = raw_io.files(workload, directory)
-            with worker_processes(job, [directory]) as ds_io:
+            with workers(job, [directory]) as ds_io:
                 if job.operation == "read":
                     ds_io("lay_out")
                 if workload.state == "existing":
@@ -109,7 +109,8 @@ def compare_ds_io(settings: Settings, progress: Progress) -> list[Verdict]:
                         if who == "raw_io":
                             rates[who] = raw_io.measure(workload, paths).gb_per_second
                         else:
-                            rates[who] = ds_io("loop", turn)[0].gb_per_second
+                            ds_io("prepare", turn)
+                            rates[who] = ds_io("loop", turn)[0][1].gb_per_second
                     ratios.append(rates["ds_io"] / rates["raw_io"])
             for path in directory.iterdir():
                 if path.is_file():

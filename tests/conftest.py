@@ -18,7 +18,7 @@ from hypothesis import settings
 
 import deepnvme
 from deepnvme.ops.op_builder import AsyncIOBuilder
-from deepnvme.tune.measure import folder
+from deepnvme.tools.tune import folder
 
 from .native import EngineTestingBuilder
 from .support.compiled import compile_first

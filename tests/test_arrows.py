@@ -44,7 +44,6 @@ BLOCKS = ACTIVATIONS | {"quantization", "states", "offload.activations", "offloa
 OFFLOAD = {"offload", "offload.activations", "offload.optimizer", "offload.tiles", "offload.training"}
 INTEGRATIONS = STREAMING | OFFLOAD | {"states", "tables", "streaming", "streaming.weights", "streaming.kv"}
 DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
-MEASURE = ENGINE | DEEPSPEED | {"memory", "report", "tune.sizes"}
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "engine": BASE,
@@ -82,14 +81,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations.deepspeed.io": ENGINE | {"memory"},
     "integrations.deepspeed.swap_tensor": CHECKPOINT,
     "integrations.deepspeed": INTEGRATIONS | DEEPSPEED | {"integrations._running"},
-    "report": ENGINE | {"memory"},
-    "tune.sizes": BASE,
-    "tune.measure": MEASURE,
-    "tune.search": MEASURE | {"tune.measure"},
-    "tune.render": MEASURE | {"tune.measure", "tune.search"},
-    "tune.cli": MEASURE | {"tune.measure", "tune.search", "tune.render"},
-    "tune": {"_lazy", "tune.measure", "tune.search", "tune.cli"},
+    "tools": {"_lazy"},
+    "tools.report": ENGINE | {"memory"},
+    "tools.tune": ENGINE | DEEPSPEED | {"memory", "tools.report"},
     # public names of what is elsewhere
+    "report": {"_lazy", "tools.report"},
+    "tune": {"_lazy", "tools.tune"},
     "swap": {"_lazy", "memory", "store", *DEEPSPEED},
     "io": {"_lazy", *DEEPSPEED},
 }

@@ -267,8 +267,8 @@ def test_the_wheel_holds_the_package_the_builder_and_the_engines_sources(checkou
     assert {f"deepnvme/ops/{source}" for source in sources} <= shipped
     assert {f"deepnvme/ops/op_builder/{path.name}" for path in (checkout / "op_builder").glob("*.py")} <= shipped
     stubs = {f"deepnvme/ops/{name}.pyi" for name in ("aio/async_io_op/__init__", "aio/async_io_op/checkpoint", "gds/gds_op")}
-    page = {"deepnvme/tune/render/report.html", "deepnvme/tune/render/charts.mplstyle"}
-    assert {"deepnvme/py.typed", "deepnvme/report/ds_report.py", *page, *stubs} <= shipped
+    page = {f"deepnvme/tools/tune/{name}" for name in ("ds_io.txt", "ds_nvme_tune.html", "ds_nvme_tune.txt")}
+    assert {"deepnvme/py.typed", "deepnvme/tools/report/ds_report.py", *page, *stubs} <= shipped
     assert all(name.startswith("deepnvme") for name in names)
     assert any(name.endswith(".data/scripts/ds_report") for name in names)
 

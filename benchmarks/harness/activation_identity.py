@@ -15,7 +15,7 @@ import torch
 
 import deepnvme
 from deepnvme.offload import checkpoint_on_disk
-from deepnvme.tune.measure.figures import Spread
+from deepnvme.tools.tune.figures import Spread
 from harness.activation_models import GPT, Checkpointing, GPTShape
 from harness.command_line import Progress
 from harness.figures import Verdict

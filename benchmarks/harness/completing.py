@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepnvme.tune.measure.figures import Spread
+from deepnvme.tools.tune.figures import Spread
 from harness.command_line import Progress
 from harness.figures import Verdict
 from harness.tables import spread_text, table

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from deepnvme.tune.measure.folder import check_space, folder_facts
-from deepnvme.tune.measure.unsuitable import Unsuitable
+from deepnvme.tools.tune.folder import check_space, folder_facts
+from deepnvme.tools.tune.workspace import Unsuitable
 from harness import pattern
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from deepnvme.tune.measure.figures import Spread
+from deepnvme.tools.tune.figures import Spread
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deepnvme.memory.system_memory import meminfo
-from deepnvme.tune.measure.fio import FioFailed, FioRange, FioSettings, output_of, run
+from deepnvme.tools.tune.fio import FioFailed, FioTransfer, output_of
 from harness.workloads import ContenderFailed, Sample, Workload
 
 QUEUE_DEPTH = 32
@@ -58,9 +58,8 @@ def huge_pages(nbytes: int, may_reserve: bool) -> Iterator[None]:
 def ioengine(program: str, directory: Path) -> str:
     """io_uring where this kernel lets fio have it (a container's seccomp may not), else libaio."""
     probe = directory / "ioengine"
-    settings = FioSettings(program, "io_uring", block_size=1 << 16, queue_depth=1, huge_pages=False)
     try:
-        run(settings, "write", [FioRange(probe, 0, 1 << 16)], fallocate="none")
+        FioTransfer(program, "io_uring", "write", [probe], 1 << 16, block_size=1 << 16, queue_depth=1).run()
         return "io_uring"
     except FioFailed:
         return "libaio"
@@ -91,12 +90,10 @@ class Fio:
         return [directory / (workload.state if workload.files == 1 else f"{workload.state}.small")]
 
     def measure(self, workload: Workload, paths: Sequence[Path]) -> Sample:
-        settings = FioSettings(
-            self.program, self.ioengine, workload.block_size, self.queue_depth, self.buffers == "huge pages"
-        )
-        piece = FioRange(paths[0], 0, workload.total_bytes)
+        what = (workload.operation, [paths[0]], workload.total_bytes, workload.block_size, self.queue_depth)
+        transfer = FioTransfer(self.program, self.ioengine, *what, huge_pages=self.buffers == "huge pages")
         try:
-            found = run(settings, workload.operation, [piece], fallocate="native" if workload.state == "absent" else "none")
+            found = transfer.run(fresh=workload.state == "absent")
         except FioFailed as error:
             raise ContenderFailed(str(error)) from error
         return Sample(found.nbytes, found.seconds, found.cpu_seconds, peak_growth=None)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from deepnvme.tune.measure.figures import Spread
-from deepnvme.tune.measure.folder import drop_pages, settle
-from deepnvme.tune.measure.job import OPERATIONS
+from deepnvme.tools.tune.figures import Spread
+from deepnvme.tools.tune.folder import drop_pages, settle
+from deepnvme.tools.tune.job import OPERATIONS
 from harness import drive
 from harness.figures import Verdict
 from harness.interleave import CONTENTS

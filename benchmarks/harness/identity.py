@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepnvme import OffloadedOptimizer
-from deepnvme.tune.measure.figures import Spread
+from deepnvme.tools.tune.figures import Spread
 from harness.command_line import Progress
 from harness.figures import Verdict
 from harness.in_memory import InMemory

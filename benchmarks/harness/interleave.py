@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepnvme.tune.measure.figures import Spread
-from deepnvme.tune.measure.folder import drop_pages, settle
+from deepnvme.tools.tune.figures import Spread
+from deepnvme.tools.tune.folder import drop_pages, settle
 from harness import drive
 from harness.command_line import Progress
 from harness.comparison import measure_interleaved

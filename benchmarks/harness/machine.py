@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deepnvme.memory.system_memory import meminfo
-from deepnvme.tune.measure.folder import folder_facts
+from deepnvme.tools.tune.folder import folder_facts
 
 
 def described(directory: Path) -> dict[str, Any]:

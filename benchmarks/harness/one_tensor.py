@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from deepnvme.tune.measure.folder import drop_pages, sync
-from deepnvme.tune.measure.job import Operation
+from deepnvme.tools.tune.folder import drop_pages, sync
+from deepnvme.tools.tune.job import Operation
 from harness import drive, tensors
 from harness.meter import measure
 from harness.workloads import ContenderFailed, Sample, Workload

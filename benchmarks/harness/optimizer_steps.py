@@ -12,9 +12,9 @@ from typing import Literal
 
 import deepnvme
 from deepnvme import AioConfig
-from deepnvme.tune.measure.folder import drop_pages, settle
-from deepnvme.tune.measure.job import OPERATIONS, Job, Operation, Place
-from deepnvme.tune.measure.worker_processes import CallMembers, worker_processes
+from deepnvme.tools.tune.folder import drop_pages, settle
+from deepnvme.tools.tune.job import OPERATIONS, Job, Operation, Place
+from deepnvme.tools.tune.workers import CallWorkers, workers
 from harness.comparison import Counts
 from harness.worker_process import WorkerProcess
 
@@ -107,10 +107,10 @@ def drive_limits(
     """A contender that says what the drive reads and overwrites in a second, as ds_io measures it."""
     directory.mkdir()
     with contextlib.ExitStack() as stack:
-        ds_io: dict[Operation, CallMembers] = {}
+        ds_io: dict[Operation, CallWorkers] = {}
         for operation in operations:
             job = Job((Place(directory, 0),), operation, nbytes, _DS_IO, loops=rounds)
-            ds_io[operation] = stack.enter_context(worker_processes(job, [directory]))
+            ds_io[operation] = stack.enter_context(workers(job, [directory]))
             if operation == "read":
                 ds_io[operation]("lay_out")
             ds_io[operation]("loop", 0)  # allocates the file, and touches the tensor
@@ -119,7 +119,8 @@ def drive_limits(
             sample: Counts = {"seconds": 0.0}
             for operation in operations:
                 quieten(directory)
-                (loop,) = ds_io[operation]("loop", 1)
+                ds_io[operation]("prepare", 1)
+                ((_, loop),) = ds_io[operation]("loop", 1)
                 sample[operation] = loop.nbytes / loop.seconds
                 sample["seconds"] += loop.seconds
             return sample

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deepnvme.tune.measure.figures import Spread
+from deepnvme.tools.tune.figures import Spread
 from harness.command_line import Progress
 from harness.figures import Verdict
 from harness.tables import size_text, spread_text, table

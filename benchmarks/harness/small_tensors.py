@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from deepnvme.store.tensor_store import TensorStore
-from deepnvme.tune.measure.folder import settle
+from deepnvme.tools.tune.folder import settle
 from harness.command_line import Progress
 from harness.comparison import Comparison, Counts, judge, measure_interleaved
 from harness.figures import Verdict

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepnvme.tune.measure.folder import drop_pages
+from deepnvme.tools.tune.folder import drop_pages
 from harness import llama
 from harness.llama import Shape
 from harness.meter import measure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from deepnvme.tune.measure.figures import Spread
+from deepnvme.tools.tune.figures import Spread
 from harness.comparison import Comparison, Counts
 from harness.figures import Verdict
 from harness.interleave import Result

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from deepnvme.tune.measure.figures import Spread
+from deepnvme.tools.tune.figures import Spread
 from harness.figures import Verdict
 from harness.interleave import Result, Series
 from harness.workloads import Sample

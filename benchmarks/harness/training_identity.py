@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deepnvme.offload.training import OffloadedTraining
-from deepnvme.tune.measure.figures import Spread
+from deepnvme.tools.tune.figures import Spread
 from harness import training_models
 from harness.command_line import Progress
 from harness.figures import Verdict

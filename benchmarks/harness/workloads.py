@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:  # at run time this serves processes that have another version of the package
-    from deepnvme.tune.measure.job import Operation
+    from deepnvme.tools.tune.job import Operation
 
 Memory = Literal["pinned", "ordinary", "misaligned"]
 

@@ -1,8 +1,7 @@
-"""ds_report: which ops, backends and system settings for tensor I/O this machine has, and how to fix what is missing."""
+"""Public names of ``ds_report``, which is in :mod:`deepnvme.tools.report`."""
 
 from deepnvme._lazy import public_names
-
-from .ds_report import Report, as_json, gather, main, render
+from deepnvme.tools.report import Report, as_json, gather, main, render
 
 __all__ = ["Report", "as_json", "gather", "main", "render"]
 

@@ -1,12 +1,7 @@
-"""Measures the I/O speed of drives (ds_io) and finds their best settings (ds_nvme_tune)."""
+"""Public names of ``ds_io`` and ``ds_nvme_tune``, which are in :mod:`deepnvme.tools.tune`."""
 
 from deepnvme._lazy import public_names
-
-from .measure.job import Job, Place
-from .measure.measuring import measure
-from .search.estimates import Difference
-from .search.results import Figures, Result, Search, Tuning
-from .search.tuner import Order, tune
+from deepnvme.tools.tune import Difference, Figures, Job, Order, Place, Result, Search, Tuning, measure, tune
 
 __all__ = ["Difference", "Figures", "Job", "Order", "Place", "Result", "Search", "Tuning", "measure", "tune"]
 

@@ -1,6 +1,6 @@
 """``python -m deepnvme.tune.io``: as ``ds_io``."""
 
-from .cli.io import main
+from deepnvme.tools.tune.ds_io import main
 
 if __name__ == "__main__":
     main()

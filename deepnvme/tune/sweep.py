@@ -1,6 +1,6 @@
 """``python -m deepnvme.tune.sweep``: as ``ds_nvme_tune``."""
 
-from .cli.sweep import main
+from deepnvme.tools.tune.ds_nvme_tune import main
 
 if __name__ == "__main__":
     main()

@@ -13,7 +13,7 @@ import pytest
 import raw_io
 from harness.figures import Verdict
 
-from deepnvme.tune.measure.figures import Spread
+from deepnvme.tools.tune.figures import Spread
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "docs/images/overview.json"

@@ -21,7 +21,7 @@ from harness import interleave
 from harness.targets import best_of
 from harness.workloads import Sample
 
-from deepnvme.tune.measure.folder import folder_facts
+from deepnvme.tools.tune.folder import folder_facts
 
 from ..support.patience import PATIENCE
 

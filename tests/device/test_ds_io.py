@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from deepnvme import AioConfig
-from deepnvme.tune.measure import buffer, transfers
-from deepnvme.tune.measure.job import Job, Operation, Place
+from deepnvme.tools.tune import transfers
+from deepnvme.tools.tune.job import Job, Operation, Place
 
 from ..support.memory import pattern
 from .stand_in import StandIn
@@ -25,9 +25,9 @@ def test_a_tensor_left_to_the_handle_is_staged_and_right(
     with monkeypatch.context() as patch:
         patch.setattr(transfers, "gpu", lambda number: torch.device("cuda", number))
         patch.setattr(torch, "empty", lambda *_, **__: tensor)
-        patch.setattr(buffer, "random_bytes", lambda filled: filled)
+        patch.setattr(transfers, "random_bytes", lambda filled: filled)
         job = Job((Place(drive, 0),), operation, SIZE, AioConfig(), gpu=True, slow_bounce_buffer=True)
-        transfer = transfers.make(job, 0)
+        transfer = transfers.TensorMover(job, 0)
     transfer.write(drive / "file")
     transfer.move(drive / "file")
     assert transfer.matches(drive / "file")

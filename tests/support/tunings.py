@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepnvme.config import AioConfig
-from deepnvme.tune.measure.folder import folder_facts
-from deepnvme.tune.search.results import Figures, Result, Search, Tuning
+from deepnvme.tools.tune.folder import folder_facts
+from deepnvme.tools.tune.results import Figures, Result, Search, Tuning
 
 
 def tuning_of(folders: Sequence[Path], complete: bool = True, read: bool = True) -> Tuning:
@@ -22,4 +22,4 @@ def tuning_of(folders: Sequence[Path], complete: bool = True, read: bool = True)
     searches = [search(number + 1, number) for number in range(len(folders))]
     if len(folders) > 1:
         searches.append(search(100, *range(len(folders))))
-    return Tuning(1 << 20, 1.0, complete, 0, tuple(searches), None)
+    return Tuning(1 << 20, 1.0, complete, 0, tuple(searches))

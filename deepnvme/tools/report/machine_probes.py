@@ -1,0 +1,325 @@
+"""Examines this machine: the ops, their backends, the installed software and the kernel's limits.
+
+Only small test programs are compiled, and torch is not imported, so that all of it takes about a second.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from deepnvme.ops.op_builder import ALL_OPS, AsyncIOBuilder, OpBuilder, jit, packages, toolchain
+from deepnvme.ops.op_builder.async_io import Backend
+from deepnvme.ops.op_builder.cuda import Found, GdsProbe, installed_torch
+from deepnvme.version import __version__
+
+from .facts import Fact, Value, human_size
+
+_SMALL_SHARED_MEMORY = 512 << 20  # DeepSpeed's threshold
+_SMALL_MEMLOCK = 64 << 20  # the engine's staging buffers at their defaults
+_FEW_AIO_EVENTS = 1024  # eight default handles
+AIO_LIMITS = Path("/proc/sys/fs")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_CAP_IPC_LOCK = 14
+_VECTOR_EXTENSIONS = ("avx", "avx2", "avx512f", "avx512bw", "asimd", "sve", "sve2")
+
+
+@dataclass(frozen=True)
+class Op:
+    """Whether one op is installed, and whether it can work on this machine."""
+
+    name: str
+    """Name of the op, such as "async_io"."""
+    installed: bool
+    """Whether the op was compiled ahead of time."""
+    compatible: bool
+    """Whether the op can be compiled, or was, and works on this machine."""
+    problems: tuple[str, ...]
+    """Why it is not installed or not compatible, and what to type to change that."""
+
+
+def ninja() -> Fact:
+    """Return the path of ninja, which compiling ops requires."""
+    path = jit.ninja()
+    problem = "" if path else "ninja was not found, ops cannot be compiled: pip install ninja"
+    return Fact.checked("ninja", path, "", problem, good="OKAY", bad="FAIL")
+
+
+def ops() -> list[Op]:
+    """Return the state of every op."""
+    return [_op(builder) for builder in ALL_OPS.values()]
+
+
+def backends() -> tuple[list[Fact], str | None]:
+    """Return the backends of async_io, fastest first, and the name of the one that "auto" selects.
+
+    The name is None if the op can be neither loaded nor compiled.
+    """
+    builder = AsyncIOBuilder()
+    build = builder.existing_build()
+    obstacles = tuple(builder.obstacles())
+    if sys.platform != "linux" or (build is None and obstacles):
+        return [Fact(name, "unusable", status="NO", problems=obstacles) for name in ("io_uring", "libaio", "threads")], None
+    facts = [_backend(backend) for backend in builder.backends()]
+    facts.append(Fact("threads", "usable", status="OKAY"))
+    return facts, next(fact.name for fact in facts if fact.status == "OKAY")
+
+
+def environment(gds: GdsProbe) -> list[Fact]:
+    """Return the paths and versions of torch, this package, compilers, CUDA and cuFile.
+
+    Args:
+        gds: What GPU-direct storage requires, and what of it there is.
+    """
+    torch = installed_torch()
+    without_torch = "" if torch else "torch is not installed: pip install torch"
+    return [
+        *([Fact("torch install path", torch.path)] if torch else []),
+        Fact.checked("torch version", torch.version if torch else None, "", without_torch, bad="FAIL"),
+        Fact("deepnvme install path", str(Path(__file__).parents[2])),
+        Fact("deepnvme info", __version__, named="deepnvme_version"),
+        _op_in_use(),
+        _compiler(),
+        # A missing torch is reported above.
+        Fact.checked("torch cuda version", torch.cuda if torch else None, "", gds.without_cuda() if torch else "", bad=""),
+        Fact("torch hip version", torch.hip if torch else None),
+        _found("nvcc version", gds.nvcc, gds, in_brief=True),
+        _found("CUDA toolkit", gds.toolkit, gds, note=gds.mismatch),
+        _found("cufile header", gds.cufile_header, gds),
+        _found("cufile library", gds.cufile_library, gds),
+        _found("nvidia-fs driver", gds.nvidia_fs, gds),
+    ]
+
+
+def system() -> list[Fact]:
+    """Return the facts about kernel, processors and limits that matter to I/O."""
+    facts = [Fact("kernel", f"{platform.system()} {platform.release()}"), *_cpu(), _memory()]
+    for name, key, probe in (
+        ("aio-nr, events in use", "aio_nr", _aio_events_used),
+        ("aio-max-nr, events allowed", "aio_max_nr", _aio_events_allowed),
+        ("memlock limit", "memlock_bytes", _memory_lock),
+        ("transparent huge pages", "", _huge_pages),
+        ("shared memory (/dev/shm) size", "shared_memory_bytes", _shared_memory),
+    ):
+        # What is unknown has no status: outside of Linux nothing can be done about it.
+        unknown = (None, f"unknown on {platform.system()} {platform.release()}", "")
+        value, text, problem = (probe() if sys.platform == "linux" else None) or unknown
+        facts.append(Fact.checked(name, value, text, problem, key))
+    return facts
+
+
+def _op(builder: OpBuilder) -> Op:
+    """Return the state of one op.
+
+    It is compatible unless something stands against it: what it needs is lacking, or it is neither compiled nor can be. A
+    compatible op that is not installed has a problem, too: why it is not, and how to install it.
+    """
+    # An op without C++ sources needs no compiling.
+    installed = builder.is_prebuilt() if builder.sources() else toolchain.Attempt(True)
+    against = builder.lacking()
+    to_install = []
+    if not against and not installed:
+        cached = builder.existing_build() is not None
+        against = [] if cached else builder.obstacles()
+        use = "an earlier build is in the cache" if cached else "it is compiled at first use"
+        to_install = [f"{installed.reason}; {use}; to have it installed: {_ahead_of_time(builder)}"]
+    problems = tuple(f"{builder.name}: {problem}" for problem in against or to_install)
+    return Op(builder.name, bool(installed), not against, problems)
+
+
+def _ahead_of_time(builder: OpBuilder) -> str:
+    """Return the command that installs the package with this op compiled ahead of time."""
+    return f"{builder.BUILD_VAR}=1 pip install --force-reinstall --no-deps . (where the sources are)"
+
+
+def _backend(backend: Backend) -> Fact:
+    """Return whether the kernel accepts a backend."""
+    value, problem = "usable", ""
+    if not backend.kernel:
+        remedy = {"io_uring": _uring_remedy, "libaio": _aio_remedy}[backend.name](backend.kernel.reason)
+        value, problem = "refused", f"refused by the kernel, {backend.kernel.reason}: {remedy}"
+    return Fact.checked(backend.name, value, "", problem, good="OKAY", bad="NO")
+
+
+def _uring_remedy(reason: str) -> str:
+    """Return what to do if the kernel refuses io_uring."""
+    disabled = _read(Path("/proc/sys/kernel/io_uring_disabled"))
+    if disabled not in (None, "0"):
+        return packages.as_root("sysctl -w kernel.io_uring_disabled=0")
+    if "ENOMEM" in reason:
+        return "ulimit -l unlimited"
+    if "5.6" in reason:
+        return "use Linux 5.6 or later"
+    if "ENOSYS" in reason and disabled is None:
+        return "use Linux 5.6 or later, or a container profile that allows it (docker run --security-opt seccomp=unconfined)"
+    return (
+        "a container's profile must allow io_uring_setup, io_uring_enter and io_uring_register "
+        "(docker run --security-opt seccomp=unconfined)"
+    )
+
+
+def _aio_remedy(reason: str) -> str:
+    """Return what to do if the kernel refuses libaio."""
+    if "EAGAIN" in reason:
+        return packages.as_root("sysctl -w fs.aio-max-nr=1048576")
+    return "a container's profile must allow io_setup, io_submit and io_getevents (docker run --security-opt seccomp=unconfined)"
+
+
+def _op_in_use() -> Fact:
+    """Return where the async_io op that would be loaded comes from, and what compiled it."""
+    name, key = "deepnvme op in use", "op_in_use"
+    builder = AsyncIOBuilder()
+    library, origin, problem = builder.existing_build(), "compiled at first use", ""
+    if library is not None and builder.is_prebuilt():
+        platform_tag = _wheel_platform()
+        origin = f"prebuilt, of the wheel for {platform_tag}" if platform_tag else "compiled while installing"
+        if refusal := jit.load_obstacle(library):
+            library, origin = builder.cached_build(), "compiled at first use"
+            problem = f"the op that was installed does not load: {refusal}"
+    if library is None:
+        text = "none, and none can be compiled" if builder.obstacles() else "none yet: it is compiled at first use"
+        return Fact.checked(name, None, text, problem, named=key)
+    compiler = _compiler_of(library)
+    return Fact.checked(name, f"{origin}, {compiler}" if compiler else origin, "", problem, named=key)
+
+
+def _compiler_of(library: Path) -> str | None:
+    """Return what compiled a module, as its file says; None if it does not."""
+    # Each object file names its compiler in .comment, those of the C library, which GCC compiled, too: Clang is looked for first.
+    content = library.read_bytes()
+    found = re.search(rb"[\w ]*clang version [\d.]+", content) or re.search(rb"GCC: \([^)]*\) [\d.]+", content)
+    return found[0].decode(errors="replace") if found else None
+
+
+def _wheel_platform() -> str | None:
+    """Return the platform of the published wheel that this package was installed from; None if it was not."""
+    try:
+        text = importlib.metadata.distribution("deepnvme").read_text("WHEEL")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = re.search(r"^Tag: \S+-(manylinux\S*)$", text or "", re.MULTILINE)
+    return found[1] if found else None
+
+
+def _compiler() -> Fact:
+    """Return the C++ compiler that compiles ops, and its version."""
+    found = toolchain.find()
+    if isinstance(found, toolchain.Toolchain):
+        return Fact("C++ compiler", f"{' '.join(found.command)}, {found.version}", named="cxx_compiler")
+    builder = AsyncIOBuilder()
+    library = builder.existing_build()
+    if library is not None and builder.is_prebuilt() and not jit.load_obstacle(library):
+        return Fact("C++ compiler", None, "none, and none is needed: the op is prebuilt", named="cxx_compiler")
+    problem = f"{found.reason} ({packages.remedy('compiler')})"
+    return Fact("C++ compiler", None, status="FAIL", problems=(problem,), named="cxx_compiler")
+
+
+def _found(name: str, found: Found, gds: GdsProbe, note: str = "", in_brief: bool = False) -> Fact:
+    """Return a fact about a part of the CUDA software; ``note`` is a warning about it. Without a GPU nothing is advised."""
+    if found.path is None or found.problem:
+        return Fact(name, None, problems=(found.problem,) if gds.gpu else ())  # no status: only the gds op needs it
+    text = found.version or "version unknown"
+    if in_brief:
+        return Fact.checked(name, found.version, text, note)
+    return Fact.checked(name, found.path, f"{text}, {found.path}", note)
+
+
+def _cpu() -> list[Fact]:
+    """Return the model of the processor, its vector extensions, and how many processors this process may use. Takes a second."""
+    import cpuinfo  # here, because only this needs it
+
+    found = cpuinfo.get_cpu_info()
+    vectors = [flag for flag in found.get("flags", []) if flag in _VECTOR_EXTENSIONS]
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return [
+        Fact("CPU", found.get("brand_raw") or platform.machine()),
+        Fact("vector extensions", ", ".join(vectors) or None),
+        Fact("CPUs usable", usable, named="usable_cpus"),
+    ]
+
+
+def _memory() -> Fact:
+    """Return the memory of this machine, and what of it is available."""
+    found = psutil.virtual_memory()
+    text = f"{human_size(found.total)}, {human_size(found.available)} available"
+    return Fact("memory", found.total, text, named="memory_bytes")
+
+
+# Probes of Linux: each returns a value, its text where that is another than str(value), and what is wrong with it, with the
+# remedy; None if the value cannot be found out.
+
+
+def _aio_events_used() -> tuple[Value, str, str] | None:
+    """Probe how many events of the kernel's asynchronous I/O are in use."""
+    used = _read(AIO_LIMITS / "aio-nr")
+    return None if used is None else (int(used), "", "")
+
+
+def _aio_events_allowed() -> tuple[Value, str, str] | None:
+    """Probe how many events of the kernel's asynchronous I/O are allowed; few of them left is a problem."""
+    used, allowed = (_read(AIO_LIMITS / name) for name in ("aio-nr", "aio-max-nr"))
+    if used is None or allowed is None:
+        return None
+    left = int(allowed) - int(used)
+    problem = f"only {left} more events for the libaio backend: {packages.as_root('sysctl -w fs.aio-max-nr=1048576')}"
+    return int(allowed), "", problem if left < _FEW_AIO_EVENTS else ""
+
+
+def _memory_lock() -> tuple[Value, str, str]:
+    """Probe the limit of locked memory; it is a problem if it is small and applies to this process."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY
+    text, value = "unlimited" if unlimited else human_size(soft), None if unlimited else soft
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", _read(Path("/proc/self/status")) or "", re.MULTILINE)
+    if capabilities and int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1:
+        return value, f"{text} (not applied: this process has CAP_IPC_LOCK)", ""
+    if unlimited or soft >= _SMALL_MEMLOCK:
+        return value, text, ""
+    if hard == resource.RLIM_INFINITY:
+        remedy = "ulimit -l unlimited"
+    elif hard >= _SMALL_MEMLOCK:
+        remedy = f"ulimit -l {hard // 1024}"
+    else:
+        write = packages.as_root("tee /etc/security/limits.d/memlock.conf")
+        remedy = f'echo "* - memlock unlimited" | {write}, then log in again (docker run --ulimit memlock=-1)'
+    return value, text, f"pinned memory beyond {text} stays unlocked and may be swapped out: {remedy}"
+
+
+def _huge_pages() -> tuple[Value, str, str]:
+    """Probe when the kernel uses huge pages; never is a problem."""
+    text = _read(HUGE_PAGES)
+    if text is None:
+        return None, "unknown", f"{HUGE_PAGES} is missing: use a kernel with CONFIG_TRANSPARENT_HUGEPAGE"
+    chosen = re.search(r"\[(\w+)\]", text)
+    value = chosen[1] if chosen else text
+    problem = f"pinned memory is slower in small pages: echo madvise | {packages.as_root(f'tee {HUGE_PAGES}')}"
+    return value, "", problem if value == "never" else ""
+
+
+def _shared_memory() -> tuple[Value, str, str]:
+    """Probe the size of /dev/shm; a small one is a problem."""
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+    except OSError as error:
+        remedy = packages.as_root("mount -t tmpfs tmpfs /dev/shm")
+        return None, "UNKNOWN", f"/dev/shm cannot be examined ({error}): {remedy}"
+    problem = "/dev/shm size might be too small, if running in docker increase to at least --shm-size='1gb'"
+    return size, human_size(size), problem if size < _SMALL_SHARED_MEMORY else ""
+
+
+def _read(path: Path) -> str | None:
+    """Return the text of a file without surrounding white space; None if it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None

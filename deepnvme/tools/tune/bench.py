@@ -1,0 +1,153 @@
+"""Makes the transfers of a search: a tensor and a file for each folder, kept for all of it, and handles for each setting."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from deepnvme.config import AioConfig
+
+from .figures import Percentiles, latency_between
+from .folder import drop_pages, settle
+from .job import Observation, Operation
+from .workspace import Unsuitable, workspace
+
+_MIB = 1 << 20
+# Handles being closed at the same time. More of them would use up the system's asynchronous I/O events (fs.aio-max-nr).
+_MOST_RETIRING = 4
+
+
+class TrialBench:
+    """Moves tensors to and from files in folders with different settings, and measures it.
+
+    A context manager: entering it allocates the tensors and writes the files, and raises Unsuitable or OSError if that fails;
+    leaving it removes the files. Not thread-safe.
+
+    Args:
+        folders: The folders.
+        io_size: Bytes of the tensor and of the file for each folder.
+        gpu: Whether the tensors are in GPU memory.
+        gds: Whether GPU tensors are moved by GPUDirect Storage.
+        progress: Called with a description of each step of entering.
+    """
+
+    def __init__(self, folders: Sequence[Path], io_size: int, gpu: bool, gds: bool, progress: Callable[[str], None]) -> None:
+        self.bytes_written = 0
+        self._folders, self._io_size, self._gpu, self._gds, self._progress = folders, io_size, gpu, gds, progress
+        self._stack = contextlib.ExitStack()
+        self._setting: AioConfig | None = None
+        self._handles: list[Any] = []
+        self._retiring: deque[Future[None]] = deque()
+        self._offset = 0
+
+    def __enter__(self) -> TrialBench:
+        from . import transfers  # here, because it takes seconds to import torch
+
+        with contextlib.ExitStack() as stack:
+            self._paths = [stack.enter_context(workspace(folder, "ds_nvme_tune-")) / "tensor" for folder in self._folders]
+            self._retirer = stack.enter_context(ThreadPoolExecutor(_MOST_RETIRING))
+            self._keeper = transfers.make_handle(AioConfig(use_gds=self._gds))
+            # A GPU for each folder, as DeepSpeed maps them; if there are fewer GPUs, in turn.
+            devices = [transfers.gpu(index, in_turn=True) if self._gpu else None for index in range(len(self._folders))]
+            self._buffers = [transfers.TransferBuffer(self._io_size, self._keeper, device, self._gds) for device in devices]
+            for path, tensor in zip(self._paths, self._buffers, strict=True):
+                self._progress(f"{path.parent.parent}: laying out a file")
+                self._keeper.sync_pwrite(tensor.to_write(), str(path))
+                settle(path.parent)
+                self.bytes_written += self._io_size
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._handles.clear()  # waits for transfers that an interrupt has left in flight, before the files are removed
+        self._stack.close()
+
+    def usable(self, settings: Sequence[AioConfig]) -> tuple[list[AioConfig], dict[str, str]]:
+        """Return the settings with which a handle can be made, and why it cannot with each of the others.
+
+        A reason is, for example, the system's limit on events or threads.
+
+        Raises:
+            Unsuitable: If it can be made with none.
+        """
+        refused: dict[AioConfig, str] = {}
+        for setting in settings:
+            try:
+                self._handles_for(setting)
+            except Unsuitable as error:
+                refused[setting] = str(error)
+        if len(refused) == len(settings):
+            raise Unsuitable(f"no setting can be used here: {next(iter(refused.values()))}")
+        found = [setting for setting in settings if setting not in refused]
+        return found, {str(setting.model_dump(exclude_defaults=True)): reason for setting, reason in refused.items()}
+
+    def move(
+        self, shares: Mapping[Operation, Mapping[int, float]], setting: AioConfig, operation: Operation, nbytes: int
+    ) -> Observation:
+        """Move data to or from several folders at the same time, none of it in the page cache, and measure it. Blocks.
+
+        Each call continues in the files where the last one ended: the same bytes could be cached by the drive, or by a virtual
+        drive's host.
+
+        Args:
+            shares: The share of ``nbytes`` for each folder, by its number; 1 for the folder that gets most.
+            setting: For the handles.
+            operation: Whether to read or to write.
+            nbytes: Bytes for the folder with the share 1.
+
+        Raises:
+            Unsuitable: If no handle can be made with the setting.
+            OSError: If a transfer fails.
+        """
+        sizes = {each: max(int(nbytes * share) // _MIB * _MIB, min(_MIB, nbytes)) for each, share in shares[operation].items()}
+        handles = dict(zip(sizes, self._handles_for(setting), strict=False))
+        before = [handle.stats() for handle in handles.values()]
+        offset = self._offset if self._offset + max(sizes.values()) <= self._io_size else 0
+        self._offset = offset + max(sizes.values()) // _MIB * _MIB
+        drop_pages(self._paths[index] for index in sizes)
+        cpu, start = time.process_time(), time.perf_counter()
+        for index, handle in handles.items():
+            buffer, path = self._buffers[index], str(self._paths[index])
+            if operation == "read":
+                handle.async_pread(buffer.to_read(sizes[index]), path, offset)
+            else:
+                handle.async_pwrite(buffer.to_write(sizes[index]), path, offset)
+        for index, handle in handles.items():
+            handle.wait()
+            if operation == "read":
+                self._buffers[index].arrived(sizes[index])
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        moved = sum(sizes.values())
+        self.bytes_written += moved if operation == "write" else 0
+        pairs = zip(before, handles.values(), strict=True)
+        latency = Percentiles.of(sum((latency_between(earlier, handle.stats()) for earlier, handle in pairs), Counter[float]()))
+        return Observation(moved, seconds, cpu, latency.p50, latency.p99)
+
+    def _handles_for(self, setting: AioConfig) -> list[Any]:
+        """Return a handle with this setting for each folder. The handles of the setting before are closed in the background."""
+        from . import transfers
+
+        if setting != self._setting:
+            self._setting = None
+            # Closed in another thread: closing a handle of libaio takes 40 ms, which here would be half of a search's time.
+            self._wait_for_retiring(_MOST_RETIRING - 1)
+            retired, self._handles = self._handles, []
+            self._retiring.append(self._retirer.submit(retired.clear))
+            try:
+                self._handles = [transfers.make_handle(setting) for _ in self._folders]
+            except Unsuitable:
+                # The events of handles that are still being closed count against the limit.
+                self._wait_for_retiring(0)
+                self._handles = [transfers.make_handle(setting) for _ in self._folders]
+            self._setting = setting
+        return self._handles
+
+    def _wait_for_retiring(self, left: int) -> None:
+        """Wait until at most ``left`` groups of handles are still being closed."""
+        while len(self._retiring) > left:
+            self._retiring.popleft().result()

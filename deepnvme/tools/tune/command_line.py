@@ -1,0 +1,210 @@
+"""What ds_io and ds_nvme_tune share: types of options, what is printed, questions, errors and interrupts.
+
+Results go to stdout or a file; progress, errors and questions to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import termios
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from pydantic import BaseModel
+
+from deepnvme._descriptions import printable
+from deepnvme._files import naming_file
+from deepnvme._sizes import parse_size
+from deepnvme.tools.report import emit
+from deepnvme.version import __version__
+
+from .fio import FioFailed
+from .workspace import Unsuitable, first_line
+
+GIB = 1 << 30
+"""Bytes of a GiB, which DeepSpeed calls a GB."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser with ``--version`` and no abbreviations. Its errors are one line, with a hint at ``--help``."""
+
+    def __init__(self, program: str, description: str) -> None:
+        super().__init__(program, description=description, allow_abbrev=False)
+        self.add_argument("--version", action="version", version=f"deepnvme {__version__}")
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message to stderr and exit with status 2."""
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists the options)\n")
+
+
+# Types of options: each parses a text, and raises argparse.ArgumentTypeError if it is wrong.
+
+
+def size(text: str) -> int:
+    """Return the bytes of a size such as "400M", where K, M, G and T are powers of 1024."""
+    found = parse_size(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"must be a size such as 4096, 128K, 400M or 1G, got {text!r}")
+    return found
+
+
+def directory(text: str) -> Path:
+    """Return the path of a directory; refuses the empty string only."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a directory, got ''")
+    return Path(text)
+
+
+def output_file(text: str) -> str:
+    """Return the path of a file to write, in a directory that exists; or "-" for stdout."""
+    path = Path(text)
+    if text != "-" and not path.resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory '{path.parent}'")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"'{path}' is a directory, not a file")
+    return text
+
+
+def natural(text: str, least: int = 0) -> int:
+    """Return a whole number of at least ``least``."""
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, got {text!r}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    return natural(text, 1)
+
+
+def add_json_option(parser: argparse._ActionsContainer) -> None:
+    """Add ``--json [FILE]`` to a parser or a group of its options; without FILE the value is "-", which stands for stdout."""
+    purpose = "write everything as JSON: to FILE, or instead of the text to stdout"
+    parser.add_argument("--json", type=output_file, nargs="?", const="-", metavar="FILE", help=purpose)
+
+
+# Output.
+
+
+def size_text(size: int) -> str:
+    """Return the shortest text for a number of bytes that :func:`size` parses exactly: "400M", "4097"."""
+    for shift, unit in ((40, "T"), (30, "G"), (20, "M"), (10, "K")):
+        if size and size % (1 << shift) == 0:
+            return f"{size >> shift}{unit}"
+    return str(size)
+
+
+def show_result(text: str, document: dict[str, Any], json_path: str | None) -> None:
+    """Print a result as text, and write it as JSON if that is wanted.
+
+    Args:
+        text: The text for stdout.
+        document: The same; its values may be dataclasses, whose fields become keys, settings and paths.
+        json_path: A file for the JSON; "-" for stdout instead of the text; None for none.
+
+    Raises:
+        OSError: If it cannot be written; names the file.
+    """
+    as_json = json.dumps(document, indent=2, default=_plain)
+    emit(as_json if json_path == "-" else text)
+    if json_path is not None and json_path != "-":
+        write_out(as_json, json_path)
+
+
+def _plain(value: Any) -> Any:
+    """Return what json does not know as something that it knows."""
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    return dict(vars(value)) if dataclasses.is_dataclass(value) else str(value)
+
+
+def write_out(text: str, path: str) -> None:
+    """Write a text and a line feed to a file. Raises OSError, which names the file."""
+    with naming_file(path), open(path, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+
+
+def can_ask() -> bool:
+    """Return whether somebody is there to answer a question.
+
+    That is, if all three streams are terminals, and the process is in the foreground: a background job that reads from its
+    terminal is stopped. Who has interrupted the program already is not asked: further interrupts are ignored.
+    """
+    if any(stream is None or not stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        return False
+    with contextlib.suppress(OSError):  # not the terminal that controls the process, which therefore has no background
+        if os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
+            return False
+    return signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+
+
+def ask(question: str) -> bool:
+    """Ask a question on stderr, and return whether the answer is "y" or "yes". Blocks until there is one.
+
+    The end of the input and an interrupt mean no.
+
+    Args:
+        question: What is asked; how to answer is added.
+    """
+    try:
+        with contextlib.suppress(termios.error):
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)  # keys that were pressed before are no answer
+        print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
+        answer = sys.stdin.readline()
+    except (KeyboardInterrupt, OSError, UnicodeDecodeError):
+        answer = ""
+    if not answer.endswith("\n"):
+        print(file=sys.stderr)
+    return answer.strip().lower() in ("y", "yes")
+
+
+# Errors and interrupts.
+
+
+@contextlib.contextmanager
+def one_line_errors(program: str) -> Iterator[None]:
+    """Exit with one line on stderr if the ``with`` block fails: status 1, or 130 after SIGINT, SIGTERM or SIGHUP.
+
+    The first of these signals is a KeyboardInterrupt, and further ones are ignored, so that files are removed in any case.
+    Signals that somebody else handles or ignores are left as they are. Warnings are printed as one line each.
+
+    Args:
+        program: The name at the beginning of each line.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    taken = [number for number, each in before.items() if each in (signal.SIG_DFL, signal.default_int_handler)]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in taken:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in taken:
+        signal.signal(number, interrupt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("once", RuntimeWarning)
+        warnings.showwarning = lambda message, *rest, **more: print(f"{program}: note: {printable(message)}", file=sys.stderr)
+        # The result says so itself, and what it means.
+        warnings.filterwarnings("ignore", message="transfers of .* go through the page cache")
+        try:
+            yield
+            return
+        except (Unsuitable, FioFailed, OSError, ValueError, RuntimeError, MemoryError) as error:
+            status, message = 1, first_line(error)
+        except KeyboardInterrupt:
+            status, message = 130, "interrupted; its files are removed"
+        finally:
+            for number in taken:
+                if signal.getsignal(number) is interrupt:  # otherwise the process is ending, and goes on ignoring signals
+                    signal.signal(number, before[number])
+    print(f"{program}: {printable(message)}", file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,274 @@
+"""ds_nvme_tune: finds the best settings for a drive. The options are DeepSpeed's (nvme/perf_run_sweep.py), with a few more."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from deepnvme._descriptions import printable
+from deepnvme._progress import shown_progress
+from deepnvme.drives import drive_of
+from deepnvme.profiles import PROFILE_VARIABLE, DriveProfile, profiles_enabled
+from deepnvme.tools.report import emit
+from deepnvme.tools.report.profile_probe import settings_text
+from deepnvme.version import __version__
+
+from .command_line import (
+    GIB,
+    Parser,
+    add_json_option,
+    ask,
+    can_ask,
+    directory,
+    one_line_errors,
+    output_file,
+    positive,
+    show_result,
+    size,
+    size_text,
+    write_out,
+)  # fmt: skip
+from .halving import SearchProgress
+from .job import Operation
+from .rendering import tuning_page, tuning_text
+from .results import Result, Tuning
+from .settings import read_sweep
+from .tuner import WRITES, Order, tune
+
+_PROGRAM = "ds_nvme_tune"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the ``ds_nvme_tune`` command, and print or write what it found.
+
+    At the end it stores drive profiles, or asks on a terminal whether it should.
+
+    Exits with status 2 if the arguments are wrong, 1 if tuning fails or, after printing the results, a file cannot be written,
+    and 130 if it was interrupted, after printing the results so far.
+
+    Args:
+        arguments: Command line without the program's name; None for that of the process.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not (options.read or options.write):
+        parser.error("--no_read and --no_write leave nothing to measure")
+    if options.gds and not options.gpu:
+        parser.error("--gds moves GPU memory: give --gpu, too")
+    if options.gds and options.save_profile:
+        parser.error("--save_profile stores settings of the engine, but --gds measures another op: give one of them")
+    if options.output == "-":
+        parser.error("--output: must be a file, got '-'")
+    if options.log_dir is not None and options.log_dir.exists() and not options.log_dir.is_dir():
+        parser.error(f"--log_dir: '{options.log_dir}' is not a directory")
+    with one_line_errors(_PROGRAM):
+        if options.save_profile is not False:
+            profiles_enabled()  # raises ValueError for an unknown value before anything is measured
+        order = _order(options)
+        _say(_writes_announced(order))
+        if options.json != "-":
+            emit(f"Running DeepNVMe performance tuning on {[str(folder) for folder in order.folders]}")
+        with shown_progress(True, _PROGRAM, "steps") as show:
+            tuning = tune(order, _each_step_once() if show is None else lambda share, step: show(round(100 * share), 100))
+        # Printed before files are written, because that may fail.
+        show_result(tuning_text(tuning, options.verbose), as_document(tuning), options.json)
+        if options.log_dir is not None:
+            write_logs(tuning, options.log_dir)
+        if options.output is not None:
+            write_out(tuning_page(tuning), options.output)
+        if not tuning.complete:
+            unsaved = ", no drive profile is stored" if options.save_profile else ""
+            _say(f"interrupted; what is above was measured before, its files are removed{unsaved}")
+            sys.exit(130)
+        if not options.gds and options.save_profile is not False:
+            _save_or_offer_profiles(tuning, save=options.save_profile)
+
+
+def _parser() -> Parser:
+    """Return the parser. Some of its results have the names of the fields of Order that they become."""
+    written = f"It writes to the drive: at most {size_text(WRITES)} for each search (--max-writes)."
+    parser = Parser(_PROGRAM, f"Find the best settings for a drive, in less than a minute for one folder. {written}")
+    add = parser.add_argument
+    add("--nvme_dir", type=directory, nargs="+", required=True, metavar="DIR", help="directories to measure, alone and together")
+    add("--sweep_config", type=Path, metavar="FILE", help="settings to choose from, as JSON (default: the usual ones)")
+    add("--no_read", dest="read", action="store_false", help="writes only")
+    add("--no_write", dest="write", action="store_false", help="reads only")
+    size_help = "of the file in each folder; no transfer is larger; K, M, G count 1024 (default: 400M)"
+    add("--io_size", type=size, default=400 << 20, metavar="BYTES", help=size_help)
+    add("--gpu", action="store_true", help="tensors in GPU memory, by way of a pinned buffer")
+    add("--gds", action="store_true", help="with --gpu: GPUDirect Storage")
+    add("--flush_page_cache", action="store_true", help="kept for DeepSpeed's scripts: what is cached is always dropped")
+    add("--loops", type=positive, default=1, metavar="N", help="take N times as long, for less noise (default: 1)")
+    add("--seconds", type=positive, default=50, help="of each search, approximately and at most (default: 50)")
+    writes_help = "the most to write in all; with less, the answer is less sure (default: a file and 28G for each search)"
+    add("--max-writes", "--max_writes", type=size, metavar="SIZE", help=writes_help)
+    add("--log_dir", type=directory, metavar="DIR", help="write a log for each setting there, as DeepSpeed does")
+    add("--output", type=output_file, metavar="FILE", help="write a report with pictures there (HTML)")
+    profile = parser.add_mutually_exclusive_group().add_argument
+    use = "let deepnvme use the best settings for files on the drive from now on, without asking"
+    profile("--save_profile", action="store_true", default=None, help=use)
+    profile("--no_save_profile", dest="save_profile", action="store_false", help="do not store a profile, and do not ask")
+    add_json_option(parser)
+    add("--verbose", action="store_true", help="list the settings that were eliminated, too")
+    return parser
+
+
+def _order(options: argparse.Namespace) -> Order:
+    """Return what the options order."""
+    settings = tuple(read_sweep(options.sweep_config, options.gds)) if options.sweep_config is not None else None
+    given = {name: getattr(options, name) for name in ("io_size", "read", "write", "gpu", "gds", "max_writes")}
+    folders = tuple(dict.fromkeys(options.nvme_dir))
+    return Order(folders=folders, settings=settings, seconds=options.seconds * options.loops, **given)
+
+
+def _writes_announced(order: Order) -> str:
+    """Return what is said before anything is written."""
+    where = " and ".join(str(folder) for folder in order.folders)
+    amount = f"{order.write_limit / 1e9:.3g} GB"
+    if not order.write:
+        return f"writes {amount} to {where}, to be read"
+    return f"writes up to {amount} to {where}: --max-writes SIZE allows less, --no_write measures only reads"
+
+
+def _say(line: str) -> None:
+    """Print a line to stderr, with the program's name before it."""
+    print(f"{_PROGRAM}: {printable(line)}", file=sys.stderr)
+
+
+def _each_step_once() -> SearchProgress:
+    """Return a function that prints each new step to stderr."""
+    printed: set[str] = set()
+
+    def show(share: float, step: str) -> None:
+        if step not in printed:
+            print(f"  {100 * share:3.0f} % {printable(step)}", file=sys.stderr, flush=True)
+            printed.add(step)
+
+    return show
+
+
+def as_document(tuning: Tuning) -> dict[str, Any]:
+    """Return all results for JSON. Sizes are in bytes, times in seconds, and a GB is 10^9 bytes.
+
+    "aio" is the block for a DeepSpeed configuration.
+    """
+
+    def flat(result: Result) -> dict[str, Any]:
+        """Return a result with the fields of its setting beside its own."""
+        own = {name: value for name, value in vars(result).items() if name != "setting"}
+        return {**result.setting.model_dump(), **own, "in_flight_bytes": result.setting.in_flight_bytes}
+
+    searches = [{**vars(each), "best": flat(each.best), "results": list(map(flat, each.results))} for each in tuning.searches]
+    block = tuning.chosen.best.setting.to_deepspeed()
+    return {"tool": _PROGRAM, "version": __version__, **block, **vars(tuning), "searches": searches}
+
+
+# Drive profiles.
+
+
+def _save_or_offer_profiles(tuning: Tuning, save: bool | None) -> None:
+    """Store the profiles of the drives, if that is wanted, and say so.
+
+    Args:
+        tuning: Complete results.
+        save: Whether to store them; None to ask, or where nobody can be asked to say how.
+
+    Raises:
+        RuntimeError: If a profile cannot be stored; names the file.
+    """
+    found, skipped = profiles_from(tuning, datetime.now().astimezone())
+    if save is None and found:
+        whose = "these settings" if len(tuning.searches) == 1 else "the best settings of each drive alone"
+        use = f"{whose} for files on {' and '.join(profile.mount for profile in found)}"
+        if not can_ask():
+            return _say(f"note: with --save_profile, deepnvme would use {use} from then on")
+        save = ask(f"Let deepnvme use {use} from now on?")
+    if not save:
+        return
+    for reason in skipped:
+        _say(f"note: {reason}")
+    for profile in found:
+        try:
+            path = profile.save()
+        except (OSError, RuntimeError) as error:
+            raise RuntimeError(f"the drive profile cannot be stored: {error}") from error
+        when = "from now on" if profiles_enabled() else f"as soon as {PROFILE_VARIABLE} is not off any more"
+        what = f"deepnvme uses these settings for files on {profile.mount}: {settings_text(profile.settings)}"
+        _say(f"stored in '{path}': {when}, {what}")
+
+
+def profiles_from(tuning: Tuning, ended: datetime) -> tuple[list[DriveProfile], list[str]]:
+    """Return the profiles of the drives that the folders are on, and for each folder that can have none the reason, in one line.
+
+    There is one profile for each drive, with the best settings of a folder alone; of several folders on one drive, the first's.
+
+    Args:
+        tuning: Complete results; not of GPUDirect Storage, whose settings are those of another op.
+        ended: When the run ended.
+
+    Raises:
+        OSError: If a folder cannot be reached any more.
+    """
+    found: dict[tuple[str, str, str], DriveProfile] = {}
+    skipped, when = [], ended.isoformat(timespec="seconds")
+    for search in tuning.searches:
+        if len(search.folders) > 1:
+            continue
+        drive = drive_of(Path(search.folders[0].path))
+        rates = {operation: round(found.gb_per_second, 3) for operation, found in search.best.measured.items()}
+        try:
+            if drive.kind == "memory":
+                raise ValueError("its files are in memory, not on a drive")
+            profile = DriveProfile.of(drive, search.best.setting, rates.get("read"), rates.get("write"), when)
+            found.setdefault((profile.mount, profile.filesystem, profile.disk_models), profile)
+        except ValueError as error:
+            skipped.append(f"no drive profile for '{search.folders[0].path}': {error}".splitlines()[0])
+    return list(found.values()), skipped
+
+
+# Logs like those of DeepSpeed's sweep. Compatible with DeepSpeed 0.19: ``nvme/perf_run_sweep.py`` (file names),
+# ``nvme/parse_nvme_stats.py`` (lines that are parsed).
+
+
+def write_logs(tuning: Tuning, directory: Path) -> None:
+    """Write a log for each setting and direction of the recommended search, for scripts that read DeepSpeed's.
+
+    DeepSpeed's names do not contain the backend: of several, the fastest is written. What reads the logs chooses the highest
+    rate; so an eliminated setting, whose rate comes from few short transfers, is given no higher one than the recommended one.
+
+    Args:
+        tuning: The results.
+        directory: Made if it is missing.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
+    search = tuning.chosen
+    for operation, best in search.best.measured.items():
+        logs: dict[str, float] = {}
+        for result in search.results:
+            highest = math.inf if result in search.finalists else best.gb_per_second
+            name = _log_name(operation, len(search.folders), result)
+            logs[name] = max(logs.get(name, 0.0), min(result.measured[operation].gb_per_second, highest))
+        folder = directory / f"_aio_bench_{operation}_logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rate in logs.items():
+            what, seconds, speed = operation.capitalize(), tuning.io_size / (rate * 1e9), rate * 1e9 / GIB
+            lines = [f"{who} {what} Latency = {seconds} sec\n{who} {what} Speed = {speed} GB/sec\n" for who in ("Task", "E2E")]
+            (folder / name).write_text("".join(lines))
+
+
+def _log_name(operation: Operation, folders: int, result: Result) -> str:
+    """Return DeepSpeed's file name for the log of a setting."""
+    setting = result.setting
+    submission = "single" if setting.single_submit else "block"
+    order = "overlap" if setting.overlap_events else "sequential"
+    # DeepSpeed's parser knows only K and M.
+    block_size = f"{setting.block_size >> 20}M" if setting.block_size % GIB == 0 else size_text(setting.block_size)
+    size = f"d{setting.queue_depth}_bs{block_size}_p{setting.intra_op_parallelism}"
+    return f"{operation}_{submission}_{order}_ftd{folders}_{size}.txt"

@@ -1,0 +1,117 @@
+"""What a measurement needs of a folder and this machine: it examines them, and checks that space and memory suffice.
+
+It also brings files and device into a defined state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepnvme.drives import MEMORY_FILESYSTEMS, mount_of
+from deepnvme.memory.system_memory import available_memory
+from deepnvme.tools.report import open_descriptor, try_direct_io
+
+from .workspace import Unsuitable, remove_abandoned, workspace
+
+
+@dataclass(frozen=True)
+class FolderFacts:
+    """The filesystem and device that a folder is on."""
+
+    path: str
+    """Absolute path of the folder."""
+    filesystem: str
+    """Type of the filesystem, such as "ext4"."""
+    device: str
+    """Device or other source of the mount."""
+    direct: bool
+    """Whether transfers bypass the page cache."""
+    label: str
+    """What a measurement there measures: "ext4, takes direct I/O"; "tmpfs, in memory, not a drive"."""
+
+
+def folder_facts(folder: Path) -> FolderFacts:
+    """Return the facts about a folder, after removing what killed runs have left in it (:func:`remove_abandoned`).
+
+    Makes small files in it and removes them. Raises Unsuitable if it cannot be written to.
+    """
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise Unsuitable(f"'{folder}' is not a directory")
+    with workspace(folder, ".deepnvme-"):
+        pass  # it can be written to
+    remove_abandoned(folder)
+    mount = mount_of(folder)
+    filesystem, device = (mount.filesystem, mount.source) if mount else ("unknown filesystem", "unknown")
+    direct = bool(try_direct_io(folder, mount).works)
+    kind = "takes direct I/O" if direct else "without direct I/O: the page cache is measured"
+    if filesystem in MEMORY_FILESYSTEMS:
+        kind = "in memory, not a drive"
+    return FolderFacts(str(folder.resolve()), filesystem, device, direct, f"{filesystem}, {kind}")
+
+
+def check_space(needs: Iterable[tuple[Path, int]], remedy: str = "give a smaller --io_size or another folder") -> None:
+    """Raise Unsuitable if a filesystem has not enough free space for all folders on it.
+
+    Args:
+        needs: Pairs of a folder and the bytes needed in it; a folder may come several times.
+        remedy: What the user can do, for the message.
+    """
+    wanted: dict[int, tuple[Path, int]] = {}
+    for folder, nbytes in needs:
+        device = folder.stat().st_dev
+        first, before = wanted.get(device, (folder, 0))
+        wanted[device] = first, before + nbytes
+    for folder, nbytes in wanted.values():
+        free = shutil.disk_usage(folder).free
+        if free < nbytes:
+            raise Unsuitable(f"'{folder}' has {free} bytes free, {nbytes} are needed; make room, {remedy}")
+
+
+def check_memory(nbytes: int, remedy: str = "give a smaller --io_size") -> None:
+    """Raise Unsuitable if less than ``nbytes`` of memory is available: the kernel would kill a process.
+
+    Args:
+        nbytes: Bytes of host memory needed.
+        remedy: What the user can do, for the message.
+    """
+    available = available_memory()
+    if nbytes > available:
+        raise Unsuitable(f"{nbytes} bytes of memory are needed, {available} are available; {remedy}")
+
+
+def drop_pages(paths: Iterable[Path]) -> None:
+    """Write back and drop the page cache's pages of each file; missing files are skipped. Needs no privilege. Blocks."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError), open_descriptor(path, os.O_RDONLY) as descriptor:
+            os.fsync(descriptor)  # only clean pages can be dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def sync(path: Path) -> None:
+    """Write a file's or directory's data to stable storage (fsync). Blocks."""
+    with open_descriptor(path, os.O_RDONLY) as descriptor:
+        os.fsync(descriptor)
+
+
+def settle(directory: Path, limit_seconds: float = 2.0) -> None:
+    """Wait until a directory's device is idle, after committing pending unlinks and allocations.
+
+    On a mount with ``discard`` the commit makes the device trim. Blocks, for ``limit_seconds`` at most after the commit; only for
+    the commit if the device does not tell its requests in flight.
+    """
+    sync(directory)
+    device = directory.stat().st_dev
+    inflight = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/inflight")
+    if not inflight.exists():
+        return
+    deadline = time.monotonic() + limit_seconds
+    quiet = 0
+    while quiet < 3 and time.monotonic() < deadline:
+        quiet = quiet + 1 if set(inflight.read_text().split()) == {"0"} else 0
+        time.sleep(0.005)

@@ -1,0 +1,245 @@
+"""The job that ds_io measures, and its results, as data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from deepnvme.config import AioConfig
+
+from .figures import Percentiles, Spread
+from .folder import FolderFacts
+
+Operation = Literal["read", "write"]
+"""Direction of a transfer: from the drive or to it."""
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+"""Both directions."""
+EngineName = Literal["aio_handle", "aio_basic", "torch_io", "torch_fastio"]
+"""How the tensor is moved: by one handle, a handle for each call, torch.save and torch.load, or torch.save over a handle."""
+
+PATHS = ("zero_copy", "staged", "buffered", "gds")
+"""The paths of bytes between memory and drive: see :attr:`Sample.paths`."""
+
+
+def check_number(value: object, name: str) -> None:
+    """Raise TypeError, which names the argument, if a number of bytes is no int: texts are for command lines."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, a number of bytes, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process of a job works."""
+
+    folder: Path
+    """The folder for its files."""
+    device: int
+    """Number of the GPU that holds its tensor, if the job uses GPUs."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A transfer to be repeated and measured.
+
+    In each loop the processes of all places move ``io_size`` bytes each, at the same time, to or from files of their own.
+    """
+
+    places: tuple[Place, ...]
+    """One process for each; a single one is this process."""
+    operation: Operation
+    """Whether to read or to write."""
+    io_size: int
+    """Bytes of each process's tensor, an int."""
+    setting: AioConfig
+    """Settings of the handle."""
+    engine: EngineName = "aio_handle"
+    """How the tensor is moved."""
+    loops: int = 3
+    """Measured repetitions."""
+    warmup_loops: int = 1
+    """Repetitions before the measured ones."""
+    include_warmup: bool = False
+    """Whether to count the warm-up loops as well."""
+    different_files: bool = False
+    """Whether each loop has a new file; otherwise the first loop's file is overwritten, or read again."""
+    fsync: bool = False
+    """Whether writes are timed until they are on stable storage."""
+    validate: bool = False
+    """Whether to compare tensor and file after each loop, outside the measured time."""
+    gpu: bool = False
+    """Whether the tensors are in GPU memory; they then go through a pinned buffer, unless other options say otherwise."""
+    slow_bounce_buffer: bool = False
+    """With ``gpu``: whether the GPU tensor is given to the handle itself."""
+    accelerator_pin_memory: bool = False
+    """Whether host memory is pinned by PyTorch instead of locked by the handle."""
+    fast_io_size: int = 64 << 20
+    """Bytes of the pinned buffer of torch_fastio, an int."""
+    torch_legacy_save: bool = False
+    """Whether torch.save uses its file format of before 1.6."""
+    compare_fio: bool = False
+    """Whether fio makes the same transfer, in turn with ours."""
+
+    def __post_init__(self) -> None:
+        check_number(self.io_size, "io_size")
+        check_number(self.fast_io_size, "fast_io_size")
+
+    @property
+    def total_loops(self) -> int:
+        """Number of warm-up and measured loops."""
+        return self.warmup_loops + self.loops
+
+    @property
+    def by_torch(self) -> bool:
+        """Whether torch.save and torch.load move the tensor."""
+        return self.engine.startswith("torch")
+
+
+def file_name(operation: Operation, index: int, loop: int) -> str:
+    """Return the name of the file that place number ``index`` uses in a loop; without ``different_files``, loop 0's is used."""
+    return f"{operation}.{index}.{loop}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What it took to move some bytes."""
+
+    nbytes: int
+    """Bytes moved."""
+    seconds: float
+    """Seconds until all had been moved."""
+    cpu_seconds: float
+    """CPU time meanwhile of the process or processes, all threads included."""
+
+    @property
+    def gb_per_second(self) -> float:
+        """Bandwidth in units of 10^9 bytes per second."""
+        return self.nbytes / self.seconds / 1e9
+
+    @property
+    def cpu_seconds_per_gb(self) -> float:
+        """CPU seconds spent for each 10^9 bytes that were moved."""
+        return self.cpu_seconds / (self.nbytes / 1e9)
+
+
+@dataclass(frozen=True)
+class Sample(Timing):
+    """The measured values of one loop, of one process or of all processes together."""
+
+    requests: tuple[float, ...]
+    """Seconds that each process's transfer took."""
+    paths: Counter[str] | None
+    """Bytes by their path between memory and drive; None if the engine does not count them.
+
+    "zero_copy": past the page cache, from or into the tensor itself; "staged": past the page cache, but copied through an aligned
+    buffer; "buffered": through the page cache; "gds": between drive and GPU memory, without host memory.
+    """
+    block_latency: Counter[float]
+    """Histogram of the latency of blocks: upper bounds of bins in seconds, with counts; empty if the engine does not count."""
+
+    @property
+    def task_seconds(self) -> float:
+        """Seconds of the transfer alone; of the slowest, if there are several processes."""
+        return max(self.requests)
+
+
+@dataclass(frozen=True)
+class Observation(Timing):
+    """The measured values of one transfer."""
+
+    block_latency_p50: float
+    """Median of the seconds from a block's submission to its completion."""
+    block_latency_p99: float
+    """99th percentile of the same."""
+
+
+@dataclass(frozen=True)
+class FioComparison:
+    """The results of fio for the same transfer, measured in turn with ours."""
+
+    version: str
+    """Version of fio."""
+    ioengine: str
+    """fio's I/O engine, "io_uring" or "libaio"."""
+    buffers: str
+    """Kind of memory of fio's buffers, and how to give it huge pages if it has none."""
+    samples: tuple[Timing, ...]
+    """The counted loops, by fio's own clocks."""
+    ratio: Spread
+    """Our rate divided by fio's, loop by loop."""
+
+    @property
+    def gb_per_second(self) -> Spread:
+        """10^9 bytes per second, over the counted loops."""
+        return Spread.of([sample.gb_per_second for sample in self.samples])
+
+    @property
+    def cpu_seconds_per_gb(self) -> float:
+        """CPU seconds per 10^9 bytes, over all counted loops."""
+        return sum(sample.cpu_seconds for sample in self.samples) / (sum(sample.nbytes for sample in self.samples) / 1e9)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The results of a job. Counted loops are those after the warm-up, or all loops with ``include_warmup``."""
+
+    job: Job
+    """The job that was measured."""
+    folders: tuple[FolderFacts, ...]
+    """The folders, each once."""
+    backend: str | None
+    """The backend that the first process used; None if the engine does not tell."""
+    memory: str
+    """Kind of memory that the tensors are in."""
+    warmup: tuple[Sample, ...]
+    """The loops that do not count."""
+    samples: tuple[Sample, ...]
+    """The counted loops."""
+    fallbacks: Mapping[str, int]
+    """Why transfers took a slower path, with the number of times."""
+    fio: FioComparison | None = None
+    """The comparison with fio; None if the job has none."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes moved in all counted loops."""
+        return sum(sample.nbytes for sample in self.samples)
+
+    @property
+    def task_seconds(self) -> float:
+        """Seconds of all counted loops; of each loop's slowest process, if there are several."""
+        return sum(sample.task_seconds for sample in self.samples)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all counted loops, each until its last process had ended."""
+        return sum(sample.seconds for sample in self.samples)
+
+    @property
+    def gb_per_second(self) -> Spread:
+        """10^9 bytes per second, over the counted loops."""
+        return Spread.of([sample.gb_per_second for sample in self.samples])
+
+    @property
+    def cpu_seconds_per_gb(self) -> float:
+        """CPU seconds per 10^9 bytes, over all counted loops."""
+        return sum(sample.cpu_seconds for sample in self.samples) / (self.nbytes / 1e9)
+
+    @property
+    def request_latency(self) -> Percentiles:
+        """Time from a request's start to its end; one request moves a whole tensor."""
+        return Percentiles.of(Counter(seconds for sample in self.samples for seconds in sample.requests))
+
+    @property
+    def block_latency(self) -> Percentiles | None:
+        """Time from a block's submission to its completion; None if the engine does not count."""
+        bins = sum((sample.block_latency for sample in self.samples), Counter[float]())
+        return Percentiles.of(bins) if bins else None
+
+    @property
+    def paths(self) -> Counter[str] | None:
+        """Bytes of all counted loops by their path; None if the engine does not count them."""
+        counted = [sample.paths for sample in self.samples if sample.paths is not None]
+        return sum(counted, Counter[str]()) if counted else None

@@ -1,0 +1,111 @@
+"""Formats results by the templates beside this file: text for a terminal, and a page that needs no network or other files.
+
+Jinja comes with torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from deepnvme._descriptions import printable
+from deepnvme.version import __version__
+
+from .command_line import size_text
+from .job import Measurement, Operation
+from .results import Figures, Result, Search, Tuning
+
+
+def measurement_text(measurement: Measurement) -> str:
+    """Return what ds_io prints."""
+    return _rendered("ds_io.txt", found=measurement)
+
+
+def tuning_text(tuning: Tuning, verbose: bool = False) -> str:
+    """Return what ds_nvme_tune prints.
+
+    Args:
+        tuning: The results.
+        verbose: Whether to list the settings that were eliminated, too.
+    """
+    block = json.dumps(tuning.chosen.best.setting.to_deepspeed(), indent=3)
+    return _rendered("ds_nvme_tune.txt", tuning=tuning, verbose=verbose, block=block)
+
+
+def tuning_page(tuning: Tuning) -> str:
+    """Return a whole HTML page about the results.
+
+    It can be encoded as UTF-8 whatever the names of the folders are. The same ``tuning`` gives the same text.
+    """
+    block = json.dumps(tuning.chosen.best.setting.to_deepspeed(), indent=2)
+    shown: dict[str, Any] = {"longer": longer, "cells": cells, "dots": dots, "version": __version__}
+    page = _rendered("ds_nvme_tune.html", tuning=tuning, block=block, **shown)
+    # Bytes of a file name that are not UTF-8 are shown as escapes.
+    return page.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") + "\n"
+
+
+def _rendered(template: str, **values: Any) -> str:
+    """Return the text of a template with values, which are escaped in HTML."""
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
+    environment = jinja2.Environment(autoescape=template.endswith(".html"), **options)
+    environment.filters |= {"size": size_text, "three_digits": three_digits, "printable": printable}
+    return environment.from_string(Path(__file__).with_name(template).read_text(encoding="utf-8")).render(values).strip("\n")
+
+
+def three_digits(value: float) -> str:
+    """Return a positive number with three significant digits, without an exponent: "0.0123", "6.90", "1234"; "0" for others."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+
+
+def longer(search: Search, result: Result) -> str:
+    """Return by how many per cent more time a result takes than the recommended one: "+35".
+
+    Finalists have a figure in any case, because their table has the intervals beside it. An eliminated setting has one if it is
+    more than noise; otherwise the most that it may be, "\N{LESS-THAN OR EQUAL TO}18", or "?" if that says nothing.
+    """
+    found = result.difference
+    if found is None:
+        return "0"
+    if result in search.finalists:
+        return f"{found.percent:+.1f}"
+    if found.clearly_slower:
+        return f"{found.percent:+.0f}"
+    most = math.inf if found.interval is None else 100 * found.interval[1]
+    return f"\N{LESS-THAN OR EQUAL TO}{most:.0f}" if most <= 100 else "?"
+
+
+def cells(search: Search) -> dict[tuple[int, int], Result]:
+    """Return the best result for each block size and queue depth.
+
+    That is the recommended one, or that which stayed longest and was the fastest then, of all workers and backends.
+    """
+    found: dict[tuple[int, int], Result] = {}
+    for result in (search.best, *search.results):
+        found.setdefault((result.setting.block_size, result.setting.queue_depth), result)
+    return found
+
+
+def dots(search: Search, operation: Operation, cost: str) -> list[tuple[float, float, Result, Figures]]:
+    """Return where the finalists are in a chart of speed over a cost: x and y from 0 to 1, the result, and its figures.
+
+    Only finalists, because they were measured in turn with transfers of one length. Nothing if there are fewer than two.
+
+    Args:
+        search: The search.
+        operation: The direction.
+        cost: Name of a field of :class:`Figures`.
+    """
+    shown = [(result, result.measured[operation]) for result in search.finalists]
+    xs, ys = _places([getattr(each, cost) for _, each in shown]), _places([each.gb_per_second for _, each in shown])
+    return [(x, y, *each) for x, y, each in zip(xs, ys, shown, strict=True)] if len(shown) > 1 else []
+
+
+def _places(values: Sequence[float]) -> list[float]:
+    """Return values as places between 0 and 1, with some room at both ends."""
+    low, high = min(values), max(values)
+    return [0.1 + 0.8 * (value - low) / (high - low) if high > low else 0.5 for value in values]

@@ -1,0 +1,171 @@
+"""Runs the searches of ds_nvme_tune: for each folder alone, and for all folders together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepnvme.config import AioConfig
+from deepnvme.drives import MEMORY_FILESYSTEMS
+
+from .bench import TrialBench
+from .folder import check_memory, check_space, folder_facts
+from .halving import SearchProgress, least_written, search
+from .job import OPERATIONS, Operation, check_number
+from .results import Search, Tuning
+from .settings import default_space
+from .workspace import Unsuitable
+
+WRITES = 28 << 30
+"""Bytes that a search writes at most if nothing else is said. Twice as many, what a fast drive takes in the usual time, hardly
+make the answer better (on simulated drives: tests/tools/tune/test_halving.py)."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What :func:`tune` is to measure, and for how long."""
+
+    folders: tuple[Path, ...]
+    """The folders, on one or several drives."""
+    io_size: int
+    """Bytes of the file in each folder, an int; no transfer is larger."""
+    read: bool = True
+    """Whether to measure reads."""
+    write: bool = True
+    """Whether to measure writes."""
+    settings: tuple[AioConfig, ...] | None = None
+    """The settings to choose from; None for the usual ones."""
+    gpu: bool = False
+    """Whether tensors are in GPU memory; they go through a pinned buffer, unless ``gds``."""
+    gds: bool = False
+    """Whether GPU tensors are moved by GPUDirect Storage."""
+    seconds: float = 50.0
+    """Approximate duration of each search; less if the limit of bytes written is reached before."""
+    max_writes: int | None = None
+    """The most bytes that the run may write, an int, to all folders together; None for the files and 28 GiB for each search."""
+
+    def __post_init__(self) -> None:
+        check_number(self.io_size, "io_size")
+        if self.max_writes is not None:
+            check_number(self.max_writes, "max_writes")
+
+    @property
+    def operations(self) -> list[Operation]:
+        """The directions to measure, reads before writes."""
+        return [operation for operation in OPERATIONS if (self.read if operation == "read" else self.write)]
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The numbers of the folders of each search: each folder alone, then all together if there are several."""
+        together = tuple(range(len(self.folders)))
+        return [(index,) for index in together] + ([together] if len(together) > 1 else [])
+
+    @property
+    def write_limit(self) -> int:
+        """The most bytes that the run writes, to all folders together: files to read from, and what is measured."""
+        files = self.io_size * len(self.folders)
+        if not self.write:
+            return files
+        if self.max_writes is not None:
+            return self.max_writes
+        each = least_written(len(self.settings or ()), self.io_size) * len(self.folders)
+        return files + len(self.groups) * max(WRITES, each)
+
+    def writes_of_each_search(self, settings: int) -> int | None:
+        """Return the bytes that each search may write; None if only reads are measured.
+
+        Args:
+            settings: Number of settings to choose from.
+
+        Raises:
+            Unsuitable: If ``max_writes`` is too little for that.
+        """
+        if not self.write:
+            return None
+        files, searches = self.io_size * len(self.folders), len(self.groups)
+        needed = files + searches * least_written(settings, self.io_size) * len(self.folders)
+        if self.write_limit < needed:
+            raise Unsuitable(
+                f"--max-writes: {settings} settings need at least {needed} bytes, got {self.write_limit}; allow more, give fewer "
+                "settings (--sweep_config) or a smaller --io_size, or measure only reads (--no_write)"
+            )
+        return (self.write_limit - files) // searches
+
+
+def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> Tuning:
+    """Find the best settings for folders. Blocks, for about ``order.seconds`` for each search.
+
+    There is one search for each folder and, if there are several, one for all together. At most ``order.write_limit`` bytes are
+    written. An interrupt (KeyboardInterrupt) ends the run with the results so far; if there are none, it is raised. No file is
+    left behind.
+
+    Args:
+        order: What to measure.
+        progress: Called with the share that is done and a description of the current step.
+
+    Returns:
+        The results of all searches. ``chosen.best.setting`` is the recommended setting.
+
+    Raises:
+        Unsuitable: Before anything is transferred, if the order cannot be carried out on this machine.
+        OSError: If a transfer fails.
+    """
+    facts = [folder_facts(folder) for folder in order.folders]
+    check_space((folder, order.io_size) for folder in order.folders)
+    tensors = 0 if order.gds else order.io_size * len(order.folders)
+    check_memory(tensors + order.io_size * sum(each.filesystem in MEMORY_FILESYSTEMS for each in facts))
+    progress(0.0, "starting (compiles on first use)")
+    offered, backend = _offered(order)
+    writes = order.writes_of_each_search(len(offered))
+    begin = time.monotonic()
+    bench = TrialBench(order.folders, order.io_size, order.gpu, order.gds, functools.partial(progress, 0.0))
+    refused: dict[str, str] = {}
+    searches: list[Search] = []
+    complete = False
+    try:
+        with bench:
+            settings, refused = bench.usable(offered)
+            for number, group in enumerate(order.groups):
+                shares = {operation: _shares(group, operation, searches) for operation in order.operations}
+                move = functools.partial(bench.move, shares)
+                where = " + ".join(facts[index].path for index in group)
+
+                def show(share: float, step: str, number: int = number, where: str = where) -> None:
+                    progress((number + share) / len(order.groups), f"{where}: {step}")
+
+                # A transfer of the search's size goes to each folder, if they are equally fast.
+                limit = None if writes is None else writes // len(group)
+                found = search(settings, order.operations, move, order.io_size, order.seconds, limit, show, auto=backend)
+                searches.append(dataclasses.replace(found, folders=tuple(facts[index] for index in group)))
+                if not found.complete:
+                    break
+            complete = searches[-1].complete
+    except KeyboardInterrupt:  # may also come while the bench removes its files, when all has been measured
+        if not searches:
+            raise
+    limit = order.write_limit if order.write else None
+    seconds = time.monotonic() - begin
+    return Tuning(order.io_size, seconds, complete, bench.bytes_written, tuple(searches), refused, limit)
+
+
+def _offered(order: Order) -> tuple[Sequence[AioConfig], str]:
+    """Return the settings to choose from, and the backend that "auto" selects."""
+    from . import transfers  # here, because it takes seconds to import torch
+
+    if order.gds:
+        transfers.make_handle(AioConfig(use_gds=True))  # raises the reason if GPUDirect Storage does not work
+        return order.settings or default_space(order.io_size, ["auto"], use_gds=True), "gds"
+    working = [name for name, obstacle in transfers.op().backends().items() if obstacle is None]
+    return order.settings or default_space(order.io_size, working), working[0]
+
+
+def _shares(group: Sequence[int], operation: Operation, searches: Sequence[Search]) -> dict[int, float]:
+    """Return each folder's share of the bytes, relative to the one that gets most: in proportion to their speeds alone."""
+    if len(group) == 1:
+        return {group[0]: 1.0}
+    rates = [searches[index].best.measured[operation].gb_per_second for index in group]
+    return {index: rate / max(rates) for index, rate in zip(group, rates, strict=True)}

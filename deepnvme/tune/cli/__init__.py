@@ -1,7 +1,0 @@
-"""The command-line programs ds_io and ds_nvme_tune."""
-
-from deepnvme._lazy import public_names
-
-__all__: list[str] = []
-
-__dir__ = public_names(__name__)

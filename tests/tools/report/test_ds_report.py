@@ -1,0 +1,601 @@
+"""ds_report: true, quick, and of use when something is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import importlib.metadata
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepnvme import drives
+from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, jit, packages
+from deepnvme.ops.op_builder.cuda import Found, GdsProbe
+from deepnvme.tools.report import directory_probes, machine_probes
+from deepnvme.tools.report import ds_report as report
+from deepnvme.tools.report.facts import Fact
+from deepnvme.version import __version__
+
+from ...support.patience import PATIENCE
+from ...support.system_calls import answering
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+# Has the kernel refuse one system call with an errno, for this process and for good, as a container's profile would.
+REFUSE = """
+import ctypes, struct
+def refuse(number, code):
+    libc = ctypes.CDLL(None, use_errno=True)
+    rows = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | code), (0x06, 0, 0, 0x7fff0000)]
+    rows = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *row) for row in rows))
+    program = ctypes.create_string_buffer(struct.pack("@HP", 4, ctypes.addressof(rows)))
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
+        raise SystemExit(77)
+"""
+
+
+@pytest.fixture(scope="module")
+def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("extensions")
+
+
+@pytest.fixture(autouse=True)
+def cache(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Without an op. What the compiler was found to take is in it after the first report, as it is for users."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
+    return extensions
+
+
+def run(*arguments: str, prelude: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    program = f"{prelude}\nfrom deepnvme.report import main\nmain({list(arguments)!r})\n"
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        timeout=PATIENCE,
+    )
+
+
+def document(*arguments: str, **keywords: Any) -> dict[str, Any]:
+    done = run("--json", *arguments, **keywords)
+    if done.returncode == 77:
+        pytest.skip("needs a kernel that lets a process filter its system calls")
+    assert done.returncode == 0, done.stderr
+    loaded: dict[str, Any] = json.loads(done.stdout)
+    return loaded
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("path", ["/no/such/place", __file__, "", "with\0nul"])
+def test_a_path_that_is_no_directory_is_one_clear_line_and_status_2(path: str) -> None:
+    done = run("--path", path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("ds_report: --path ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_version_is_printed() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"deepnvme {__version__}\n")
+
+
+def test_an_unknown_option_is_refused_with_status_2() -> None:
+    done = run("--jsn")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+# What is missing
+
+
+@pytest.mark.parametrize(
+    ("backend", "number", "code", "name", "remedy"),
+    [
+        ("io_uring", 425, 1, "EPERM", "seccomp=unconfined"),
+        ("io_uring", 425, 38, "ENOSYS", "seccomp=unconfined"),
+        ("io_uring", 426, 1, "io_uring_enter failed with EPERM", "seccomp=unconfined"),
+        ("io_uring", 427, 1, "io_uring_register failed with EPERM", "seccomp=unconfined"),
+        ("libaio", 206, 11, "EAGAIN", "sysctl -w fs.aio-max-nr"),
+    ],
+)
+def test_a_backend_that_the_kernel_refuses_is_reported_with_the_errno(
+    backend: str, number: int, code: int, name: str, remedy: str
+) -> None:
+    if os.uname().machine != "x86_64":
+        pytest.skip("needs x86_64, whose system call numbers it knows")
+    found = document(prelude=REFUSE + f"refuse({number}, {code})")
+    assert found["selected_backend"] != backend
+    fact = found["backends"][backend]
+    assert fact["status"] == "NO"
+    assert name in fact["problems"][0]
+    assert remedy in fact["problems"][0]
+
+
+OF_LINUX_5_4 = """
+static long answer(long number, long *a) {
+    const long result = ask(number, a);
+    if (number == SETUP) ((unsigned *)a[1])[FEATURES] = ONE_MAPPING;
+    return result;
+}
+"""
+
+
+def test_a_kernel_whose_io_uring_lacks_reads_and_writes_is_reported_and_the_next_backend_is_taken(tmp_path: Path) -> None:
+    found = document(LD_PRELOAD=str(answering(OF_LINUX_5_4, tmp_path)))
+    if "failed with" in str(found["backends"]["io_uring"]["problems"]):
+        pytest.skip("needs a kernel that has io_uring")
+    assert found["backends"]["io_uring"]["status"] == "NO"
+    assert found["backends"]["io_uring"]["problems"][0].endswith("without read and write: use Linux 5.6 or later")
+    assert found["selected_backend"] != "io_uring"
+
+
+def test_without_a_compiler_the_op_is_not_compatible_and_the_report_goes_on(tmp_path: Path) -> None:
+    found = document(PATH=str(tmp_path), CXX="")
+    assert not found["ops"]["async_io"]["compatible"]
+    assert "no C++20 compiler (tried c++, g++, clang++)" in found["ops"]["async_io"]["problems"][0]
+    assert found["environment"]["cxx_compiler"]["status"] == "FAIL"
+
+
+def test_without_a_compiler_it_alone_is_named_and_only_once(tmp_path: Path) -> None:
+    text = run(PATH=str(tmp_path), CXX="").stdout
+    assert text.count("no C++20 compiler") == 1
+    assert "install GCC 11 or Clang 14" in text
+    assert "libaio" not in text.replace("\nlibaio ....", "")
+    assert "\nthreads .......................... unusable [NO]\n" in text
+    assert "auto takes" not in text
+
+
+@pytest.fixture
+def installed_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file in the place of the op that an installation has. It does not load, unless jit.load_obstacle is replaced."""
+    library = tmp_path / "async_io_op.so"
+    library.write_bytes(AsyncIOBuilder().source_hash().encode())
+    monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
+    return library
+
+
+def test_an_installed_op_has_every_backend_and_needs_no_compiler(installed_op: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "load_obstacle", lambda library: "")
+    monkeypatch.setenv("PATH", "/nowhere")
+    facts, selected = machine_probes.backends()
+    assert [fact.key for fact in facts] == ["io_uring", "libaio", "threads"]
+    assert {fact.value for fact in facts} <= {"usable", "refused"}
+    assert selected is not None
+    assert {fact.key: fact.value for fact in machine_probes.environment(GDS)}["op_in_use"] == "compiled while installing"
+
+
+@pytest.mark.parametrize(
+    ("tags", "said"),
+    [
+        ("Tag: cp312-cp312-manylinux_2_28_x86_64\n", "prebuilt, of the wheel for manylinux_2_28_x86_64"),
+        ("Tag: cp312-cp312-linux_x86_64\n", "compiled while installing"),
+    ],
+)
+def test_whether_the_op_is_a_published_wheels_is_said(
+    installed_op: Path, monkeypatch: pytest.MonkeyPatch, tags: str, said: str
+) -> None:
+    installed_op.write_bytes(installed_op.read_bytes() + b"\0clang version 22.1.8\0")
+    monkeypatch.setattr(jit, "load_obstacle", lambda library: "")
+    installed = types.SimpleNamespace(read_text=lambda name: f"Wheel-Version: 1.0\n{tags}")
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    facts = {fact.key: fact.value for fact in machine_probes.environment(GDS)}
+    assert facts["op_in_use"] == f"{said}, clang version 22.1.8"
+
+
+def test_an_op_that_was_installed_and_does_not_load_is_not_in_use(installed_op: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    facts = {fact.key: fact for fact in machine_probes.environment(GDS)}
+    assert facts["cxx_compiler"].status == "FAIL"
+    fact = facts["op_in_use"]
+    assert fact.text.startswith("none") or str(fact.value).startswith("compiled at first use")
+    assert fact.problems[0].startswith(f"the op that was installed does not load: {installed_op}: ")
+
+
+def test_a_compiler_is_not_missed_where_the_op_is_prebuilt(installed_op: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "load_obstacle", lambda library: "")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    (fact,) = (fact for fact in machine_probes.environment(GDS) if fact.key == "cxx_compiler")
+    assert (fact.status, fact.problems) == ("", ())
+
+
+def test_clang_is_named_beside_what_gcc_made_of_the_c_library(tmp_path: Path) -> None:
+    library = tmp_path / "op.so"
+    library.write_bytes(b"\0GCC: (Debian 12.2.0-14) 12.2.0\0Debian clang version 14.0.6\0")
+    assert machine_probes._compiler_of(library) == "Debian clang version 14.0.6"
+
+
+GDS = GdsProbe(Found(), Found(), Found(), Found("/lib/libcufile.so.0", "1.14"), Found(), torch_cuda="13.0", mismatch="")
+
+
+def gds_as_reported(monkeypatch: pytest.MonkeyPatch, probe: GdsProbe) -> tuple[str, list[str]]:
+    """Its line, and what is said of it."""
+    monkeypatch.setattr(GDSBuilder, "probe", lambda self: probe)
+    lines = report.render(report.gather()).splitlines()
+    (line,) = (line for line in lines if line.startswith("gds ..."))
+    return line, [line.strip() for line in lines if line.strip().startswith("[NO] gds: ")]
+
+
+def test_gds_where_torch_has_no_cuda_is_no_with_the_reason_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, said = gds_as_reported(monkeypatch, dataclasses.replace(GDS, torch_cuda=None))
+    assert line == "gds .................... [NO] ....... [NO]"
+    (reason,) = said
+    assert reason.startswith("[NO] gds: torch is missing or was built without CUDA, which only gds needs: pip install ")
+
+
+def test_a_machine_without_a_gpu_is_advised_nothing_about_gds(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Found(problem="not found: pip install it")
+    probe = GdsProbe(missing, missing, missing, missing, missing, torch_cuda=None, mismatch="", gpu=False)
+    line, said = gds_as_reported(monkeypatch, probe)
+    assert line == "gds .................... [NO] ....... [NO]"
+    assert said == ["[NO] gds: this machine has no NVIDIA GPU, which only gds needs"]
+    assert "pip install it" not in report.render(report.gather())
+    assert "reinstall torch" not in report.render(report.gather())
+
+
+def test_gds_where_cufile_is_missing_is_no_with_the_reason_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Found(problem="libcufile.so was not found (tried /x): pip install nvidia-cufile")
+    line, said = gds_as_reported(monkeypatch, dataclasses.replace(GDS, cufile_library=missing))
+    assert line == "gds .................... [NO] ....... [NO]"
+    assert said == [f"[NO] gds: {missing.problem}"]
+
+
+def test_gds_where_all_is_there_is_okay(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, said = gds_as_reported(monkeypatch, GDS)
+    assert line == "gds .................... [NO] ....... [OKAY]"
+    assert "DS_BUILD_GDS=1 pip install" in said[0]
+
+
+def test_gds_compiled_ahead_of_time_is_installed_and_still_of_no_use_without_cuda(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = tmp_path / "gds_op.so"
+    library.write_bytes(GDSBuilder().source_hash().encode())
+    monkeypatch.setattr(jit, "prebuilt", lambda name: library if "gds" in name else None)
+    line, said = gds_as_reported(monkeypatch, dataclasses.replace(GDS, torch_cuda=None))
+    assert line == "gds .................... [YES] ...... [NO]"
+    assert len(said) == 1
+    assert gds_as_reported(monkeypatch, GDS)[0] == "gds .................... [YES] ...... [OKAY]"
+
+
+def test_the_report_as_a_module_says_it_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "deepnvme.report"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^gds \.{20} ", done.stdout, re.MULTILINE)
+    assert done.stdout.count("[NO] gds: ") >= 1  # one for each reason
+
+
+def test_elsewhere_than_on_linux_every_backend_needs_linux_and_nothing_else_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    found = report.gather()
+    text = report.render(found)
+    assert [fact.status for fact in found.backends] == ["NO"] * 3
+    assert text.count("needs Linux, this is Darwin") == 1
+    assert not re.search("docker|seccomp|auto takes|sysctl", text)
+    assert found.selected_backend is None
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_the_report() -> None:
+    assert document(TORCH_EXTENSIONS_DIR="/proc/nowhere")["ops"]["async_io"]["compatible"]
+
+
+def of_the_system(key: str) -> Fact:
+    """The fact with that key in JSON."""
+    return next(fact for fact in machine_probes.system() if fact.key == key)
+
+
+def test_shared_memory_that_is_too_small_is_warned_of_as_deepspeed_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = os.statvfs_result((4096, 4096, 16384, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr("os.statvfs", lambda path: small)
+    fact = of_the_system("shared_memory_bytes")
+    assert (fact.value, fact.status) == (64 << 20, "WARNING")
+    assert "--shm-size='1gb'" in fact.problems[0]
+
+
+@pytest.mark.parametrize(("used", "status"), [("0", ""), ("65000", "WARNING")])
+def test_few_aio_events_left_are_warned_of(used: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "aio-nr").write_text(used)
+    (tmp_path / "aio-max-nr").write_text("65536")
+    monkeypatch.setattr(machine_probes, "AIO_LIMITS", tmp_path)
+    in_use, allowed = of_the_system("aio_nr"), of_the_system("aio_max_nr")
+    assert (in_use.value, allowed.value, allowed.status) == (int(used), 65536, status)
+
+
+def test_huge_pages_that_are_off_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    monkeypatch.setattr(machine_probes, "HUGE_PAGES", tmp_path / "enabled")
+    fact = of_the_system("transparent_huge_pages")
+    assert (fact.value, fact.status) == ("never", "WARNING")
+    assert "echo madvise" in fact.problems[0]
+
+
+def test_what_the_system_does_not_tell_is_unknown_rather_than_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_probes, "AIO_LIMITS", tmp_path)
+    monkeypatch.setattr(machine_probes, "HUGE_PAGES", tmp_path / "enabled")
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> str:
+        raise PermissionError(errno.EACCES, "as asked for", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    for fact in machine_probes.system():
+        assert fact.shown
+        assert bool(fact.problems) == (fact.status == "WARNING")
+
+
+def test_a_command_for_root_alone_is_given_with_sudo_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert packages.as_root("modprobe nvidia-fs") == "sudo modprobe nvidia-fs"
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert packages.as_root("modprobe nvidia-fs") == "modprobe nvidia-fs"
+
+
+# Truth and form
+
+
+def test_every_fault_comes_with_a_reason_and_what_works_without() -> None:
+    found = report.gather(REPOSITORY)
+    facts = [found.ninja, *found.backends, *found.environment, *found.system, *(found.directory or [])]
+    for fact in facts:
+        assert not fact.status or bool(fact.problems) == (fact.status in ("NO", "WARNING", "FAIL")), fact
+    for op in found.ops:
+        assert bool(op.problems) == (not (op.installed and op.compatible)), op
+
+
+def test_no_reason_is_printed_twice() -> None:
+    lines = [line.strip() for line in report.render(report.gather(REPOSITORY)).splitlines() if line.startswith("  ")]
+    assert len(lines) == len(set(lines))
+    assert any("[NO] gds: " in line for line in lines)
+
+
+def test_json_has_keys_in_snake_case_and_numbers_as_numbers() -> None:
+    found = document("--path", str(REPOSITORY))
+    sections = ("ops", "backends", "environment", "system", "directory")
+    keys = [key for section in sections for key in found[section]]
+    assert [key for key in [*found, *keys] if not re.fullmatch("[a-z][a-z0-9_]*", key)] == []
+    assert set(found["backends"]) == {"io_uring", "libaio", "threads"}
+    assert found["selected_backend"] in found["backends"]
+    for section, key in (
+        ("system", "aio_nr"),
+        ("system", "aio_max_nr"),
+        ("system", "usable_cpus"),
+        ("system", "memory_bytes"),
+        ("system", "shared_memory_bytes"),
+        ("directory", "free_bytes"),
+        ("directory", "total_bytes"),
+    ):
+        assert isinstance(found[section][key]["value"], int), key
+
+
+def test_the_processor_is_told_with_its_vector_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"brand_raw": "A processor", "flags": ["fpu", "avx", "avx2", "avx512f"]}
+    monkeypatch.setattr("cpuinfo.get_cpu_info", lambda: found)
+    assert (of_the_system("cpu").value, of_the_system("vector_extensions").value) == ("A processor", "avx, avx2, avx512f")
+    monkeypatch.setattr("cpuinfo.get_cpu_info", dict)  # where nothing can be found out
+    assert (of_the_system("cpu").value, of_the_system("vector_extensions").value) == (os.uname().machine, None)
+
+
+def test_a_limit_that_is_none_is_null_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    fact = of_the_system("memlock_bytes")
+    assert (fact.value, fact.status) == (None, "")
+    assert fact.shown.startswith("unlimited")
+
+
+def test_the_text_has_deepspeeds_table() -> None:
+    text = report.render(report.gather())
+    assert "\nop name ................ installed .. compatible\n" in text
+    assert "\nninja .................. [OKAY]\n" in text
+    assert "\nutils .................. [YES] ...... [OKAY]\n" in text
+    for name in ("torch install path", "torch version", "deepnvme info", "deepnvme op in use", "nvcc version"):
+        assert f"\n{name} ..." in text
+    assert "\nshared memory (/dev/shm) size .... " in text
+
+
+def test_hiding_the_operators_leaves_the_environment() -> None:
+    found = report.gather()
+    text = report.render(found, operators=False)
+    assert "op name" not in text
+    assert "async_io backends" not in text
+    assert "torch version" in text
+    assert set(json.loads(report.as_json(found, operators=False))) == {"environment", "system"}
+
+
+def test_hiding_warnings_leaves_the_statuses() -> None:
+    found = report.gather()
+    shown, hidden = report.render(found), report.render(found, explanations=False)
+    assert "  [NO] gds: " in shown
+    assert "  [NO] " not in hidden
+    assert re.search(r"^gds \.{20} \[(NO|YES)\] \.+ \[(NO|OKAY)\]$", hidden, re.MULTILINE)
+    assert "problems" not in report.as_json(found, explanations=False)
+
+
+def test_colour_is_for_terminals_alone() -> None:
+    assert "\033" not in run().stdout
+    assert "\033[92m[OKAY]\033[0m" in report.render(report.gather(), colour=True)
+
+
+def test_colour_changes_no_letter_of_the_text() -> None:
+    found = report.gather()
+    assert re.sub(r"\033\[\d+m", "", report.render(found, colour=True)) == report.render(found)
+
+
+def test_a_reader_that_stops_reading_causes_no_traceback() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -W ignore -m deepnvme.report | true; exit ${{PIPESTATUS[0]}}"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_ascii(tmp_path: Path) -> None:
+    place = tmp_path / "größe"
+    place.mkdir()
+    done = run("--path", str(place), PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "gr\\xf6\\xdfe" in done.stdout
+
+
+def test_a_directory_s_name_does_not_command_the_terminal(drive: Path) -> None:
+    (place := drive / "a\nb\x1b]0;title\x07\udcff[red]").mkdir()
+    done = run("--path", str(place))
+    assert done.returncode == 0, done.stderr
+    assert f"{drive}/a\\nb\\x1b]0;title\\x07\\udcff[red]" in done.stdout
+    assert all(line.isprintable() for line in done.stdout.split("\n"))
+
+
+def test_the_script_prints_what_the_module_prints() -> None:
+    script = subprocess.run(
+        [sys.executable, "-W", "ignore", REPOSITORY / "bin" / "ds_report", "--hide_operator_status"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        timeout=PATIENCE,
+    )
+    assert script.returncode == 0, script.stderr
+    assert script.stdout.startswith("DeepNVMe general environment info:")
+
+
+@pytest.mark.alone
+def test_it_never_compiles_the_op_and_takes_less_than_five_seconds(cache: Path) -> None:
+    run()  # the probes of a first run are remembered
+
+    def seconds() -> float:
+        started = time.monotonic()
+        assert run("--path", str(REPOSITORY)).returncode == 0
+        return time.monotonic() - started
+
+    assert any(seconds() < 5 for _ in range(5))  # others may use the processors too
+    assert {path.name for path in (cache / "deepnvme").iterdir()} <= {"probes"}
+
+
+# A directory
+
+
+def facts_of(directory: Path) -> dict[str, Fact]:
+    return {fact.name: fact for fact in directory_probes.directory_facts(directory, GDSBuilder().probe())}
+
+
+def failing(code: str) -> Callable[..., Any]:
+    """A function that raises OSError with that errno."""
+    number = getattr(errno, code)
+
+    def fail(*arguments: object, **keywords: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_direct_io_is_tried_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert facts["O_DIRECT"].status in ("OKAY", "WARNING")
+    assert facts["path"].value == str(tmp_path)
+    free = facts["free space"].value
+    assert isinstance(free, int)
+    assert abs(free - os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize) < 1 << 30
+
+
+def test_alignment_as_tried_agrees_with_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = directory_probes.try_direct_io(tmp_path)
+    if told.source != "statx":
+        pytest.skip("needs a kernel and a filesystem that report their alignment (statx, Linux 6.1)")
+    monkeypatch.setattr("ctypes.CDLL", lambda *args, **kwargs: object())  # a libc that has no statx
+    tried = directory_probes.try_direct_io(tmp_path)
+    assert told.memory_alignment is not None
+    assert tried.memory_alignment is not None
+    assert tried.offset_alignment == told.offset_alignment
+    assert tried.memory_alignment <= told.memory_alignment or tried.memory_alignment <= 512
+
+
+def test_tmpfs_is_told_to_be_buffered_whatever_it_accepts() -> None:
+    place = Path("/dev/shm")
+    mount = drives.mount_of(place) if place.is_dir() else None
+    if mount is None or mount.filesystem != "tmpfs":
+        pytest.skip("needs a tmpfs at /dev/shm")
+    fact = facts_of(place)["O_DIRECT"]
+    assert (fact.value, fact.status) == (False, "WARNING")
+    assert "buffered" in fact.problems[0]
+
+
+def test_a_directory_that_cannot_be_written_is_reported_without_an_error() -> None:
+    for place in (Path("/proc"), Path("/sys")):
+        fact = facts_of(place)["O_DIRECT"]
+        assert (fact.value, fact.status) == (None, "WARNING")
+        assert fact.shown.startswith("not tried: ")
+
+
+@pytest.mark.parametrize("code", ["EROFS", "EACCES"])
+def test_direct_io_is_not_judged_where_no_file_can_be_made(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.mkstemp", failing(code))
+    direct = directory_probes.try_direct_io(tmp_path, drives.Mount("/mnt/a drive", "ext4", "/dev/vdb", "ro"))
+    assert direct.works is None
+    assert direct.outcome.startswith("not tried: ")
+    assert code in direct.outcome
+    assert ("mount -o remount,rw '/mnt/a drive'" in direct.problem) == (code == "EROFS")
+
+
+VERDICTS = [
+    ("EINVAL", False, "does not work"),
+    ("EOPNOTSUPP", False, "does not work"),
+    ("ENOSPC", None, "unknown"),
+    ("EDQUOT", None, "unknown"),
+    ("EIO", None, "unknown"),
+]
+
+
+@pytest.mark.parametrize("when", ["open", "pwrite"])
+@pytest.mark.parametrize(("code", "works", "outcome"), VERDICTS)
+def test_only_the_errors_that_mean_refusal_are_taken_for_it(
+    code: str, works: bool | None, outcome: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refusing(path: str, flags: int, *rest: int) -> int:
+        return failing(code)() if flags & os.O_DIRECT else real(path, flags, *rest)
+
+    monkeypatch.setattr("os.open", refusing) if when == "open" else monkeypatch.setattr("os.pwrite", failing(code))
+    direct = directory_probes.try_direct_io(tmp_path)
+    assert (direct.works, direct.outcome) == (works, outcome)
+    assert code in direct.problem
+    assert ("room" in direct.problem) == (code in ("ENOSPC", "EDQUOT"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_mount_is_the_innermost_one() -> None:
+    mount = drives.mount_of(Path("/proc/self"))
+    assert mount is not None
+    assert (mount.point, mount.filesystem) == ("/proc", "proc")
+    assert not any(fact.status == "OKAY" for fact in facts_of(Path("/proc")).values())
+
+
+def test_what_decides_against_gpu_direct_storage_is_told_alone(tmp_path: Path) -> None:
+    fact = facts_of(tmp_path)["GPU-direct storage"]
+    assert fact.status in ("OKAY", "NO")
+    assert len(fact.problems) == (fact.status == "NO")
