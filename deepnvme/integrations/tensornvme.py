@@ -171,7 +171,7 @@ class _TensorFile(_Transfers):
             or ((self._frees or other.reading != reading) and not known.isdisjoint(part._cdata for part in other.storages))
         )
         freed = storages if self._frees else []
-        memory = freed or list(tensors)
+        memory: list[torch.Tensor | torch.UntypedStorage] = [*freed] or [*tensors]
         sizes = [each.nbytes() if isinstance(each, torch.UntypedStorage) else each.nbytes for each in memory]
         stored = self._stored.get(key)
         if reading and stored is None:
