@@ -93,7 +93,7 @@ class _Attack:
     def run(self) -> None:
         for _ in range(40):
             self._random.choice((self._fetch, self._fetch, self._change, self._drop, self._copy, self._step))()
-        self._chance = 0.0
+        self._fail(0.0)
         self._swapper.remove_partition_and_release_buffers(self._params)
         if self._swapper.available_swap_in_buffers() != self._swapper.param_buffer_count:
             raise Leaked("buffers of the swapper, with no partition in memory")
