@@ -185,7 +185,7 @@ def _manifest(fields: Any) -> StoreManifest:
         tensors = {name: _tensor(*entry) for name, entry in fields["tensors"].items()}
         return StoreManifest(string(fields["store"]), number(fields["directories"]), tensors)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"its second line is another: {type(error).__name__}: {error}") from None
+        raise ValueError(f"its second line is not as a store writes it: {type(error).__name__}: {error}") from None
 
 
 def _tensor(dtype: Any, shape: Any, parts: Any, checksums: Any) -> StoredTensor:
@@ -202,7 +202,7 @@ def string(value: Any) -> str:
 
 
 def numbers(value: Any) -> tuple[int, ...]:
-    """Return a list of JSON as numbers. Raises TypeError if it is none of integers that are not negative."""
+    """Return a list of JSON as numbers. Raises TypeError if it is not a list of integers, each at least 0."""
     if type(value) is not list:
         raise TypeError(f"expected a list, got {type(value).__name__}")
     return tuple(map(number, value))

@@ -224,7 +224,7 @@ def _fields(name: str, field: Any) -> tuple[str, list[int], int, int]:
 
 
 _MOST_DIMENSIONS = 64
-"""Of a tensor, as of NumPy's."""
+"""Most dimensions of a tensor, as many as NumPy's arrays may have."""
 
 
 def _entry(name: str, kind: str, shape: list[int], begin: int, end: int, data: int) -> TensorEntry:
