@@ -196,6 +196,11 @@ class TestCorruptFiles:
             tracemalloc.stop()
         assert len(str(refused.value)) < 2000
 
+    def test_what_would_not_be_read_is_not_written(self, drive: Path) -> None:
+        with pytest.raises(ValueError, match="up to 8000007 values, and may have 8000000: use several files"):
+            save_file({"," * 8_000_000: torch.ones(1)}, drive / "file")
+        assert not (drive / "file").exists()
+
     @pytest.mark.parametrize("name", ["a", "", "__metadata__", "\\u0061", "\xe9", "a\\", "b", "a\n"], ids=ascii)
     @pytest.mark.parametrize(
         "value",

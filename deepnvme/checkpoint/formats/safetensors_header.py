@@ -75,7 +75,7 @@ def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
     Raises:
         UnknownDtype: If the format does not have a tensor's dtype.
         TypeError: If the metadata are not strings.
-        ValueError: If the header would be longer than any library reads.
+        ValueError: If the header would be longer than any library reads, or have more values than this package reads.
     """
     fields: dict[str, Any] = {}
     if metadata is not None:
@@ -100,6 +100,8 @@ def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
     text += b" " * (-len(text) % 8)
     if len(text) > LONGEST_HEADER:
         raise ValueError(f"the header would have {len(text)} bytes, and no library reads more than {LONGEST_HEADER}")
+    if _values(text) > _MOST_VALUES:
+        raise ValueError(f"the header would have up to {_values(text)} values, and may have {_MOST_VALUES}: use several files")
     return _LENGTH.pack(len(text)) + text, names
 
 
@@ -152,11 +154,15 @@ _MOST_VALUES = 8_000_000
 """Most values of a header or an index: enough for a million tensors, and few enough for any JSON to be read in seconds."""
 
 
+def _values(text: bytes) -> int:
+    """Return how many values a JSON text has at most. Brackets and commas in strings are counted, too."""
+    return sum(map(text.count, (b"[", b"{", b",")))
+
+
 def _parsed(text: bytes) -> Any:
     """Return the value of a JSON text. Raises ValueError if it is none, has too many values, or has a name twice in an object."""
-    values = sum(map(text.count, (b"[", b"{", b",")))
-    if values > _MOST_VALUES:
-        raise ValueError(f"it has up to {values} values, and may have {_MOST_VALUES}")
+    if _values(text) > _MOST_VALUES:
+        raise ValueError(f"it has up to {_values(text)} values, and may have {_MOST_VALUES}")
     value = from_json(text, allow_inf_nan=False)
     if to_json(value) != text.rstrip(b" "):
         # It is not as the library writes it, or a name is there twice, of which from_json takes the last in silence.
