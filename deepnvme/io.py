@@ -1,8 +1,8 @@
-"""Public name of DeepSpeed's file writers, which are in :mod:`deepnvme.integrations.deepspeed.io`."""
+"""Public name of DeepSpeed's file writer, which is in :mod:`deepnvme.integrations.deepspeed.io`."""
 
 from deepnvme._lazy import public_names
-from deepnvme.integrations.deepspeed.io import BaseFileWriter, FastFileWriter, FastFileWriterConfig, MockFileWriter, PyFileWriter
+from deepnvme.integrations.deepspeed.io import FastFileWriter, FastFileWriterConfig
 
-__all__ = ["BaseFileWriter", "FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter"]
+__all__ = ["FastFileWriter", "FastFileWriterConfig"]
 
 __dir__ = public_names(__name__)

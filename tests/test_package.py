@@ -112,7 +112,10 @@ def test_tab_completion_shows_no_private_name() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["checkpoint.verify", "integrations.deepspeed.enable", "integrations.metrics.PREFIX", "swap.zero.AIO", "tune.tune"],
+    [
+        "checkpoint.verify", "integrations.deepspeed.enable", "integrations.metrics.PREFIX", "swap.zero.OptimizerSwapper",
+        "tune.tune",
+    ],
 )
 def test_a_public_submodule_needs_no_import_of_its_own(name: str) -> None:
     assert run(f"import deepnvme; deepnvme.{name}; print('there')") == "there"
@@ -130,7 +133,7 @@ deepnvme.Engine().close()
 deepnvme.save([], "file.pt", progress=False)
 deepnvme.integrations.deepspeed.enable()
 deepnvme.integrations.metrics.PREFIX
-deepnvme.swap.zero.AsyncTensorSwapper
+deepnvme.swap.zero.PipelinedOptimizerSwapper
 deepnvme.checkpoint.NVMeWriter
 deepnvme.streaming.WeightStore.build("model.pt", "/mnt/nvme/store")
 deepnvme.tables.RowOptimizer
@@ -146,7 +149,7 @@ MISSPELT = [
     "deepnvme.integrations.deepspeed.enabled",
     "deepnvme.nn.EmbeddingOnDiskk",
     "deepnvme.streaming.WeightStoree",
-    "deepnvme.swap.zero.AsyncTensorSwapperr",
+    "deepnvme.swap.zero.PipelinedOptimizerSwapperr",
     "deepnvme.tables.RowOptimizerr",
     "deepnvme.tune.measuree",
 ]

@@ -11,11 +11,9 @@ import contextlib
 import errno
 import json
 import os
-import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,20 +27,10 @@ MEMBERSHIP_NAME = "deepnvme-store.member.json"
 _KIND = "deepnvme tensor store", 1
 """Format and version."""
 
-_LARGEST = 1 << 30
-"""Most bytes of a manifest: enough for ten million tensors."""
+_LARGEST = 256 << 20
+"""Most bytes of a manifest: enough for two million tensors. JSON of other people could take thirty times that in memory."""
 _LONGEST_LINE = 64 << 10
 """Most bytes of a manifest's first line, and of a membership."""
-_LONGEST_NAME = 64 << 10
-"""Most characters of a tensor's name, as it is written in the file."""
-# These match only what publish() writes: parsing arbitrary JSON could take thirty times the file's size in memory, and minutes.
-_PLAIN = rf'"([^"\\\x00-\x1f]{{0,{_LONGEST_NAME}}})"'  # matching escapes too would take 60 bytes of memory for each
-_BEGIN = re.compile(rf'\{{"store":{_PLAIN},"directories":([0-9]+),"tensors":\{{')
-_NAME = re.compile(_PLAIN)
-_TENSOR = re.compile(r':\["([a-z0-9_]+)",\[([0-9,]*)\],\[')
-_PART = re.compile(r"\[([0-9]+),([0-9]+),([0-9]+)\],?")
-_TENSOR_END = re.compile(r'\],(?:null|\[([0-9,]*)\])\](?:,(?=")|(?=\}))')
-_END = "}}"
 
 
 class CorruptManifest(OSError):
@@ -102,12 +90,9 @@ def publish(directory: Path, manifest: StoreManifest) -> None:
     After a crash at any point, either the old manifest or the new one is there, and it is whole.
 
     Raises:
-        ValueError: If the manifest or a tensor's name is too long.
+        ValueError: If the manifest is too long.
         OSError: From writing.
     """
-    # Names may hold surrogates, which ASCII JSON keeps.
-    for name in manifest.tensors:
-        check_length(name)
     data = two_lines(_KIND, {"store": manifest.store, "directories": manifest.directories, "tensors": dict(manifest.tensors)})
     if len(data) > _LARGEST:
         raise ValueError(
@@ -129,13 +114,13 @@ def load(directory: Path) -> StoreManifest | None:
 
 def two_lines(kind: tuple[str, int], fields: Mapping[str, Any]) -> bytes:
     """Return a manifest in JSON: one line with its format, version and the CRC-32 of the other, and one with the fields."""
-    body = json.dumps(fields, separators=(",", ":"))
-    head = json.dumps({"format": kind[0], "version": kind[1], "crc32": zlib.crc32(body.encode())})
-    return f"{head}\n{body}\n".encode()
+    body = json.dumps(fields, separators=(",", ":")).encode()  # in ASCII, which can escape half of a surrogate pair
+    head = json.dumps({"format": kind[0], "version": kind[1], "crc32": zlib.crc32(body)}).encode()
+    return b"%b\n%b\n" % (head, body)
 
 
-def second_line(kind: tuple[str, int], data: bytes) -> str:
-    """Return the second line of a manifest that :func:`two_lines` has made, after checking its format, version and CRC-32.
+def second_line(kind: tuple[str, int], data: bytes) -> Any:
+    """Return the fields of a manifest that :func:`two_lines` has made, after checking its format, version and CRC-32.
 
     Args:
         kind: The format and version that it has to have.
@@ -143,7 +128,7 @@ def second_line(kind: tuple[str, int], data: bytes) -> str:
 
     Raises:
         ValueError: If it is damaged, or of another format or version.
-        RecursionError: If its first line is nested too deeply.
+        RecursionError: If it is nested too deeply.
     """
     head, _, body = data.partition(b"\n")
     facts = _parsed(head)
@@ -153,7 +138,7 @@ def second_line(kind: tuple[str, int], data: bytes) -> str:
     body = body.rstrip(b"\n")
     if facts.get("crc32") != zlib.crc32(body):
         raise ValueError(f"expected CRC-32 {facts.get('crc32')!r}, found {zlib.crc32(body)}")
-    return body.decode("ascii")
+    return json.loads(body)  # from_json of pydantic_core refuses names with half of a surrogate pair
 
 
 def join(directory: Path, membership: StoreMembership) -> None:
@@ -199,70 +184,40 @@ def _membership(data: bytes) -> StoreMembership:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def _manifest(text: str) -> StoreManifest:
-    """Parse the second line of a manifest. Raises ValueError that says what is wrong."""
-    begin = _BEGIN.match(text)
-    if begin is None:
-        raise ValueError("its second line does not begin with a store's identity and its directories")
-    at = begin.end()
-    tensors: dict[str, StoredTensor] = {}
-    while text.startswith('"', at):
-        name, at = string_at(text, at)
-        found = _TENSOR.match(text, at)
-        at = at if found is None else found.end()
-        parts = []
-        while (part := _PART.match(text, at)) is not None:
-            parts.append((int(part[1]), int(part[2]), int(part[3])))
-            at = part.end()
-        end = _TENSOR_END.match(text, at)
-        if found is None or end is None:
-            raise ValueError(f"the entry of tensor {name!r:.200} is not well-formed at byte {at} of the second line")
-        if name in tensors:
-            raise ValueError(f"tensor {name!r:.200} is there twice, at byte {at} of the second line")
-        at = end.end()
-        tensors[name] = StoredTensor(found[1], _numbers(found[2]), tuple(parts), None if end[1] is None else _numbers(end[1]))
-    if text[at:] != _END:
-        raise ValueError(f"expected a tensor or the end at byte {at} of the second line")
-    return StoreManifest(begin[1], int(begin[2]), tensors)
-
-
-def check_length(name: str) -> None:
-    """Check that a string is short enough for :func:`string_at` to read it from a manifest.
-
-    Raises:
-        ValueError: If it is too long.
-    """
-    if len(name) > _LONGEST_NAME // 12 and len(json.dumps(name)) > _LONGEST_NAME + 2:  # a character takes up to two escapes of 6
-        text = f"what begins with {name[:40]!r} would have {len(json.dumps(name)) - 2} characters in the manifest"
-        raise ValueError(f"{text}, and may have {_LONGEST_NAME}: choose something shorter")
-
-
-def string_at(text: str, at: int) -> tuple[str, int]:
-    """Read a JSON string from a manifest's second line.
-
-    Args:
-        text: The line.
-        at: Where the string begins, at its opening quote.
-
-    Returns:
-        The string, and the position after its closing quote.
-
-    Raises:
-        ValueError: If there is no string, or it is too long.
-    """
-    plain = _NAME.match(text, at)
-    if plain is not None:
-        return plain[1], plain.end()
+def _manifest(fields: Any) -> StoreManifest:
+    """Return the manifest that the second line says. Raises ValueError that says what is wrong."""
     try:
-        name, length = scanstring(text[at : at + _LONGEST_NAME + 2], 1, True)
-    except ValueError as error:
-        raise ValueError(f"the string at byte {at} of the second line is none, or longer than {_LONGEST_NAME}: {error}") from None
-    return name, at + length
+        tensors = {name: _tensor(*entry) for name, entry in fields["tensors"].items()}
+        return StoreManifest(string(fields["store"]), number(fields["directories"]), tensors)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"its second line is not as a store writes it: {type(error).__name__}: {error}") from None
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """Return the integers in a comma-separated list."""
-    return tuple(map(int, text.split(","))) if text else ()
+def _tensor(dtype: Any, shape: Any, parts: Any, checksums: Any) -> StoredTensor:
+    """Return a tensor of which the manifest says these. Raises TypeError or ValueError if they are something else."""
+    places = tuple((directory, offset, length) for directory, offset, length in map(numbers, parts))
+    return StoredTensor(string(dtype), numbers(shape), places, None if checksums is None else numbers(checksums))
+
+
+def string(value: Any) -> str:
+    """Return a value of JSON that has to be a string. Raises TypeError if it is something else."""
+    if type(value) is not str:
+        raise TypeError(f"expected a string, got {type(value).__name__}")
+    return value
+
+
+def numbers(value: Any) -> tuple[int, ...]:
+    """Return a list of JSON as numbers. Raises TypeError if it is not a list of integers, each at least 0."""
+    if type(value) is not list:
+        raise TypeError(f"expected a list, got {type(value).__name__}")
+    return tuple(map(number, value))
+
+
+def number(value: Any) -> int:
+    """Return a value of JSON that has to be an integer, not negative. Raises TypeError if it is something else."""
+    if type(value) is not int or value < 0:
+        raise TypeError(f"expected an integer of at least 0, got {value!r:.100}")
+    return value
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

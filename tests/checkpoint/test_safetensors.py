@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 from deepnvme.checkpoint import CorruptCheckpoint, safetensors_files
 from deepnvme.checkpoint.formats.safetensors_header import (
     LONGEST_HEADER,
-    JsonText,
     TensorEntry,
     WrongHeader,
     parse_header,
     shards_of,
-    tensor_entries,
 )
 from deepnvme.safetensors import load_file, load_model, save_file, save_model, save_sharded
 
@@ -161,45 +159,47 @@ class TestCorruptFiles:
         with pytest.raises(Exception):  # noqa: B017, PT011 - of several types
             safetensors.load_file(path)
 
-    def test_of_what_is_not_as_the_library_writes_it_little_is_copied(self) -> None:
-        """A window of 64 K characters for each of a million entries took 24 s."""
-
-        class Counted(str):
-            copied = 0
-
-            def __getitem__(self, key: Any) -> str:
-                found = super().__getitem__(key)
-                Counted.copied += len(found)
-                return found
-
-        text = json.dumps({str(index): {**field(0, 0), "x": {}} for index in range(3000)})
-        assert len(tensor_entries(JsonText(Counted(text)), 0)) == 3000
-        assert Counted.copied < 512 * 3000 + 1
-
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("header", "match"),
         [
             (b'{"__metadata__": {}, "__metadata__": {}}', "twice"),
-            (b'{"__metadata__": {"a": "", "a": ""}}', "'a' twice"),
-            (b'{"a": {"dtype": "U8", "shape": [%b0], "data_offsets": [0, 0]}}' % (b"0, " * 30_000), "no JSON"),
-            (b'{"a":' + b"[]," * 300_000, "no dtype"),
-            (b'{"a": %b, "a": %b}' % (2 * (json.dumps(field(0, 0)).encode(),)), "'a' twice"),
+            (b'{"__metadata__": {"a": "", "a": ""}}', "'a' is there twice"),
+            (b'{"a": %b, "a": %b}' % (2 * (json.dumps(field(0, 0)).encode(),)), "'a' is there twice"),
+            (b'{"a":%b,"a":%b}' % (2 * (json.dumps(field(0, 0), separators=(",", ":")).encode(),)), "'a' is there twice"),
+            (b'{"a": {"dtype": "U8", "shape": [%b0], "data_offsets": [0, 0]}}' % (b"0, " * 30_000), "shape"),
+            (b'{"a": {"dtype": "U8", "shape": [%b1], "data_offsets": [0, 1]}}' % (b"%d, " % (1 << 62) * 300_000), "shape"),
+            (b'{"a": {"dtype": "U8", "shape": [NaN], "data_offsets": [0, 0]}}', "no JSON"),
+            (b'{"\\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}', "no JSON"),
+            (b'{"a":[' + b"[]," * 300_000 + b"[]]}", "no dtype"),
             (b'{"a":' * 300_000, "no JSON"),
             (b'{"a":' + b"1" * 3000 + b"}", "no dtype"),
-            (b'{"a":' + b"[" + b"0," * 40_000 + b"0]}", "no JSON"),
-            (b'{"__metadata__":{' + b",".join(b'"%d":""' % index for index in range(1_000_001)) + b"}}", "more than 1000000"),
+            (b'{"a":' + b"1" * 5000 + b"}", "no JSON"),
+            (b'{"a":' + b"[" + b"0," * 40_000 + b"0]}", "no dtype"),
+            (b"[" * (78 << 20), "81788928 values, and may have 8000000"),
+            (b'{"a":[' + b"{}," * (20 << 20) + b"{}]}", "and may have 8000000"),
         ],
         ids=[
-            "metadata twice", "a name twice", "a long shape", "lists", "a tensor twice", "objects", "digits",
-            "numbers", "metadata",
+            "metadata twice", "a name twice", "a tensor twice", "a compact tensor twice", "a long shape", "a huge shape",
+            "not a number", "half a pair", "lists", "objects", "digits", "more digits", "numbers", "brackets", "empty objects",
         ],
     )  # fmt: skip
     def test_are_refused_for_what_they_would_take(self, drive: Path, header: bytes, match: str) -> None:
         path = drive / "file"
         path.write_bytes(written(header))
-        with pytest.raises(CorruptCheckpoint, match=match):
-            load_file(path)
+        tracemalloc.start()
+        try:
+            with pytest.raises(CorruptCheckpoint, match=match) as refused:
+                load_file(path)
+            assert tracemalloc.get_traced_memory()[1] < 100_000_000
+        finally:
+            tracemalloc.stop()
+        assert len(str(refused.value)) < 2000
+
+    def test_what_would_not_be_read_is_not_written(self, drive: Path) -> None:
+        with pytest.raises(ValueError, match="up to 8000007 values, and may have 8000000: use several files"):
+            save_file({"," * 8_000_000: torch.ones(1)}, drive / "file")
+        assert not (drive / "file").exists()
 
     @pytest.mark.parametrize("name", ["a", "", "__metadata__", "\\u0061", "\xe9", "a\\", "b", "a\n"], ids=ascii)
     @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ class TestCorruptFiles:
             try:
                 found.append(str(parse_header(text, 100, 100 + end + 1)))
             except WrongHeader as error:
-                found.append(re.sub("at character [0-9]+|char [0-9]+|column [0-9]+", "", str(error)))
+                found.append(re.sub("column [0-9]+", "", str(error)))
         assert found[0] == found[1]
 
     @given(st.binary(max_size=60), st.integers(0, 100))
@@ -355,7 +355,6 @@ class TestShards:
         "index",
         [
             b'{"weight_map": {"a": "s", "b": [' + b"[]," * 1_000_000 + b"[]]}}",
-            b'{"metadata": [' + b"[]," * 1_000_000 + b'[]], "weight_map": {}}',
             b'{"weight_map": {' + b'"a":"s",' * 1_000_000 + b'"b":"s"}}',
             b'{"a":{},' * 1_000_000,
             b"{" + b'"a":0,' * 1_000_000 + b'"weight_map": {}}',
@@ -364,7 +363,7 @@ class TestShards:
             b'{"weight_map": {"a": "s"}, "weight_map": {"a": "s"}, "b": }',
             b'{"weight_map": {"a": "s"}} {',
         ],
-        ids=["lists", "lists beside it", "a name twice", "objects", "members", "brackets", "no text", "no value", "more"],
+        ids=["lists", "a name twice", "objects", "members", "brackets", "no text", "no value", "more"],
     )
     def test_an_index_that_would_take_too_much(self, drive: Path, index: bytes) -> None:
         path = drive / "model.safetensors.index.json"
@@ -373,7 +372,7 @@ class TestShards:
         try:
             with pytest.raises(CorruptCheckpoint, match="no index") as refused:
                 load_file(path)
-            assert tracemalloc.get_traced_memory()[1] < 4 * len(index) + (20 << 20)
+            assert tracemalloc.get_traced_memory()[1] < 200_000_000
         finally:
             tracemalloc.stop()
         assert refused.value.filename == str(path)

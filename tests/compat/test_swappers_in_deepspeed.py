@@ -25,15 +25,6 @@ COMPARED["parameters-too"] = {"dtype": "bf16", "offload_param": 12, "prefetch": 
 COMPARED["parameters-too-not-pipelined"] = {**COMPARED["parameters-too"], "pipelined": False, "buffer_count": 5}
 COMPARED["parameters-too-fast-init"] = {**COMPARED["parameters-too"], "fast_init": True}
 
-OF_OUR_PARTS = {
-    "fp32-pipelined": {"AsyncTensorSwapper", "SwapBufferManager"},
-    "bf16-not-pipelined": {"AsyncTensorSwapper", "SwapBufferManager"},
-    "accumulated-and-clipped": {"AsyncTensorSwapper", "SwapBufferManager"},
-    "parameters-too": {"AsyncTensorSwapper", "SwapBufferManager", "SwapBufferPool"},
-    "parameters-too-fast-init": {"AsyncTensorSwapper", "SwapBufferManager", "SwapBufferPool"},
-}
-"""DeepSpeed's own swappers, and what of ours they are made of in these cases: SwapBufferPool, where it is, of SwapBuffer."""
-
 ALONE: dict[str, dict[str, Any]] = {
     "few-buffers": {"world": "our swappers", "dtype": "fp32", "buffer_count": 10},
     "fewer-buffers-than-a-sub-group": {"world": "our swappers", "dtype": "fp32", "buffer_count": 2},
@@ -52,7 +43,6 @@ def results(request: pytest.FixtureRequest, io_dir: Path) -> dict[str, Any]:
     python = interpreter(request.config)
     worlds = {"theirs": "op", "ours": "our swappers"}
     cases = {f"{name} {whose}": {**case, "world": worlds[whose]} for name, case in COMPARED.items() for whose in worlds}
-    cases |= {f"{name} theirs of our parts": {**COMPARED[name], "world": "of our parts"} for name in OF_OUR_PARTS}
     cases |= ALONE
     (results,) = run(python, "tests.compat.zero3_program", [{"steps": STEPS, **case} for case in cases.values()], io_dir)
     return dict(zip(cases, results, strict=True))
@@ -78,17 +68,6 @@ def test_the_files_are_deepspeeds_own_once_the_folder_is_asked_for(results: dict
     theirs, ours = results[f"{name} theirs"], results[f"{name} ours"]
     assert len(theirs["files"]) >= 12
     assert ours["files"] == theirs["files"]
-
-
-@pytest.mark.parametrize("name", OF_OUR_PARTS)
-def test_deepspeeds_swappers_work_with_our_parts(results: dict[str, Any], name: str) -> None:
-    theirs, mixed = results[f"{name} theirs"], results[f"{name} theirs of our parts"]
-    assert "error" not in mixed, mixed
-    assert mixed["class"] == theirs["class"]
-    ours = {part.rpartition(".")[2] for part in mixed["parts"] if part.startswith("deepnvme.integrations.deepspeed.swap_tensor.")}
-    assert ours == OF_OUR_PARTS[name]
-    assert mixed["losses"] == theirs["losses"]
-    assert mixed["files"] == theirs["files"]
 
 
 def test_parameters_are_swapped_by_our_class_too(results: dict[str, Any]) -> None:

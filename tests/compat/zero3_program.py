@@ -2,7 +2,7 @@
 
     python -m tests.compat.zero3_program < cases.json
 
-By case: DeepSpeed "alone", on our "op", with "our swappers" too, or on our op with its own swappers made "of our parts".
+By case: DeepSpeed "alone", on our "op", or with "our swappers" too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,9 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.swap_tensor import (
-    optimizer_utils,
-    partitioned_optimizer_swapper,
-    partitioned_param_swapper,
-    pipelined_optimizer_swapper,
-)
 from deepspeed.runtime.zero import partition_parameters
 
 from deepnvme.integrations import deepspeed as integration
-from deepnvme.integrations.deepspeed import swap_tensor as zero
 
 from .accesses import ACCESSES, make_universal, outcome
 from .training import train
@@ -51,29 +44,14 @@ class Layers(torch.nn.Sequential):
         return input
 
 
-OUR_PARTS: dict[Any, tuple[str, ...]] = {
-    partitioned_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffers", "swap_in_tensors", "swap_out_tensors"),
-    pipelined_optimizer_swapper: ("AsyncTensorSwapper", "get_sized_buffer", "swap_in_tensors", "swap_out_tensors"),
-    optimizer_utils: ("SwapBufferManager", "SwapBufferPool", "get_sized_buffers", "swap_in_tensors", "swap_out_tensors"),
-    partitioned_param_swapper: ("SwapBufferPool", "swap_in_tensors", "swap_out_tensors"),
-}
-"""Where DeepSpeed's own swappers look for what they are made of."""
-
-
 @contextlib.contextmanager
 def world(name: str, checkpoint: bool) -> Iterator[None]:
     """What DeepSpeed finds."""
     if name != "alone":
         integration.enable(swappers=name == "our swappers", checkpoint=checkpoint)
-    before = {(module, part): getattr(module, part) for module, parts in OUR_PARTS.items() for part in parts}
-    if name == "of our parts":
-        for module, part in before:
-            setattr(module, part, getattr(zero, part))
     try:
         yield
     finally:
-        for (module, part), value in before.items():
-            setattr(module, part, value)
         integration.disable()
 
 

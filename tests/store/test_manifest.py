@@ -88,32 +88,22 @@ WRONG = {
     "lists of lists as parts": BODY % ('"a":["float32",[1],' + "[" * (8 << 20)),
     "empty numbers": BODY % ('"a":["float32",[' + "," * (8 << 20) + "],[],null]"),
     "objects as tensors": BODY % ('"a":{},' * (1 << 20) + '"a":{}'),
-    "twice": BODY % ('"a":["float32",[1],[],null],' * (1 << 18) + '"a":["float32",[1],[],null]'),
+    "infinity": BODY % '"a":["float32",[Infinity],[],null]',
+    "a fraction": BODY % '"a":["float32",[1.0],[],null]',
+    "a number below zero": BODY % '"a":["float32",[-1],[],null]',
+    "a part too short": BODY % '"a":["float32",[1],[[0,0]],null]',
+    "no dtype": BODY % '"a":[1,[1],[],null]',
     "digits": BODY % ('"a":["float32",[' + "1" * (4 << 20) + "],[],null]"),
     "a name without end": BODY % ('"' + "a" * (8 << 20)),
     "escapes": BODY % ('"' + "\\a" * (1 << 20) + '":["float32",[1],[],null]'),
-    "escapes that are allowed": BODY % ('"' + "\\n" * (4 << 20) + '":["float32",[1],[],null]'),
-    "escapes in the identity": '{"store":"' + "\\n" * (4 << 20) + '","directories":1,"tensors":{}}',
     "nothing behind a comma": BODY % '"a":["float32",[1],[],null],',
     "more behind it": BODY % "" + "{}",
-    "another order": '{"directories":1,"store":"s","tensors":{}}',
-    "not ASCII": BODY % '"\xe9":["float32",[1],[],null]',
 }
 
 
 def write(path, body):
     head = json.dumps({"format": "deepnvme tensor store", "version": 1, "crc32": zlib.crc32(body)})
     path.write_bytes(head.encode() + b"\n" + body + b"\n")
-
-
-@pytest.mark.parametrize("name", ["a" * 65536, "\n" * 32768, "\U0001f600" * 5461], ids=["plain", "escapes", "pairs"])
-def test_the_longest_names(tmp_path, name):
-    published = StoreManifest("store", 1, {name: ONE.tensors["a"], "b": ONE.tensors["a"]})
-    manifest.publish(tmp_path, published)
-    assert manifest.load(tmp_path) == published
-    with pytest.raises(ValueError, match=r"would have 655\d\d characters in the manifest"):
-        manifest.publish(tmp_path, StoreManifest("store", 1, {name + name[0]: ONE.tensors["a"]}))
-    assert manifest.load(tmp_path) == published
 
 
 @pytest.mark.parametrize("name", [MANIFEST_NAME, manifest.MEMBERSHIP_NAME])
@@ -142,7 +132,7 @@ def test_what_publish_does_not_write_is_refused_at_once(tmp_path, how):
     try:
         with pytest.raises(CorruptManifest) as refused:
             manifest.load(tmp_path)
-        assert tracemalloc.get_traced_memory()[1] < 128 << 20
+        assert tracemalloc.get_traced_memory()[1] < 40 * len(body) + (1 << 20)
     finally:
         tracemalloc.stop()
     assert refused.value.filename == str(tmp_path / MANIFEST_NAME)

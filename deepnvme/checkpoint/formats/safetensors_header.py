@@ -6,19 +6,16 @@ strictest alignment first, then by name; the header padded with spaces to a mult
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import operator
 import os
-import re
 import struct
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from json.decoder import scanstring  # type: ignore[attr-defined]
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from pydantic_core import from_json, to_json
 
 from deepnvme._files import UnfitFile, open_regular, read_regular
 from deepnvme._shortened_lists import listed
@@ -78,7 +75,7 @@ def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
     Raises:
         UnknownDtype: If the format does not have a tensor's dtype.
         TypeError: If the metadata are not strings.
-        ValueError: If the header would be longer than any library reads.
+        ValueError: If the header would be longer than any library reads, or have more values than this package reads.
     """
     fields: dict[str, Any] = {}
     if metadata is not None:
@@ -103,6 +100,8 @@ def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
     text += b" " * (-len(text) % 8)
     if len(text) > LONGEST_HEADER:
         raise ValueError(f"the header would have {len(text)} bytes, and no library reads more than {LONGEST_HEADER}")
+    if _values(text) > _MOST_VALUES:
+        raise ValueError(f"the header would have up to {_values(text)} values, and may have {_MOST_VALUES}: use several files")
     return _LENGTH.pack(len(text)) + text, names
 
 
@@ -151,106 +150,33 @@ class WrongHeader(Exception):
     """A header or an index that is malformed or contradicts itself. The message does not name the file."""
 
 
-_LONGEST_ENTRY = 64 << 10
-"""Most characters that the header may have for one tensor."""
-_MOST_METADATA = 1_000_000
-_NUMBER = "(0|[1-9][0-9]{0,18})"
-_SIZE = "[1-9][0-9]{0,18}"
-_USUAL = re.compile(
-    rf'"(?!{_METADATA}")([^"\\\x00-\x1f]{{1,{_LONGEST_ENTRY}}})":\{{"dtype":"([A-Z0-9_]{{1,20}})",'
-    rf'"shape":\[((?:{_SIZE},){{0,7}}{_SIZE}|0|)\],"data_offsets":\[{_NUMBER},{_NUMBER}\]\}},(?=")'
-)
-"""An entry exactly as the library writes it, up to the next.
-
-Matching it takes a fifth of the time of reading JSON, which is used for all other entries.
-"""
-_OPEN = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*")
-_COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
-_NEXT = re.compile(r"[ \t\n\r]*(?:,[ \t\n\r]*(?=\")|(\}))")
-_END = re.compile(r"[ \t\n\r]*\Z")
+_MOST_VALUES = 8_000_000
+"""Most values of a header or an index: enough for a million tensors, and few enough for any JSON to be read in seconds."""
 
 
-class JsonText:
-    """Reads a header member by member, each with a limit.
-
-    Reading it as a whole could take 30 times its size in memory, and minutes.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-
-    def members(self, usual: re.Pattern[str] | None = None) -> Iterator[tuple[str, re.Match[str] | None]]:
-        """Yield the names of an object's members in order, each with its match of ``usual`` or None.
-
-        If there is a match, the value is already passed. Otherwise the caller must read the value before the next name.
-        """
-        self._take(_OPEN, "is no JSON object")
-        if self._text.startswith("}", self._at):
-            self._at += 1
-            return
-        closed = None
-        while closed is None:
-            while usual is not None and (found := usual.match(self._text, self._at)):
-                self._at = found.end()
-                yield found[1], found
-            name = self.string()
-            self._take(_COLON)
-            yield name, None
-            closed = self._take(_NEXT)[1]
-
-    def string(self) -> str:
-        """Return the JSON string that comes next, and pass it."""
-        if not self._text.startswith('"', self._at):
-            raise WrongHeader(f"its header is no JSON: expected a string at character {self._at}")
-        value, self._at = scanstring(self._text, self._at + 1, True)
-        return str(value)
-
-    def null(self) -> bool:
-        """Return whether a null comes next, and pass it if so."""
-        found = self._text.startswith("null", self._at)
-        self._at += 4 * found
-        return found
-
-    def value(self, longest: int = _LONGEST_ENTRY) -> Any:
-        """Read a value of any type that has fewer than ``longest`` characters."""
-        for window in (512, 4 << 10, 64 << 10, 1 << 20):  # small first: each is copied, and most values are short
-            if window > longest:
-                break
-            text = self._text[self._at : self._at + window]
-            try:
-                value, length = _DECODER.raw_decode(text)
-            except json.JSONDecodeError:
-                if window == longest or len(text) < window:
-                    raise
-            else:
-                if length < window:  # a number that fills the window may continue behind it
-                    self._at += length
-                    return value
-        raise WrongHeader(f"its header has a value of more than {longest} characters")
-
-    def end(self) -> None:
-        """Raise WrongHeader if anything but white space follows the value read last."""
-        self._take(_END)
-
-    def _take(self, pattern: re.Pattern[str], wrong: str | None = None) -> re.Match[str]:
-        """Pass what the pattern matches here. Raises WrongHeader if it matches nothing."""
-        found = pattern.match(self._text, self._at)
-        if found is None:
-            raise WrongHeader(f"its header {wrong or f'is no JSON: unexpected text at character {self._at}'}")
-        self._at = found.end()
-        return found
+def _values(text: bytes) -> int:
+    """Return how many values a JSON text has at most. Brackets and commas in strings are counted, too."""
+    return sum(map(text.count, (b"[", b"{", b",")))
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the members of a JSON object. Raises WrongHeader if a name occurs twice."""
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise WrongHeader(f"its header has a name twice among {listed([repr(name) for name, _ in pairs])}")
-    return fields
+def _parsed(text: bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError if it is none, has too many values, or has a name twice in an object."""
+    if _values(text) > _MOST_VALUES:
+        raise ValueError(f"it has up to {_values(text)} values, and may have {_MOST_VALUES}")
+    value = from_json(text, allow_inf_nan=False)
+    if to_json(value) != text.rstrip(b" "):
+        # It is not as the library writes it, or a name is there twice, of which from_json takes the last in silence.
+        json.loads(text, object_pairs_hook=_unique)
+    return value
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    """Raise ValueError if a name occurs twice in a JSON object."""
+    names: set[str] = set()
+    for name, _ in pairs if len(dict(pairs)) != len(pairs) else ():
+        if name in names:
+            raise ValueError(f"the name {name!r:.200} is there twice")
+        names.add(name)
 
 
 def parse_header(text: bytes, data: int, size: int) -> list[TensorEntry]:
@@ -265,9 +191,16 @@ def parse_header(text: bytes, data: int, size: int) -> list[TensorEntry]:
         WrongHeader: If the header is malformed, or is not that of a file of this size.
     """
     try:
-        tensors = sorted(tensor_entries(JsonText(text.decode()), data).values(), key=operator.attrgetter("offset", "nbytes"))
-    except (ValueError, RecursionError) as error:
+        header = _parsed(text)
+    except ValueError as error:
         raise WrongHeader(f"its header is no JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise WrongHeader("its header is no JSON object")
+    metadata = header.pop(_METADATA, None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise WrongHeader("its metadata are not strings")
+    entries = (_entry(name, *_fields(name, field), data) for name, field in header.items())
+    tensors = sorted(entries, key=operator.attrgetter("offset", "nbytes"))
     end = data
     for entry in tensors:
         if entry.offset != end:
@@ -282,48 +215,6 @@ def parse_header(text: bytes, data: int, size: int) -> list[TensorEntry]:
     return tensors
 
 
-def tensor_entries(header: JsonText, data: int) -> dict[str, TensorEntry]:
-    """Return the tensors of a header by name, their offsets counted from the start of the file.
-
-    Args:
-        header: The header, at its beginning. It is read to its end.
-        data: Where the data of tensors begins, in bytes from the start of the file.
-
-    Raises:
-        WrongHeader: If the header is malformed.
-    """
-    entries: dict[str, TensorEntry] = {}
-    has_metadata = False
-    for name, usual in header.members(_USUAL):
-        if name in entries or (name == _METADATA and has_metadata):
-            raise WrongHeader(f"its header has {name!r} twice")
-        if usual is not None:
-            _, kind, shape, begin, end = usual.groups()
-            entries[name] = _entry(name, kind, list(map(int, shape.split(","))) if shape else [], int(begin), int(end), data)
-        elif name == _METADATA:
-            has_metadata = True
-            _pass_metadata(header)
-        else:
-            entries[name] = _entry(name, *_fields(name, header.value()), data)
-    header.end()
-    return entries
-
-
-def _pass_metadata(header: JsonText) -> None:
-    """Check the metadata, which are not needed: null, or strings by name."""
-    if header.null():
-        return
-    names: set[str] = set()
-    for name, _ in header.members():
-        if name in names or len(names) == _MOST_METADATA:
-            raise WrongHeader(f"its metadata have {name!r} twice, or more than {_MOST_METADATA} names")
-        names.add(name)
-        try:
-            header.string()
-        except WrongHeader:
-            raise WrongHeader(f"its metadata are not strings: {name!r}") from None
-
-
 def _fields(name: str, field: Any) -> tuple[str, list[int], int, int]:
     """Return the dtype, shape, begin and end of a tensor's entry."""
     try:
@@ -334,18 +225,22 @@ def _fields(name: str, field: Any) -> tuple[str, list[int], int, int]:
     except (TypeError, KeyError, ValueError):
         raise WrongHeader(f"tensor {name!r} has no dtype, shape and data_offsets") from None
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise WrongHeader(f"tensor {name!r} has the shape {shape} and the data_offsets {[begin, end]}")
+        raise WrongHeader(f"tensor {name!r} has the shape {shape!s:.200} and the data_offsets {[begin, end]!s:.200}")
     return kind, shape, begin, end
+
+
+_MOST_DIMENSIONS = 64
+"""Most dimensions of a tensor, as many as NumPy's arrays may have."""
 
 
 def _entry(name: str, kind: str, shape: list[int], begin: int, end: int, data: int) -> TensorEntry:
     """Return the entry of one tensor, after checking that its shape, dtype and offsets agree."""
     numel = most = 1
-    for size in shape:
+    for size in shape[:_MOST_DIMENSIONS]:
         numel *= size
         most = max(most, size, numel)
-    if begin > end or max(most, end) >= 1 << 63:
-        raise WrongHeader(f"tensor {name!r} has the shape {shape} and the data_offsets {[begin, end]}")
+    if begin > end or max(most, end) >= 1 << 63 or len(shape) > _MOST_DIMENSIONS:
+        raise WrongHeader(f"tensor {name!r} has the shape {shape!s:.200} and the data_offsets {[begin, end]!s:.200}")
     if kind not in _DTYPES:
         raise WrongHeader(f"tensor {name!r} is of {kind!r}, which this torch has not")
     dtype = _DTYPES[kind]
@@ -359,27 +254,17 @@ def _entry(name: str, kind: str, shape: list[int], begin: int, end: int, data: i
     return TensorEntry(name, dtype, tuple(shape), data + begin, nbytes)
 
 
-_MOST_INDEXED = 2_000_000
-"""Most tensors of an index, in all shards together."""
-_MOST_OTHERS = 1000
-_LONGEST_OTHER = 1 << 20
-"""Most characters of a member of an index besides "weight_map": metadata, such as the names of tensors that share memory."""
-_USUAL_SHARD = re.compile(
-    rf'"([^"\\\x00-\x1f]{{1,{_LONGEST_ENTRY}}})"[ \t\n\r]*:[ \t\n\r]*"([^"\\\x00-\x1f]{{1,1000}})"[ \t\n\r]*,[ \t\n\r]*(?=")'
-)
-
-
-@contextlib.contextmanager
-def _index_in(path: str | os.PathLike[str], expected: str) -> Iterator[JsonText]:
-    """Read an index, and raise CorruptCheckpoint if the block or what follows finds that it is not what was expected."""
+def _index(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
+    """Return the object of an index. Raises CorruptCheckpoint that says what was ``expected``, and OSError."""
     try:
-        index = JsonText(read_regular(path, LONGEST_HEADER).decode())
-        yield index
-        index.end()
+        index = _parsed(read_regular(path, LONGEST_HEADER))
     except UnfitFile as error:
         raise CorruptCheckpoint(path, str(error)) from None
-    except (WrongHeader, ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(path, expected.format(error=error)) from None
+    except ValueError as error:
+        raise CorruptCheckpoint(path, f"{expected}: {error}") from None
+    if not isinstance(index, dict):
+        raise CorruptCheckpoint(path, expected)
+    return index
 
 
 def read_offload_index(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
@@ -392,14 +277,11 @@ def read_offload_index(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]
         CorruptCheckpoint: If the file is anything else, or larger than 100 MB.
         OSError: If the file cannot be read. Names the file.
     """
-    found: dict[str, dict[str, Any]] = {}
-    with _index_in(path, "it is no index of offloaded weights: {error}") as index:
-        for name, _ in index.members():
-            entry = index.value()
-            if len(found) == _MOST_INDEXED or not isinstance(entry, dict) or not all(map(_is_offloaded_field, entry.values())):
-                raise WrongHeader(f"{name!r} has no dtype and shape")
-            found[name] = entry
-    return found
+    index = _index(path, "it is no index of offloaded weights")
+    for name, entry in index.items():
+        if not isinstance(entry, dict) or not all(map(_is_offloaded_field, entry.values())):
+            raise CorruptCheckpoint(path, f"it is no index of offloaded weights: {name!r} has no dtype and shape")
+    return index
 
 
 def _is_offloaded_field(field: Any) -> bool:
@@ -422,34 +304,16 @@ def shards_of(path: str | os.PathLike[str]) -> Mapping[str, list[str] | None]:
     name = os.fspath(path)
     if not name.endswith(".json"):
         return {name: None}
-    with _index_in(path, 'it is no index: expected a JSON object with "weight_map"') as index:
-        shards = _weight_map(index)
+    expected = 'it is no index: expected a JSON object with "weight_map"'
+    shards = _index(path, expected).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+        raise CorruptCheckpoint(path, expected)
     found: dict[str, list[str]] = {}
     for tensor, shard in shards.items():
         if os.path.basename(shard) != shard or shard in ("", ".", "..") or "\0" in shard:
             raise CorruptCheckpoint(path, f"shard {shard!r} of tensor {tensor!r} is no name of a file beside the index")
         found.setdefault(os.path.join(os.path.dirname(name), shard), []).append(tensor)
     return found
-
-
-def _weight_map(index: JsonText) -> dict[str, str]:
-    """Return the shard of each tensor of an index, by the tensor's name."""
-    shards: dict[str, str] | None = None
-    for number, (name, _) in enumerate(index.members()):
-        if name == "weight_map" and shards is None:
-            shards = {}
-            for tensor, usual in index.members(_USUAL_SHARD):
-                shard = index.string() if usual is None else usual[2]
-                if tensor in shards or len(shards) == _MOST_INDEXED:
-                    raise WrongHeader(f"it has {tensor!r} twice, or more than {_MOST_INDEXED} tensors")
-                shards[tensor] = sys.intern(shard)
-        elif number > _MOST_OTHERS - (shards is None):
-            raise WrongHeader(f"it has more than {_MOST_OTHERS} members")
-        else:
-            index.value(_LONGEST_OTHER)
-    if shards is None:
-        raise WrongHeader("it has no weight_map")
-    return shards
 
 
 def indexed(path: str | os.PathLike[str], shard: str, names: Sequence[str] | None, found: Mapping[str, T]) -> dict[str, T]:

@@ -17,7 +17,7 @@ from deepnvme.checkpoint.unpickling import MapLocation
 from deepnvme.config import AioConfig
 
 from .replacement import Replacement, around, module
-from .swap_tensor.aio_config import AIO, AIO_KEYS
+from .swap_tensor.aio_config import AIO_KEYS
 
 _PARAMETERS = ("config_params", "groups", "zero_stage", "has_moe_layers", "optimize_dp_state")
 
@@ -116,7 +116,7 @@ def _aio_block(config_params: Any) -> AioConfig | None:
     was read says whether there is one.
     """
     given = getattr(config_params, "_param_dict", None)
-    block = given.get(AIO) if isinstance(given, Mapping) else None
+    block = given.get("aio") if isinstance(given, Mapping) else None
     if not block:
         return None
     ours = {key: block[key] for key in ("backend", "poll") if key in block}  # DeepSpeed leaves them out

@@ -5,8 +5,7 @@ It is stored as one tensor of the store: two lines of JSON, the first with forma
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from deepnvme._weight_differences import WeightInfo
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.tensor_bytes import dtype_named
 from deepnvme.quantization import ALIGNMENT, SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
-from deepnvme.store.manifest import CorruptManifest, check_length, second_line, string_at, two_lines
+from deepnvme.store.manifest import CorruptManifest, number, numbers, second_line, string, two_lines
 
 NAME = "manifest"
 """Name of the store's tensor that holds the manifest."""
@@ -25,8 +24,6 @@ _KIND = "deepnvme weights", 1
 """Format and version."""
 LARGEST = 64 << 20
 """Bytes that a manifest may have: enough for half a million weights."""
-_EXTENT = re.compile(r",([0-9]{1,19}),(null|[0-9]{1,10}),\[")
-_WEIGHT = re.compile(r',"([a-z0-9_]{1,64})",\[([0-9,]{0,1300})\],([0-9]{1,19})(?:,"([a-z0-9_]{1,64})")?\]')
 
 
 class Weight(NamedTuple):
@@ -143,11 +140,8 @@ def encode(manifest: WeightManifest) -> bytes:
     """Return a manifest as the bytes that are stored.
 
     Raises:
-        ValueError: If the manifest, or a name in it, is longer than :func:`decode` accepts.
+        ValueError: If it would be longer than :func:`decode` accepts.
     """
-    names = [weight.name for extent in manifest.extents.values() for weight in extent.weights]
-    for text in (manifest.model, manifest.origin, *manifest.extents, *manifest.blocks, *manifest.ties, *names):
-        check_length(text)
     fields = {
         "model": manifest.model,
         "extents": [[each.name, each.nbytes, each.crc32, list(map(_fields, each.weights))] for each in manifest.extents.values()],
@@ -157,7 +151,8 @@ def encode(manifest: WeightManifest) -> bytes:
     }
     data = two_lines(_KIND, fields)
     if len(data) > LARGEST:
-        raise ValueError(f"the manifest of {len(names)} weights would have {len(data)} bytes, and may have {LARGEST}")
+        count = sum(len(extent.weights) for extent in manifest.extents.values())
+        raise ValueError(f"the manifest of {count} weights would have {len(data)} bytes, and may have {LARGEST}")
     return data
 
 
@@ -172,8 +167,8 @@ def decode(data: bytes, where: Path) -> WeightManifest:
         CorruptManifest: If the bytes are damaged, or of another format or version.
     """
     try:
-        return _manifest(_Written(second_line(_KIND, data)))
-    except (ValueError, RecursionError) as error:
+        return _manifest(second_line(_KIND, data))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CorruptManifest(where, f"what it says of weights: {type(error).__name__}: {error}") from error
 
 
@@ -182,90 +177,24 @@ def _fields(weight: Weight) -> list[Any]:
     return [weight.name, *weight.info.named(), weight.offset, *([] if weight.scheme is None else [weight.scheme])]
 
 
-class _Written:
-    """Parses what encode() writes and no other JSON: arbitrary JSON could take thirty times its size in memory.
-
-    Methods raise ValueError for any other text.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-
-    def passes(self, what: str) -> bool:
-        """Skip ``what`` if it comes next, and return whether it did."""
-        found = self._text.startswith(what, self._at)
-        self._at += len(what) * found
-        return found
-
-    def expect(self, what: str) -> None:
-        """Skip ``what``, which has to come next."""
-        if not self.passes(what):
-            raise ValueError(f"expected {what!r} at byte {self._at} of its second line")
-
-    def take(self, pattern: re.Pattern[str]) -> tuple[str | None, ...]:
-        """Skip a match of the pattern, which has to come next, and return its groups."""
-        found = pattern.match(self._text, self._at)
-        if found is None:
-            raise ValueError(f"it does not say what a weight or an extent is at byte {self._at} of its second line")
-        self._at = found.end()
-        return found.groups()
-
-    def string(self, then: str = "") -> str:
-        """Return the JSON string that comes next, and skip ``then``, which has to follow it."""
-        text, self._at = string_at(self._text, self._at)
-        self.expect(then)
-        return text
-
-    def each(self, begin: str, end: str) -> Iterator[None]:
-        """Yield once before each member of a list or object; the caller parses the member."""
-        self.expect(begin)
-        if not self.passes(end):
-            yield
-            while not self.passes(end):
-                self.expect(",")
-                yield
-
-    def finish(self) -> None:
-        """Check that the text ends here."""
-        if self._at != len(self._text):
-            raise ValueError(f"expected its end at byte {self._at} of its second line")
+def _manifest(fields: Any) -> WeightManifest:
+    """Return the manifest that the second line says. Raises ValueError, or what other JSON leads to."""
+    extents = {name: _extent(name, *each) for name, *each in fields["extents"]}
+    blocks = {name: tuple(map(string, needed)) for name, needed in fields["blocks"].items()}
+    ties = {name: string(first) for name, first in fields["ties"].items()}
+    return WeightManifest(string(fields["model"]), extents, blocks, ties, string(fields["origin"]))
 
 
-def _manifest(written: _Written) -> WeightManifest:
-    """Parse the second line of a manifest."""
-    written.expect('{"model":')
-    model = written.string(',"extents":')
-    extents = [_extent(written) for _ in written.each("[", "]")]
-    written.expect(',"blocks":')
-    blocks = {written.string(":"): tuple(written.string() for _ in written.each("[", "]")) for _ in written.each("{", "}")}
-    written.expect(',"ties":')
-    ties = {written.string(":"): written.string() for _ in written.each("{", "}")}
-    written.expect(',"origin":')
-    origin = written.string("}")
-    written.finish()
-    return WeightManifest(model, {extent.name: extent for extent in extents}, blocks, ties, origin)
-
-
-def _extent(written: _Written) -> Extent:
-    """Parse an extent: its name, bytes, checksum and weights."""
-    written.expect("[")
-    name = written.string()
-    nbytes, crc32 = written.take(_EXTENT)
-    weights = tuple(_weight(written) for _ in written.each("", "]"))
-    written.expect("]")
-    found = Extent(name, weights, None if crc32 == "null" else int(crc32 or ""))
-    if found.nbytes != int(nbytes or ""):
+def _extent(name: Any, nbytes: Any, crc32: Any, weights: Any) -> Extent:
+    """Return an extent, of which the manifest says these."""
+    found = Extent(string(name), tuple(_weight(*each) for each in weights), None if crc32 is None else number(crc32))
+    if found.nbytes != nbytes:
         raise ValueError(f"extent {name!r} has {nbytes} bytes, and its weights {found.nbytes}")
     return found
 
 
-def _weight(written: _Written) -> Weight:
-    """Parse a weight: its name, dtype, shape, offset in the extent, and how it is quantised if it is."""
-    written.expect("[")
-    name = written.string()
-    dtype, shape, offset, scheme = written.take(_WEIGHT)
+def _weight(name: Any, dtype: Any, shape: Any, offset: Any, scheme: Any = None) -> Weight:
+    """Return a weight, of which the manifest says these: its offset is in the extent."""
     if scheme is not None and scheme not in SCHEMES:
         raise ValueError(f"weight {name!r} is quantised to {scheme!r}, which this version does not know")
-    sizes = tuple(map(int, shape.split(","))) if shape else ()
-    return Weight(name, WeightInfo(dtype_named(dtype or ""), sizes), int(offset or ""), scheme)
+    return Weight(string(name), WeightInfo(dtype_named(string(dtype)), numbers(shape)), number(offset), scheme)

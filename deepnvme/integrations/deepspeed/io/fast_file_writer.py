@@ -4,42 +4,22 @@ from __future__ import annotations
 
 import io
 import os
-import struct
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from deepnvme._files import naming_file
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.tensor_bytes import flat_bytes, memory_of
-
-from . import constants
-from .file_writers import BaseFileWriter
-
-_Source = TypeVar("_Source", memoryview, "torch.Tensor")
+from deepnvme.memory.tensor_bytes import memory_of
 
 SMALLEST_TENSOR = 2 * PAGE
 """Least bytes of a ``pinned_tensor`` with double buffering: one page for each half."""
-_COUNTED = (
-    constants.AIO_WRITE_SEC_KEY,
-    constants.AIO_WRITE_BYTES_KEY,
-    constants.AIO_SPEED_KEY,
-    constants.SLOW_WRITE_BYTES_KEY,
-    constants.SLOW_WRITE_SEC_KEY,
-    constants.AIO_FILL_BUFFER_COUNT_KEY,
-    constants.AIO_FILL_BUFFER_SEC_KEY,
-    constants.AIO_FILL_BUFFER_SPEED_KEY,
-    constants.SAVE_STORAGE_KEY,
-    constants.SAVE_STORAGE_BYTES_KEY,
-)
 
 
 @dataclass
 class FastFileWriterConfig:
-    """Options of a :class:`FastFileWriter`: its handle, its pinned memory, and its share of the work.
+    """Options of a :class:`FastFileWriter`: its handle and its pinned memory.
 
     Contract: DeepSpeed 0.19, ``io/fast_file_writer.py``.
     """
@@ -51,21 +31,17 @@ class FastFileWriterConfig:
     double_buffer: bool = True
     """Whether to fill one half of the tensor while the other half is being written."""
     num_parallel_writers: int = 1
-    """How many writers share a list of storages: see :meth:`FastFileWriter.save_torch_storage_object_list`."""
+    """Must be 1: several writers share a list of storages only in DeepSpeed's own fork of ``torch.save``."""
     writer_rank: int = 0
-    """This writer's number among ``num_parallel_writers``, from 0."""
+    """Ignored, as is ``global_rank``: the one writer writes everything."""
     global_rank: int = 0
-    """The process's rank. DeepSpeed uses it in logs only; ignored here."""
 
 
-class FastFileWriter(BaseFileWriter):
+class FastFileWriter(io.RawIOBase):
     """A file object that copies bytes into a pinned tensor and writes them to the drive in the background.
 
     The file is created, or emptied. ``write`` blocks only while the tensor is full. As with DeepSpeed's writer, bytes are in the
     file after :meth:`flush`, and on stable storage after :meth:`close`. Not thread-safe.
-
-    In the statistics, "slow" bytes are those in partly written pages, which go through the page cache. Their time is included in
-    the time of all writes.
 
     Contract: DeepSpeed 0.19, ``io/fast_file_writer.py``.
 
@@ -74,16 +50,16 @@ class FastFileWriter(BaseFileWriter):
         config: The handle, the pinned tensor and other options.
 
     Raises:
-        ValueError: If the tensor is too small, not contiguous or not of one-byte elements, or ``writer_rank`` is out of range.
+        ValueError: If the tensor is too small, not contiguous or not of one-byte elements, or there are several writers.
         OSError: If the file cannot be opened. A write that failed in the background is raised by the next ``write``, ``seek``,
             ``flush`` or ``close``.
     """
 
     def __init__(self, file_path: str | os.PathLike[str], config: FastFileWriterConfig) -> None:
-        super().__init__(file_path)
+        super().__init__()
+        self._file_path = file_path
         self._file: io.FileIO | None = None  # until it is opened below, close() has nothing to do
         self._sending = False  # whether a write of this object may be in flight on the handle
-        self._stats |= dict.fromkeys(_COUNTED, 0)
         tensor = config.pinned_tensor
         halves = 2 if config.double_buffer else 1
         self._size = tensor.nbytes // halves // PAGE * PAGE  # whole pages bypass the page cache
@@ -92,17 +68,28 @@ class FastFileWriter(BaseFileWriter):
                 f"pinned_tensor must be contiguous bytes, at least {halves * PAGE} of them, "
                 f"got {tensor.nbytes} bytes of {tensor.dtype}"
             )
-        if not 0 <= config.writer_rank < config.num_parallel_writers:
+        if config.num_parallel_writers != 1:
             raise ValueError(
-                f"writer_rank must be in [0, num_parallel_writers = {config.num_parallel_writers}), got {config.writer_rank}"
+                f"num_parallel_writers must be 1, got {config.num_parallel_writers}: write a file of its own on each rank"
             )
         self._handle = config.dnvme_handle
-        self._writers, self._rank = config.num_parallel_writers, config.writer_rank
         self._halves = [tensor.view(-1)[half * self._size : (half + 1) * self._size] for half in range(halves)]
         self._begin = 0  # where in the file the first of the halves begins
         self._filled = 0  # bytes in the first of the halves
         self._flushed = 0  # how many of these are written already
         self._file = io.FileIO(os.fspath(file_path), "w")
+
+    def file_path(self) -> str | os.PathLike[str]:
+        """Return the path as it was given."""
+        return self._file_path
+
+    def fileno(self) -> int:
+        """Return -1, as DeepSpeed's writer does: with a real one, torch's older format would bypass this object."""
+        return -1
+
+    def writable(self) -> bool:
+        """Return True: the file object can be written to."""
+        return True
 
     def seekable(self) -> bool:
         """Return True: the file object has :meth:`seek`."""
@@ -144,47 +131,11 @@ class FastFileWriter(BaseFileWriter):
         """
         self._open_file()
         with memoryview(data) as given, given.cast("B") as source:
-            self._fill(source, self._copy_bytes)
+            self._fill(source)
             return len(source)
 
-    def save_torch_storage_object_list(self, storage_obj_list: Sequence[tuple[Any, torch.dtype]], save_size: bool) -> int:
-        """Write storages one after the other, or this writer's part of them.
-
-        With ``num_parallel_writers`` above 1, the bytes are divided into as many parts, and this writer writes only part number
-        ``writer_rank`` to its own file. The writers' files in order make up the whole. If the bytes cannot be divided equally,
-        the first parts are a byte longer.
-
-        Args:
-            storage_obj_list: (storage, dtype of its elements). Storages may be on a device.
-            save_size: Whether to write each storage's number of elements before it, as 8 bytes in little-endian order, as in
-                torch's older file format.
-
-        Returns:
-            The number of bytes that this writer has written.
-        """
-        self._open_file()
-        pieces: list[bytes | torch.Tensor] = []
-        for storage, dtype in storage_obj_list:
-            nbytes = storage.nbytes()
-            if save_size:
-                pieces.append(struct.pack("<q", nbytes // dtype.itemsize))
-            pieces.append(flat_bytes(getattr(storage, "_untyped_storage", storage)))
-        begin, end = _part(sum(map(len, pieces)), self._writers, self._rank)
-        at = 0
-        for piece in pieces:
-            inside = piece[max(begin - at, 0) : max(end - at, 0)]
-            if isinstance(inside, bytes):
-                self.write(inside) if inside else None
-            elif len(inside):
-                self._fill(inside, self._copy_tensor)
-            at += len(piece)
-        self._incr_stats(constants.SAVE_STORAGE_KEY, len(storage_obj_list))
-        self._incr_stats(constants.SAVE_STORAGE_BYTES_KEY, end - begin)
-        return end - begin
-
     def flush(self) -> None:
-        """Wait until all bytes written so far are in the file. Raises OSError."""
-        super().flush()
+        """Wait until all bytes written so far are in the file. Raises OSError. Has no effect after :meth:`close`."""
         if not self.closed:
             self._drain()
 
@@ -218,20 +169,18 @@ class FastFileWriter(BaseFileWriter):
         """Return the bytes left in this half. It ends on a page of the file, so that the next half begins on one."""
         return self._size - self._begin % PAGE - self._filled
 
-    def _fill(self, source: _Source, copy: Callable[[_Source, int, int], None]) -> None:
-        """Copy all bytes into the halves. When one is full, start writing it and go on with the other.
-
-        ``copy(source, begin, count)`` copies the bytes from ``begin`` on to the end of what is in the first of the halves.
-        """
-        began = time.perf_counter()
-        nbytes = len(source)
+    def _fill(self, source: memoryview) -> None:
+        """Copy all bytes into the halves. When one is full, start writing it and go on with the other."""
         taken = 0
-        while taken < nbytes:
-            count = min(self._room(), nbytes - taken)
-            filling = time.perf_counter()
-            copy(source, taken, count)
-            self._incr_stats(constants.AIO_FILL_BUFFER_SEC_KEY, time.perf_counter() - filling)
-            self._incr_stats(constants.AIO_FILL_BUFFER_COUNT_KEY)
+        while taken < len(source):
+            count = min(self._room(), len(source) - taken)
+            half = self._halves[0]
+            with source[taken : taken + count] as piece:
+                if half.device.type == "cpu":
+                    with memory_of(half, self._filled, count) as room:
+                        room[:] = piece
+                else:
+                    half[self._filled : self._filled + count].copy_(torch.frombuffer(bytearray(piece), dtype=half.dtype))
             self._filled += count
             taken += count
             if not self._room():
@@ -241,22 +190,6 @@ class FastFileWriter(BaseFileWriter):
                 self._halves.reverse()
                 if len(self._halves) == 1:
                     self._wait()
-        self._wrote(nbytes, time.perf_counter() - began)
-
-    def _copy_bytes(self, source: memoryview, begin: int, count: int) -> None:
-        """Copy ``count`` bytes of an object with the buffer protocol: see :meth:`_fill`."""
-        half = self._halves[0]
-        with source[begin : begin + count] as piece:
-            if half.device.type == "cpu":
-                with memory_of(half, self._filled, count) as room:
-                    room[:] = piece
-            else:
-                half[self._filled : self._filled + count].copy_(torch.frombuffer(bytearray(piece), dtype=half.dtype))
-
-    def _copy_tensor(self, source: torch.Tensor, begin: int, count: int) -> None:
-        """Copy ``count`` bytes of a tensor of bytes, on any device: see :meth:`_fill`."""
-        half = self._halves[0].view(source.dtype)
-        half[self._filled : self._filled + count].copy_(source[begin : begin + count])
 
     def _drain(self) -> None:
         """Write everything, and wait. The last, partly filled page is kept, to be written again with the bytes that follow."""
@@ -276,36 +209,14 @@ class FastFileWriter(BaseFileWriter):
     def _start(self) -> None:
         """Wait for the write before, whose half is then free, and start writing the half that has been filled."""
         self._wait()
-        began = time.perf_counter()
         self._sending = True
         self._handle.async_pwrite(self._halves[0][: self._filled], self._open_file().fileno(), self._begin)
-        self._incr_stats(constants.AIO_WRITE_SEC_KEY, time.perf_counter() - began)
-        new = self._filled - self._flushed
-        slow = min((self._begin + self._filled) % PAGE, new)
-        self._incr_stats(constants.AIO_WRITE_BYTES_KEY, new - slow)
-        self._incr_stats(constants.SLOW_WRITE_BYTES_KEY, slow)
 
     def _wait(self) -> None:
         """Wait for the writes in flight. Raises the OSError of one that failed."""
-        began = time.perf_counter()
         try:
             self._handle.wait()
         except OSError:  # all writes have ended, and at least one failed
             self._sending = False
             raise
         self._sending = False
-        self._incr_stats(constants.AIO_WRITE_SEC_KEY, time.perf_counter() - began)
-
-    def _dump_state(self) -> None:
-        """Print the statistics, with the speeds of filling the tensor and of writing from it."""
-        written, filling = constants.AIO_WRITE_BYTES_KEY, constants.AIO_FILL_BUFFER_SEC_KEY
-        self._stats[constants.AIO_SPEED_KEY] = self._speed(written, constants.AIO_WRITE_SEC_KEY)
-        self._stats[constants.AIO_FILL_BUFFER_SPEED_KEY] = self._speed(written, filling)
-        super()._dump_state()
-
-
-def _part(nbytes: int, parts: int, number: int) -> tuple[int, int]:
-    """Return where part ``number`` of ``parts`` equal parts begins and ends; the first parts get a remainder's bytes."""
-    size, more = divmod(nbytes, parts)
-    begin = size * number + min(number, more)
-    return begin, begin + size + (number < more)

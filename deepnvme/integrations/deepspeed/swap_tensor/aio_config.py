@@ -1,6 +1,6 @@
 """The ``aio`` block as the dict that DeepSpeed passes to its swappers, and the sizes that follow from it.
 
-Contract: DeepSpeed 0.19, ``runtime/swap_tensor/constants.py``, ``aio_config.py`` and ``utils.py``.
+Contract: DeepSpeed 0.19, ``runtime/swap_tensor/constants.py`` and ``utils.py``.
 """
 
 from __future__ import annotations
@@ -14,33 +14,16 @@ from deepnvme.config import AioConfig
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
 
-AIO = "aio"
-AIO_BLOCK_SIZE = "block_size"
-AIO_QUEUE_DEPTH = "queue_depth"
-AIO_INTRA_OP_PARALLELISM = "intra_op_parallelism"
-AIO_SINGLE_SUBMIT = "single_submit"
-AIO_OVERLAP_EVENTS = "overlap_events"
-AIO_USE_GDS = "use_gds"
-AIO_KEYS = (AIO_BLOCK_SIZE, AIO_QUEUE_DEPTH, AIO_INTRA_OP_PARALLELISM, AIO_SINGLE_SUBMIT, AIO_OVERLAP_EVENTS, AIO_USE_GDS)
+AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
+"""Keys of the ``aio`` block."""
 
 AIO_DEFAULT_DICT: dict[str, Any] = AioConfig().model_dump(include=set(AIO_KEYS))
+"""The ``aio`` block with its defaults."""
 
-MIN_AIO_BYTES = 1 << 20
+_MIN_AIO_BYTES = 1 << 20
 """Tensors of fewer bytes stay in memory: see :class:`SwapSizes`."""
-AIO_ALIGNED_BYTES = 1024
+_AIO_ALIGNED_BYTES = 1024
 """The size of a swap file is a multiple of this many bytes times ``intra_op_parallelism``."""
-
-
-def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``aio`` block of a DeepSpeed configuration, with defaults for missing keys.
-
-    Args:
-        param_dict: A whole DeepSpeed configuration.
-
-    Raises:
-        pydantic.ValidationError: A ValueError that names an unknown key, or an invalid value.
-    """
-    return AioConfig.from_deepspeed(param_dict).model_dump(include=set(AIO_KEYS))
 
 
 def engine_of(aio_config: Mapping[str, Any]) -> Engine:
@@ -60,8 +43,8 @@ class SwapSizes:
         self.aio_config = aio_config
         self.dtype = dtype
         self.swap_element_size = dtype.itemsize
-        self.min_aio_bytes = max(MIN_AIO_BYTES, int(aio_config[AIO_BLOCK_SIZE]))
-        self.aligned_bytes = AIO_ALIGNED_BYTES * int(aio_config[AIO_INTRA_OP_PARALLELISM])
+        self.min_aio_bytes = max(_MIN_AIO_BYTES, int(aio_config["block_size"]))
+        self.aligned_bytes = _AIO_ALIGNED_BYTES * int(aio_config["intra_op_parallelism"])
         self.numel_alignment = max(self.aligned_bytes // self.swap_element_size, 1)
 
     def _large_enough(self, numel: int) -> bool:

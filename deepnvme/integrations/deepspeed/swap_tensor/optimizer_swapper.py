@@ -65,7 +65,7 @@ class OptimizerSwapper(SwapSizes):
 
     Args:
         swap_config: DeepSpeed's ``offload_optimizer`` configuration; ``buffer_count`` is used.
-        aio_config: The ``aio`` block, with all keys: see :func:`get_aio_config`.
+        aio_config: The ``aio`` block, with all keys: see :data:`AIO_DEFAULT_DICT`.
         base_folder: Files go to ``optimizer/rank<N>`` in this folder.
         optimizer: The torch optimizer that steps the parameters.
         largest_numel: Elements of the largest sub-group.
@@ -136,11 +136,6 @@ class OptimizerSwapper(SwapSizes):
             info.save(self._state(info))
         self._cache.drop_clean()
         return self._folder
-
-    @property
-    def timer_names(self) -> set[str]:
-        """Names of the timers used since :meth:`init_timers`."""
-        return self._timers.names
 
     def flush(self) -> None:
         """Write everything that is newer in memory than in its file, except for a sub-group that is swapped in. Blocks.
@@ -269,11 +264,6 @@ class OptimizerSwapper(SwapSizes):
         if last:
             offsets, gradients = zip(*last, strict=True)
             self.swap_out_gradients(parameter, offsets, gradients)
-
-    def flush_gradients(self) -> None:
-        """Start writing gradients that are not to wait in memory to their files. Part of DeepSpeed's interface."""
-        for info in self._order:
-            self._cache.write(info.gradient)
 
     # Steps
 
@@ -486,11 +476,6 @@ class PipelinedOptimizerSwapper(OptimizerSwapper):
 
     Contract: DeepSpeed 0.19, ``runtime/swap_tensor/pipelined_optimizer_swapper.py``.
     """
-
-    def __init__(self, swap_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(swap_config, *args, **kwargs)
-        self.async_swap_in: bool = swap_config.pipeline_read
-        self.async_swap_out: bool = swap_config.pipeline_write
 
 
 def read_partitions(

@@ -14,9 +14,8 @@ import torch
 from deepnvme.memory.growable import lease_more
 from deepnvme.memory.pool import Lease, OutOfBuffers, buffer_pool
 
-from .aio_config import AIO_KEYS, AIO_USE_GDS, SwapSizes
+from .aio_config import AIO_KEYS, SwapSizes
 from .environment import describe, rank
-from .swap_buffers import SwapBufferPool, swap_in_tensors, swap_out_tensors
 
 
 class PartitionedParamStatus(Enum):
@@ -51,8 +50,8 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
     scalar placeholder while the partition is not in memory. Methods are called by DeepSpeed's ``zero.Init``, its prefetching and
     stage 3's optimizer.
 
-    When all buffers are in use, reading waits for writes in flight, whose buffers become free. If that is not enough, buffers are
-    leased from ``deepnvme.swap.buffer_pool()``; if that has no room, OutOfBuffers says what to set.
+    When all buffers are in use, more are leased from ``deepnvme.swap.buffer_pool()``. If that has no room, OutOfBuffers says what
+    to set.
 
     Errors are OSError with the path, and leave the parameters concerned as they were before: a partition that could not be
     written stays in its buffer, and one that could not be read is not available. The call can be repeated.
@@ -70,7 +69,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
     def __init__(self, ds_config: Any, model_dtype: torch.dtype) -> None:
         super().__init__(ds_config.aio_config, model_dtype)
         self.swap_config = ds_config.zero_config.offload_param
-        self.use_gds = bool(self.aio_config[AIO_USE_GDS])
+        self.use_gds = bool(self.aio_config["use_gds"])
         self.elements_per_buffer = int(self.swap_config.buffer_size)
         self.aligned_elements_per_buffer = self._aligned(self.elements_per_buffer)
         self.param_buffer_count = int(self.swap_config.buffer_count)
@@ -88,25 +87,11 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         self.param_id_to_swap_buffer: dict[Any, torch.Tensor] = {}
         self.available_buffer_ids = list(range(self.param_buffer_count))
         self.reserved_buffer_ids: list[int] = []
-        self.available_params: set[Any] = set()
-        self.available_numel = 0
         self._clear_inflight()
-        self.swap_out_params: list[Any] = []
         self.partitioned_swap_buffer: torch.Tensor | None = None
-        self.partitioned_swap_pool: SwapBufferPool | None = None
         self.invalid_buffer = torch.tensor(1, device="cpu").half()
         self._leases: dict[Any, Lease] = {}  # by parameter: memory in addition to the configured buffers
         describe(self, exclude=("aio_read_handle", "aio_write_handle", "buffers"))
-
-    @property
-    def pending_reads(self) -> int:
-        """Number of reads that :meth:`synchronize_reads` waits for."""
-        return len(self.inflight_params)
-
-    @property
-    def pending_writes(self) -> int:
-        """Number of writes that :meth:`synchronize_writes` waits for."""
-        return len(self.swap_out_params)
 
     def available_swap_in_buffers(self) -> int:
         """Return how many of the configured buffers are free. Called by DeepSpeed's prefetching."""
@@ -166,9 +151,9 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
             param.ds_tensor.status = INFLIGHT
             self.inflight_params.append(param)
             self.inflight_swap_in_buffers.append(buffer)
-            self.inflight_numel += buffer.numel()
         try:
-            swap_in_tensors(self.aio_read_handle, swap_in_buffers, paths)
+            for buffer, path in zip(swap_in_buffers, paths, strict=True):
+                self.aio_read_handle.async_pread(buffer, path)
         except BaseException:
             self._give_up_reading()
             raise
@@ -188,11 +173,8 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
             self._give_up_reading()
             raise
         for param, buffer in zip(self.inflight_params, self.inflight_swap_in_buffers, strict=True):
-            numel = self.param_id_to_numel[param.ds_id]
-            param.ds_tensor.data = buffer.narrow(0, 0, numel)
+            param.ds_tensor.data = buffer.narrow(0, 0, self.param_id_to_numel[param.ds_id])
             param.ds_tensor.status = AVAILABLE
-            self.available_params.add(param.ds_id)
-            self.available_numel += numel
         self._clear_inflight()
 
     def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
@@ -217,8 +199,6 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
         """Return a buffer for a new partition, to be filled and swapped out. Called by DeepSpeed's ``_partition_param``.
 
-        Blocks if writes have to end first to free a buffer.
-
         Args:
             param: The parameter.
             numel: Elements of its partition.
@@ -226,7 +206,6 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         Raises:
             ValueError: If the partition is larger than ``buffer_size``.
             OutOfBuffers: If there is no buffer left.
-            OSError: From an earlier write.
         """
         if numel > self.elements_per_buffer:
             raise ValueError(
@@ -236,68 +215,38 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         self.param_id_to_numel[param.ds_id] = int(numel)
         return self._buffer_for(param).narrow(0, 0, int(numel))
 
-    def swap_out_and_release(self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False) -> None:
+    def swap_out_and_release(self, params: Sequence[Any]) -> None:
         """Write partitions from their buffers to their files, and free the buffers. Called by DeepSpeed's ``_partition_param``.
+
+        Blocks.
 
         Args:
             params: Parameters whose partitions have buffers of this swapper.
-            async_op: Whether to return when the writes have been started. The partitions are taken out of memory later: when
-                :meth:`synchronize_writes` is called or buffers run out.
-            force_buffer_release: Must be set with ``async_op``: confirms that the caller expects that.
 
         Raises:
-            ValueError: If a parameter has no buffer, or ``async_op`` is set without ``force_buffer_release``.
-            OSError: From writing. The partitions keep their buffers, and the next call of :meth:`synchronize_writes` writes them
-                again.
+            ValueError: If a parameter has no buffer.
+            OSError: From writing. The partitions keep their buffers: call it again.
         """
-        if async_op and not force_buffer_release:
-            raise ValueError("buffers are taken away after this returns: set force_buffer_release=True, or async_op=False")
         missing = [param.ds_id for param in params if param.ds_id not in self.param_id_to_swap_buffer]
         if missing:
             raise ValueError(f"parameters {missing} have no swap buffer: get_buffer or swap_in first")
         for param in params:
             self.param_id_to_numel[param.ds_id] = int(param.ds_tensor.ds_numel)
-            if not any(other is param for other in self.swap_out_params):
-                self.swap_out_params.append(param)
-        self._start_writing(params)
-        if not async_op:
-            self.synchronize_writes()
-
-    def synchronize_writes(self) -> None:
-        """Wait for all writes in flight, take their partitions out of memory, and free the buffers.
-
-        Raises OSError if one of them failed. All are kept then, and written again by the next call.
-        """
-        if not self.swap_out_params:
-            return
-        if self._failed_writing:
-            self._failed_writing = False
-            self._start_writing(self.swap_out_params)
-        try:
-            self.aio_write_handle.wait()
-        except OSError:
-            self._failed_writing = True
-            raise
-        written, self.swap_out_params = self.swap_out_params, []
-        self.remove_partition_and_release_buffers(written)
+        self._write([(self.param_id_to_swap_buffer[param.ds_id], self.get_path(param)) for param in params])
+        self.remove_partition_and_release_buffers(params)
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
         """Take partitions out of memory without writing them, and free their buffers. Called by DeepSpeed after a layer.
 
-        Waits first if one of them is being read or written. Raises OSError from that.
+        Waits first if one of them is being read, and raises OSError from that.
         """
         if any(param.ds_tensor.status == INFLIGHT for param in params):
             self.synchronize_reads()
-        if any(param is other for param in params for other in self.swap_out_params):
-            self.synchronize_writes()
+        self._end_interrupted_writes()
         for param in params:
-            key = param.ds_id
-            if key in self.available_params:
-                self.available_params.remove(key)
-                self.available_numel -= self.param_id_to_numel[key]
             param.ds_tensor.data = self.invalid_buffer.data
             param.ds_tensor.status = NOT_AVAILABLE
-            self._release_buffer(key)
+            self._release_buffer(param.ds_id)
 
     # Partitions with new values after an optimizer step
 
@@ -310,7 +259,6 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         total = sum(self._aligned(int(numel)) for numel in partition_num_elems)
         example = torch.empty(0, dtype=self.dtype, device="cpu")
         self.partitioned_swap_buffer = self.aio_write_handle.new_cpu_locked_tensor(total, example).zero_()
-        self.partitioned_swap_pool = SwapBufferPool([self.partitioned_swap_buffer], aio_handle=self.aio_write_handle)
 
     def swap_out_partitioned_params(self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[torch.Tensor]) -> None:
         """Write new values of partitions, converted to this swapper's dtype, to their files. Blocks.
@@ -327,26 +275,29 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
                 partition that is larger than the reserved buffer.
             OSError: From writing.
         """
-        pool = self.partitioned_swap_pool
-        if pool is None:
+        buffer = self.partitioned_swap_buffer
+        if buffer is None:
             raise ValueError("there is no room to convert parameters in: call reserve_partitioned_swap_space first")
         paths = [self.get_path(param, must_exist=True) for param in dst_fp16_params]
-        self.synchronize_writes()
         # Partitions that were read ahead of the step are out of date. They must not become available either: stage 3 copies new
         # values of an available partition to its memory, and nothing would write them to the file.
         if self.inflight_params:
             self._give_up_reading()
         self.remove_partition_and_release_buffers(dst_fp16_params)
-        pool.reset()
+        filled: list[tuple[torch.Tensor, str]] = []
+        taken = 0
         for source, path in zip(src_fp32_params, paths, strict=True):
             aligned = self._aligned(source.numel())
-            if not pool.has_space(aligned):
-                pool.swap_out(self.aio_write_handle)
-                pool.reset()
-            if pool.insert_tensor(source, path, aligned)[0] is None:
-                reserved = pool.buffers[0].buffer.numel()
-                raise ValueError(f"a partition of {source.numel()} elements does not fit into the {reserved} reserved")
-        pool.swap_out(self.aio_write_handle)
+            if aligned > buffer.numel():
+                raise ValueError(f"a partition of {source.numel()} elements does not fit into the {buffer.numel()} reserved")
+            if taken + aligned > buffer.numel():
+                self._write(filled)
+                filled, taken = [], 0
+            part = buffer.narrow(0, taken, aligned)
+            part[: source.numel()].copy_(source.detach().reshape(-1))
+            filled.append((part, path))
+            taken += aligned
+        self._write(filled)
 
     def reserve_available_buffers(self) -> list[torch.Tensor]:
         """Return all free buffers, for the caller's use until :meth:`release_reserved_buffers`. Called by DeepSpeed's stage 3."""
@@ -362,14 +313,11 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
 
     # Private helpers
 
-    _failed_writing = False
-    """Whether the writes of ``swap_out_params`` have to be started again, after an error."""
-
     def _handle(self) -> Any:
         """Return a new handle with the settings of the ``aio`` block."""
         from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
-        arguments = {key: self.aio_config[key] for key in AIO_KEYS if key != AIO_USE_GDS}
+        arguments = {key: self.aio_config[key] for key in AIO_KEYS if key != "use_gds"}
         if self.use_gds:
             return GDSBuilder().load(verbose=False).gds_handle(**arguments)
         return AsyncIOBuilder().load(verbose=False).aio_handle(**arguments)
@@ -403,19 +351,16 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         return list(buffers.values())
 
     def _buffer_for(self, param: Any) -> torch.Tensor:
-        """Return a buffer for a partition: a free one, else one that a write in flight will free, else a lease."""
+        """Return a buffer for a partition: a free one, or else a lease."""
         key, aligned = param.ds_id, self._aligned(self.param_id_to_numel[param.ds_id])
-        fits = aligned <= self.aligned_elements_per_buffer
-        if fits and not self.available_buffer_ids:
-            self.synchronize_writes()
-        if fits and self.available_buffer_ids:
+        if aligned <= self.aligned_elements_per_buffer and self.available_buffer_ids:
             self.param_id_to_buffer_id[key] = self.available_buffer_ids.pop()
             whole = self._buffer(self.param_id_to_buffer_id[key])
         else:
             shortage = (
                 f"parameter {key} needs a swap buffer of {aligned} elements: none of the {self.param_buffer_count} of "
-                f"{self.elements_per_buffer} is free or large enough, with {len(self.available_params)} parameters in memory and "
-                f"{len(self.inflight_params)} being read; set offload_param.buffer_count or buffer_size larger"
+                f"{self.elements_per_buffer} is free or large enough, with {len(self.inflight_params)} parameters being read; "
+                "set offload_param.buffer_count or buffer_size larger"
             )
             if self.use_gds:  # leases are host memory
                 raise OutOfBuffers(shortage)
@@ -432,14 +377,19 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         if key in self._leases:
             self._leases.pop(key).release()
 
-    def _start_writing(self, params: Sequence[Any]) -> None:
-        """Start writing partitions from their buffers. After an exception all are written again by the next wait."""
+    def _write(self, filled: Sequence[tuple[torch.Tensor, str]]) -> None:
+        """Write buffers to their files. Blocks. Raises OSError, once no write is in flight."""
+        self._end_interrupted_writes()
         try:
-            buffers = [self.param_id_to_swap_buffer[param.ds_id] for param in params]
-            swap_out_tensors(self.aio_write_handle, buffers, map(self.get_path, params))
-        except BaseException:
-            self._failed_writing = True
-            raise
+            for buffer, path in filled:
+                self.aio_write_handle.async_pwrite(buffer, path)
+        finally:
+            self.aio_write_handle.wait()
+
+    def _end_interrupted_writes(self) -> None:
+        """Wait for writes that a call which Ctrl-C ended has left in flight. Their errors do not count: their call has failed."""
+        with contextlib.suppress(OSError):
+            self.aio_write_handle.wait()
 
     def _give_up_reading(self) -> None:
         """Discard all reads in flight; after an error it is unknown which of them failed."""
@@ -451,7 +401,6 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         self._clear_inflight()
 
     def _clear_inflight(self) -> None:
-        """Forget which parameters, buffers and elements are being read. Waits for nothing, and frees nothing."""
+        """Forget which parameters and buffers are being read. Waits for nothing, and frees nothing."""
         self.inflight_params: list[Any] = []
         self.inflight_swap_in_buffers: list[torch.Tensor] = []
-        self.inflight_numel = 0

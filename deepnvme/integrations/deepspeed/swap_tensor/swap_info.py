@@ -138,29 +138,9 @@ class OptimizerStateSwapInfo:
         self._arrived: dict[int, int] = {}
         """The parts of the gradient that have arrived since the last step: offset -> length, in elements."""
 
-    def numel(self) -> int:
-        """Return the number of elements of the parameter."""
-        return self._numel
-
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the parameter."""
-        return self.parameter.dtype
-
-    def device(self) -> torch.device:
-        """Return the device of the parameter."""
-        return self.parameter.device
-
     def has_gradients(self) -> bool:
         """Return whether any part of the gradient has arrived since the last step."""
         return bool(self._arrived)
-
-    def num_tensors(self) -> int:
-        """Return the number of swapped tensors: the master weights and the swapped states."""
-        return 1 + len(self.states)
-
-    def get_swap_paths(self) -> list[str]:
-        """Return the paths of the files of the master weights and the swapped states."""
-        return [tile.name for tile in self.tiles()]
 
     def tiles(self) -> list[Tile]:
         """Return the tiles of the master weights and the swapped states, which last from step to step."""

@@ -93,8 +93,7 @@ class _Attack:
     def run(self) -> None:
         for _ in range(40):
             self._random.choice((self._fetch, self._fetch, self._change, self._drop, self._copy, self._step))()
-        self._chance = 0.0
-        self._insist(self._swapper.synchronize_writes)
+        self._fail(0.0)
         self._swapper.remove_partition_and_release_buffers(self._params)
         if self._swapper.available_swap_in_buffers() != self._swapper.param_buffer_count:
             raise Leaked("buffers of the swapper, with no partition in memory")
@@ -142,7 +141,6 @@ class _Attack:
                 raise Wrong(f"partition {param.ds_id} has another content than was written last")
 
     def _fetch(self) -> None:
-        self._insist(self._swapper.synchronize_writes)
         chosen = self._some(_NOT_AVAILABLE)
 
         def fetch() -> None:
@@ -163,19 +161,15 @@ class _Attack:
         for param in chosen:
             self._values[param.ds_id] = self._values[param.ds_id] * 3 + 1
             param.ds_tensor.copy_(self._values[param.ds_id])
-        later = self._random.random() < 0.5
-        self._insist(lambda: self._swapper.swap_out_and_release(chosen, async_op=later, force_buffer_release=later))
-        if self._random.random() < 0.5 or not later:
-            self._insist(self._swapper.synchronize_writes)
-            if any(param.ds_tensor.status != _NOT_AVAILABLE for param in chosen):
-                raise Wrong("a partition that was written and released is available")
+        self._insist(lambda: self._swapper.swap_out_and_release(chosen))
+        if any(param.ds_tensor.status != _NOT_AVAILABLE for param in chosen):
+            raise Wrong("a partition that was written and released is available")
 
     def _drop(self) -> None:
         chosen = self._some(_AVAILABLE)
         self._insist(lambda: self._swapper.remove_partition_and_release_buffers(chosen))
 
     def _copy(self) -> None:
-        self._insist(self._swapper.synchronize_writes)
         for param in self._some(_NOT_AVAILABLE):
             target = torch.empty_like(self._values[param.ds_id])
             self._insist(lambda: self._swapper.swap_into_buffer(param, target))  # noqa: B023

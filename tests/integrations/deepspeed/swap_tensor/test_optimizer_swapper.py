@@ -95,14 +95,6 @@ def test_weights_and_states_are_those_of_the_optimizer_in_memory(
     training.assert_same_as_in_memory()
 
 
-def test_the_record_of_a_sub_group_answers_as_deepspeeds_does(drive: Path) -> None:
-    training = Training(drive, dtype=torch.bfloat16, numels=(700_003, 600_000))
-    info = training.swapper.swap_params_info[training.parameters[0].ds_id]
-    assert (info.numel(), info.dtype(), info.device(), info.num_tensors()) == (700_003, torch.bfloat16, torch.device("cpu"), 1)
-    training.train(1)
-    assert info.num_tensors() == len(info.get_swap_paths()) == 3
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_master_weights_of_any_dtype(drive: Path, dtype: torch.dtype) -> None:
     training = Training(drive, dtype=dtype, numels=(700_003, 600_000, 550_001), buffer_count=5)
@@ -128,8 +120,7 @@ def test_a_fixed_set_stays_in_memory_and_the_gradients_needed_first(drive: Path)
     engine.written_paths.clear()
     training.train(3)
     resident = {"0_1.tensor.swp", "exp_avg-0_1.tensor.swp", "exp_avg_sq-0_1.tensor.swp", "2_3.tensor.swp"}  # 12 less two times 4
-    everything = {path for info in training.swapper.swap_params_info.values() for path in info.get_swap_paths()}
-    passing = {Path(path).name for path in everything} - resident
+    passing = {path.name for path in drive.rglob("*.swp") if "gradient" not in path.name} - resident
     assert sorted(engine.written_paths) == sorted(list(passing) * 3)
     assert set(engine.read_paths) == passing
 
@@ -457,7 +448,6 @@ def test_parts_of_a_gradient_that_is_in_its_file_already_go_there(drive: Path) -
     parameter = training.parameters[-1]
     first, second = training.random(NUMEL), training.random(1001)
     training.swapper.swap_out_gradients(parameter, [0], [first])
-    training.swapper.flush_gradients()
     for other in training.parameters[:-1]:  # which need its memory
         training.swapper.swap_out_gradients(other, [0], [training.random(NUMEL)])
     training.swapper.swap_out_gradients(parameter, [333], [second.double()])
@@ -575,7 +565,9 @@ def test_timers_run_as_deepspeeds_do(drive: Path) -> None:
     training.swapper.swap_out_optimizer_state(unknown)
     with pytest.raises(RuntimeError, match="is not swapped in"):
         training.swapper.swap_out_optimizer_state(training.parameters[0])
-    assert training.swapper.timer_names == set()
+    timers.logged = []
+    training.swapper.log_timers()
+    assert timers.logged == []
 
 
 @pytest.mark.slow

@@ -81,7 +81,6 @@ def test_partitions_come_back_from_their_files(make: Any, drive: Path) -> None:
         assert swapper.available_swap_in_buffers() == 3 - len(numbers)
         swapper.synchronize_reads()
         parameters.assert_available(*numbers)
-        assert swapper.available_numel == NUMEL * len(numbers)
         swapper.remove_partition_and_release_buffers(chosen)
         parameters.assert_not_available()
         assert swapper.available_swap_in_buffers() == 3
@@ -94,12 +93,20 @@ def test_a_changed_partition_is_written(make: Any) -> None:
     for param, value in zip(parameters.params, parameters.values, strict=True):
         param.ds_tensor.mul_(2)
         value.mul_(2)
-    swapper.swap_out_and_release(parameters.params, async_op=True, force_buffer_release=True)
-    assert swapper.pending_writes == 2
-    swapper.synchronize_writes()
+    swapper.swap_out_and_release(parameters.params)
     parameters.assert_not_available()
     swapper.swap_in(parameters.params, async_op=False)
     parameters.assert_available(0, 1)
+
+
+def test_a_partition_that_is_larger_than_the_room_to_convert_it_is_refused(make: Any) -> None:
+    swapper = make()
+    parameters = Parameters(swapper, 1)
+    swapper.reserve_partitioned_swap_space([1000])
+    with pytest.raises(ValueError, match=r"10001 elements does not fit into the 1024 reserved"):
+        swapper.swap_out_partitioned_params(parameters.params, [torch.zeros(NUMEL)])
+    swapper.swap_in(parameters.params, async_op=False)
+    parameters.assert_available(0)
 
 
 def test_partitions_out_of_a_step_are_converted_and_written(make: Any) -> None:
@@ -140,15 +147,6 @@ def test_more_than_there_are_buffers_for_is_read_as_well(make: Any) -> None:
     swapper.remove_partition_and_release_buffers(parameters.params)
     assert swapper.available_swap_in_buffers() == 2
     assert buffer_pool().in_use == before
-
-
-def test_buffers_that_are_being_written_are_waited_for(make: Any, no_budget: None) -> None:
-    swapper = make(count=2)
-    parameters = Parameters(swapper, 4)
-    swapper.swap_in(parameters.params[:2], async_op=False)
-    swapper.swap_out_and_release(parameters.params[:2], async_op=True, force_buffer_release=True)
-    swapper.swap_in(parameters.params[2:], async_op=False)
-    parameters.assert_available(2, 3)
 
 
 def test_what_to_set_is_said_where_there_is_no_buffer_and_no_budget(make: Any, no_budget: None) -> None:
@@ -197,10 +195,29 @@ def test_a_write_that_fails_keeps_the_partition_and_can_be_repeated(make: Any) -
         swapper.swap_out_and_release([parameters.params[0]])
     parameters.assert_available(0, 1)
     folder.with_name("away").rename(folder)
-    swapper.synchronize_writes()
+    swapper.swap_out_and_release([parameters.params[0]])
     assert parameters.params[0].ds_tensor.status == NOT_AVAILABLE
     swapper.swap_in([parameters.params[0]], async_op=False)
     parameters.assert_available(0, 1)
+
+
+def test_a_buffer_is_free_once_an_interrupted_write_has_left_it(make: Any) -> None:
+    swapper = make()
+    parameters = Parameters(swapper, 1)
+    swapper.swap_in(parameters.params, async_op=False)
+    handle = swapper.aio_write_handle
+
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    waits = iter([handle.wait, interrupted])
+    swapper.aio_write_handle = SimpleNamespace(async_pwrite=handle.async_pwrite, wait=lambda: next(waits, handle.wait)())
+    with pytest.raises(KeyboardInterrupt):
+        swapper.swap_out_and_release(parameters.params)
+    parameters.assert_available(0)
+    swapper.remove_partition_and_release_buffers(parameters.params)
+    assert handle.wait() == 0  # the buffer is free: nothing writes from it any more
+    parameters.assert_not_available()
 
 
 def test_reserved_buffers_are_nobody_elses(make: Any) -> None:
@@ -219,8 +236,6 @@ def test_wrong_calls_say_what_to_do(make: Any) -> None:
         swapper.get_buffer(parameters.params[0], 20_001)
     with pytest.raises(ValueError, match="have no swap buffer"):
         swapper.swap_out_and_release(parameters.params)
-    with pytest.raises(ValueError, match="force_buffer_release=True"):
-        swapper.swap_out_and_release(parameters.params, async_op=True)
     with pytest.raises(ValueError, match="reserve_partitioned_swap_space"):
         swapper.swap_out_partitioned_params(parameters.params, [torch.zeros(NUMEL)])
     swapper.swap_in(parameters.params, async_op=False)

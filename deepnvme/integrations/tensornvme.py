@@ -1,0 +1,536 @@
+"""TensorNVMe's offloaders and file writer on this package's engine, for code that was written for TensorNVMe.
+
+    import deepnvme.integrations.tensornvme as d
+    d.enable()                                  # ``import tensornvme`` then imports these classes
+
+``python -m deepnvme.integrations.tensornvme [-m] SCRIPT [ARGUMENTS]`` runs a program after that, unchanged.
+
+TensorNVMe need not be installed, and is never imported. Contract: hpcaitech/TensorNVMe at commit cb5c3a9f.
+
+A transfer's error is raised, and its callback called, by the method that waits for it. If that method is interrupted or raises,
+the transfers that it has not reached stay under way, for the next call to finish. No class is thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import uuid
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from deepnvme._interrupts import defer_interrupts
+from deepnvme._lazy import public_names
+from deepnvme.checkpoint.file_io import shared_engine
+from deepnvme.engine import File, Future
+from deepnvme.memory.alignment import padded
+from deepnvme.memory.tensor_bytes import flat_bytes
+from deepnvme.ops import load_async_io
+from deepnvme.profiles import AnyPath, engine_for
+from deepnvme.store.extents import ExtentMap
+
+from ._running import run_program
+
+__all__ = ["AsyncFileWriter", "DiskOffloader", "Offloader", "disable", "enable", "get_backends", "probe_backend"]
+
+__dir__ = public_names(__name__)
+
+Callback = Callable[[], object]
+_BACKENDS = {"uring": "io_uring", "aio": "libaio", "pthread": "threads"}
+
+
+def get_backends() -> set[str]:
+    """Return the names of the backends that work here, of ``uring``, ``aio`` and ``pthread``.
+
+    TensorNVMe returns those that it was compiled with, whether or not the kernel accepts them.
+    """
+    return {name for name in _BACKENDS if probe_backend(name)}
+
+
+def probe_backend(backend: str) -> bool:
+    """Return whether a backend works here; False for an unknown name."""
+    return backend in _BACKENDS and load_async_io().backends()[_BACKENDS[backend]] is None
+
+
+class _Stored(NamedTuple):
+    """What the file has under one key."""
+
+    offsets: list[int]
+    """Where each tensor begins in the file, in bytes: a multiple of the page size."""
+    sizes: list[int]
+    """Bytes of each tensor."""
+    storages: list[torch.UntypedStorage]
+    """A DiskOffloader's freed storages. Kept, since their addresses are the key, and a new storage could get the same one."""
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """One write or read of an offloader. It has no reference to the offloader, which would keep that after its last user's."""
+
+    future: Future
+    reading: bool
+    key: Hashable
+    """What it is stored under; of an AsyncFileWriter whether it is from a tensor's own memory, and not a copy."""
+    storages: list[torch.UntypedStorage]
+    """The storages of its tensors."""
+    callback: Callback | None = None
+    """The user's function, called once after a success."""
+
+
+class _Transfers:
+    """Transfers under way, oldest first."""
+
+    def __init__(self, backend: str | None) -> None:
+        if backend is not None and backend not in _BACKENDS:
+            raise RuntimeError(f"backend must be one of {', '.join(_BACKENDS)}, got {backend!r}")
+        self._transfers: list[_Transfer] = []
+
+    def synchronize(self) -> None:
+        """Wait for all transfers, and call their callbacks. Raises the OSError of the first that failed."""
+        self._finish(lambda transfer: True)
+
+    def _finish(self, chosen: Callable[[_Transfer], bool]) -> None:
+        """Wait for the chosen transfers, oldest first, also those that callbacks start. Raises the first error.
+
+        Ctrl-C interrupts only the waiting and the callbacks.
+        """
+        while (transfer := next(filter(chosen, self._transfers), None)) is not None:
+            error = transfer.future.exception()
+            with defer_interrupts():
+                self._transfers.remove(transfer)
+                self._end(transfer.reading, transfer.key, transfer.storages, error is None)
+            if error is not None:
+                raise error
+            if transfer.callback is not None:
+                transfer.callback()
+
+    def _end(self, reading: bool, key: Hashable, storages: Sequence[torch.UntypedStorage], succeeded: bool) -> None:
+        """Do what is to be done at the end of a transfer."""
+
+
+class _TensorFile(_Transfers):
+    """Base of both offloaders: a file of tensors, each list of them kept under a key until it is read."""
+
+    _frees = False
+    """Whether a tensor's storage is freed when it is written, and allocated when it is read."""
+
+    def __init__(self, filename: AnyPath, n_entries: int, backend: str = "aio") -> None:
+        super().__init__(backend)
+        self._extents = ExtentMap()
+        self._stored: dict[Hashable, _Stored] = {}
+        self._engine = engine_for(filename)
+        with defer_interrupts():
+            self._file = self._engine.open(filename, "w+", whole_pages=True)
+            os.chmod(filename, 0o600)
+            self._finalizer = weakref.finalize(self, _close, os.getpid(), self._transfers, self._file, os.path.abspath(filename))
+
+    def sync_write_events(self) -> None:
+        """Wait for all writes, and call their callbacks. Raises the OSError of the first that failed."""
+        self._finish(lambda transfer: not transfer.reading)
+
+    def sync_read_events(self) -> None:
+        """Wait for all reads, and call their callbacks. Raises the OSError of the first that failed."""
+        self._finish(lambda transfer: transfer.reading)
+
+    def close(self) -> None:
+        """Synchronize, then remove the file with all that is in it. Idempotent.
+
+        Dropping the last reference, and the interpreter's exit, wait and remove the file, but call no callbacks. Not in
+        TensorNVMe, which leaves it to ``del``.
+
+        Raises:
+            OSError: The error of a transfer; the file is removed all the same.
+        """
+        try:
+            self.synchronize()
+        finally:
+            self._finalizer()
+
+    def _start(self, reading: bool, tensors: Sequence[torch.Tensor], key: Hashable, callback: Callback | None) -> _Transfer:
+        """Start a transfer, and return it. Blocks only for earlier ones that conflict. See the methods of the classes."""
+        fit = (each.layout is torch.strided and each.is_cpu and each.is_contiguous() and not each.is_conj() for each in tensors)
+        if not tensors or not all(fit):
+            raise RuntimeError("tensors must be dense, contiguous, on the CPU, one at least: copy by resolve_conj().contiguous()")
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        if self._frees:
+            key = tuple(storage._cdata for storage in storages)
+        known = {storage._cdata for storage in storages}
+        # Slices of one tensor are written, or read, at a time, unless all of it is freed or allocated.
+        self._finish(
+            lambda other: other.key == key
+            or ((self._frees or other.reading != reading) and not known.isdisjoint(part._cdata for part in other.storages))
+        )
+        freed = storages if self._frees else []
+        memory: list[torch.Tensor | torch.UntypedStorage] = [*freed] or [*tensors]
+        sizes = [each.nbytes() if isinstance(each, torch.UntypedStorage) else each.nbytes for each in memory]
+        stored = self._stored.get(key)
+        if reading and stored is None:
+            raise RuntimeError("nothing is stored for this: it was not written, or has been read since")
+        if not reading and not all(sizes):
+            raise RuntimeError("a tensor without memory cannot be written: it is empty, or has been offloaded already")
+        if not all(storage.resizable() for storage in freed):
+            raise RuntimeError("a tensor's memory cannot be freed: it is not torch's own, but shared with NumPy or the like")
+        if reading and stored is not None and sizes != stored.sizes and (any(sizes) or not freed):
+            raise RuntimeError(f"what is stored has {stored.sizes} bytes, the tensors to read it into have {sizes}")
+        with defer_interrupts():
+            try:
+                if not reading or stored is None:
+                    self._forget(key)
+                    stored = self._stored[key] = _Stored(self._extents.take_run(list(map(padded, sizes))), sizes, freed)
+                elif freed:
+                    for storage, size in zip(freed, stored.sizes, strict=True):
+                        storage.resize_(size)
+                transfers = self._engine.read_many if reading else self._engine.write_many
+                future = transfers([flat_bytes(each) for each in memory], self._file, stored.offsets)
+            except BaseException:
+                self._end(reading, key, storages, False)
+                raise
+            self._transfers.append(_Transfer(future, reading, key, storages, callback))
+        return self._transfers[-1]
+
+    def _run(self, reading: bool, tensors: Sequence[torch.Tensor], key: Hashable = None) -> None:
+        """Start a transfer and wait for it."""
+        started = self._start(reading, tensors, key, None)
+        self._finish(lambda transfer: transfer is started)
+
+    def _end(self, reading: bool, key: Hashable, storages: Sequence[torch.UntypedStorage], succeeded: bool) -> None:
+        """Forget what was read, or was not written; free the storages of what was written, or was not read."""
+        if reading == succeeded:
+            self._forget(key)
+        elif self._frees:
+            for storage in storages:
+                storage.resize_(0)
+
+    def _forget(self, key: Hashable) -> None:
+        """Free the space of what is stored under a key, if anything is."""
+        stored = self._stored.pop(key, None)
+        for offset, size in zip(stored.offsets, stored.sizes, strict=True) if stored is not None else ():
+            self._extents.give_back(offset, padded(size))
+
+
+class Offloader(_TensorFile):
+    """Tensors in one file, each or each list of them under a key. Contract: ``tensornvme._C.Offloader``.
+
+    An existing file is overwritten. The file is removed by :meth:`close`, with the last reference, or when the interpreter exits.
+
+    Args:
+        filename: The file.
+        n_entries: Accepted without effect: the settings of the drive say how many blocks are under way.
+        backend: ``uring``, ``aio`` or ``pthread``. Accepted and checked; the settings of the drive say which backend is used.
+
+    Raises:
+        RuntimeError: For an unknown backend.
+        OSError: If the file cannot be made.
+    """
+
+    def async_write(self, tensor: torch.Tensor, key: str, callback: Callback | None = None) -> None:
+        """Start writing a tensor under a key, in place of what is there. It must not be changed until the write is waited for.
+
+        Args:
+            tensor: Contiguous CPU tensor.
+            key: The key.
+            callback: Called without arguments when the write is waited for, if it succeeded.
+
+        Raises:
+            RuntimeError: If the tensor is not contiguous, not on the CPU or empty.
+            OSError: If the drive has too little room (ENOSPC); or the error of an earlier transfer of this key or tensor.
+            ValueError: If the offloader is closed.
+        """
+        self._start(False, [tensor], key, callback)
+
+    def async_read(self, tensor: torch.Tensor, key: str, callback: Callback | None = None) -> None:
+        """Start reading what is under a key into a tensor. Reading it frees its space in the file, and the key.
+
+        Args:
+            tensor: Contiguous CPU tensor of as many bytes as were written. Not to be touched until the read is waited for.
+            key: The key.
+            callback: Called without arguments when the read is waited for, if it succeeded.
+
+        Raises:
+            RuntimeError: As for :meth:`async_write`; if nothing is stored under the key, or something of another size.
+            OSError: The error of an earlier transfer of this key or tensor.
+            ValueError: If the offloader is closed.
+        """
+        self._start(True, [tensor], key, callback)
+
+    def sync_write(self, tensor: torch.Tensor, key: str) -> None:
+        """Write a tensor as :meth:`async_write` does, and wait for this write. Raises its OSError too."""
+        self._run(False, [tensor], key)
+
+    def sync_read(self, tensor: torch.Tensor, key: str) -> None:
+        """Read a tensor as :meth:`async_read` does, and wait for this read. Raises its OSError too."""
+        self._run(True, [tensor], key)
+
+    def async_writev(self, tensors: Sequence[torch.Tensor], key: str, callback: Callback | None = None) -> None:
+        """Start writing several tensors under one key, as :meth:`async_write` does one."""
+        self._start(False, tensors, key, callback)
+
+    def async_readv(self, tensors: Sequence[torch.Tensor], key: str, callback: Callback | None = None) -> None:
+        """Start reading the tensors that are under one key, in the order that they were written, as :meth:`async_read` does."""
+        self._start(True, tensors, key, callback)
+
+    def sync_writev(self, tensors: Sequence[torch.Tensor], key: str) -> None:
+        """Write several tensors as :meth:`async_writev` does, and wait for this write. Raises its OSError too."""
+        self._run(False, tensors, key)
+
+    def sync_readv(self, tensors: Sequence[torch.Tensor], key: str) -> None:
+        """Read several tensors as :meth:`async_readv` does, and wait for this read. Raises its OSError too."""
+        self._run(True, tensors, key)
+
+
+class DiskOffloader(_TensorFile):
+    """Moves tensors to a file and back: when a write has succeeded, the tensor's memory is freed; reading brings it back.
+
+    A tensor is known by its storage. All of the storage is moved, so tensors that share it come and go together, and any of them
+    reads it. Contract: ``tensornvme.DiskOffloader``.
+
+    >>> offloader = DiskOffloader("/mnt/nvme/offload")
+    >>> offloader.sync_write(x)     # x has no memory now
+    >>> offloader.sync_read(x)
+
+    Args:
+        dir_name: Directory, made if missing, for the file ``offload-UUID``. The file is removed by :meth:`close`, with the last
+            reference, or when the interpreter exits.
+        n_entries: Accepted without effect: the settings of the drive say how many blocks are under way.
+        backend: ``uring``, ``aio`` or ``pthread``. Accepted and checked; the settings of the drive say which backend is used.
+
+    Raises:
+        RuntimeError: For an unknown backend.
+        OSError: If the directory or the file cannot be made.
+    """
+
+    _frees = True
+
+    def __init__(self, dir_name: AnyPath, n_entries: int = 16, backend: str = "uring") -> None:
+        os.makedirs(dir_name, exist_ok=True)
+        super().__init__(os.path.join(dir_name, f"offload-{uuid.uuid4().hex}"), n_entries, backend)
+
+    def async_write(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
+        """Start writing a tensor. Its memory is freed when the write is waited for, if it succeeded.
+
+        Args:
+            tensor: Contiguous CPU tensor, whose storage torch can resize. Not to be changed until the write is waited for.
+            callback: Called without arguments when the memory is freed.
+
+        Raises:
+            RuntimeError: If the tensor is not contiguous, not on the CPU, of a storage that cannot be resized, or has no memory
+                because it has been offloaded already or is empty.
+            OSError: If the drive has too little room (ENOSPC); or the error of an earlier transfer of this tensor.
+            ValueError: If the offloader is closed.
+        """
+        self._start(False, [tensor], None, callback)
+
+    def async_read(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
+        """Start reading a tensor, into new memory. Reading it frees its space in the file.
+
+        Args:
+            tensor: A tensor that was written alone, not in a list. Not to be touched until the read is waited for.
+            callback: Called without arguments when the read is waited for, if it succeeded.
+
+        Raises:
+            RuntimeError: As for :meth:`async_write`; if the tensor was not written, or has been read since.
+            OSError: The error of an earlier transfer of this tensor.
+            ValueError: If the offloader is closed.
+        """
+        self._start(True, [tensor], None, callback)
+
+    def sync_write(self, tensor: torch.Tensor) -> None:
+        """Write a tensor as :meth:`async_write` does, wait for this write and free the memory. Raises its OSError too."""
+        self._run(False, [tensor])
+
+    def sync_read(self, tensor: torch.Tensor) -> None:
+        """Read a tensor as :meth:`async_read` does, and wait for this read. Raises its OSError too."""
+        self._run(True, [tensor])
+
+    def async_writev(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
+        """Start writing several tensors together, as :meth:`async_write` does one. They can only be read together."""
+        self._start(False, tensors, None, callback)
+
+    def async_readv(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
+        """Start reading tensors that were written together, in the same order, as :meth:`async_read` does one."""
+        self._start(True, tensors, None, callback)
+
+    def sync_writev(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write several tensors as :meth:`async_writev` does, and wait for this write. Raises its OSError too."""
+        self._run(False, tensors)
+
+    def sync_readv(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Read several tensors as :meth:`async_readv` does, and wait for this read. Raises its OSError too."""
+        self._run(True, tensors)
+
+
+def _close(process: int, transfers: list[_Transfer], file: File, path: str | None = None) -> None:
+    """Wait for all transfers, close the file, and remove it if its path is given; nothing in a forked child.
+
+    Raises the first error.
+    """
+    if os.getpid() == process:
+        errors = [transfer.future.exception() for transfer in transfers]
+        file.close()
+        with contextlib.suppress(FileNotFoundError):  # all of its directory may have been removed
+            os.unlink(path) if path else None
+        for error in filter(None, errors):
+            raise error
+
+
+class AsyncFileWriter(_Transfers):
+    """Writes one file from its start, in the background, each piece directly after the one before.
+
+    The errors of writes are raised by :meth:`synchronize`, or :meth:`sync_before_step`. If the writer is dropped, or the
+    interpreter exits, without synchronizing, all writes are waited for and an error is only reported on stderr. Bytes are on
+    stable storage after an ``fsync`` of the file, not before. Contract: ``tensornvme.async_file_io``.
+
+    Args:
+        path: Path of the file, which is created or emptied. File objects, which older versions of TensorNVMe took, are refused.
+        n_entries: Accepted without effect: the settings of the drive say how many blocks are under way.
+        backend: ``uring``, ``aio``, ``pthread`` or None. Accepted and checked; the settings of the drive say which is used.
+        n_tasks: Accepted without effect.
+
+    Attributes:
+        offset: Where the next piece is written, in bytes from the start of the file.
+
+    Raises:
+        TypeError: If it is given a file object.
+        RuntimeError: For an unknown backend.
+        OSError: If the file cannot be opened.
+    """
+
+    def __init__(self, path: AnyPath, n_entries: int = 16, backend: str | None = None, n_tasks: int | None = None) -> None:
+        super().__init__(backend)
+        self.offset = 0
+        self._engine = shared_engine(Path(path))
+        with defer_interrupts():
+            self._file = self._engine.open(path, "w")
+            weakref.finalize(self, _close, os.getpid(), self._transfers, self._file)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Start writing bytes, and return how many. A bytearray or memoryview is copied first: it may be changed at once."""
+        kept = data if isinstance(data, bytes) else bytes(memoryview(data))
+        self.write_raw(kept, ctypes.cast(ctypes.c_char_p(kept), ctypes.c_void_p).value or 0, len(kept), self.offset)
+        return len(kept)
+
+    def write_raw(self, py_ref: object, buffer: int, n_bytes: int, offset: int) -> None:
+        """Start writing host memory, given by its address, and advance :attr:`offset` by ``n_bytes``.
+
+        Args:
+            py_ref: What the memory belongs to. Kept until it is written, and not to be changed until then.
+            buffer: Address of the memory.
+            n_bytes: Bytes to write.
+            offset: Bytes from the start of the file.
+
+        Raises:
+            ValueError: If ``py_ref`` is a tensor on a device.
+        """
+        if isinstance(py_ref, torch.Tensor) and not py_ref.is_cpu:
+            raise ValueError(f"only host memory can be written by its address, got a tensor on {py_ref.device}: use write_tensor")
+        if n_bytes:
+            memory = (ctypes.c_char * n_bytes).from_address(buffer)
+            memory.owner = py_ref  # type: ignore[attr-defined]
+            self._write(torch.frombuffer(memory, dtype=torch.uint8), offset, False)
+        self.offset += n_bytes
+
+    def write_tensor(self, tensor: torch.Tensor, pinned: torch.Tensor | None = None) -> None:
+        """Start writing a tensor. It may be changed after :meth:`sync_before_step`.
+
+        Args:
+            tensor: CPU or CUDA tensor of any dtype. One that is not contiguous is copied.
+            pinned: CPU tensor of the same shape and dtype. The tensor is copied to it before this returns, and the copy is
+                written: the tensor may be changed at once, ``pinned`` only after :meth:`synchronize`.
+
+        Raises:
+            ValueError: If ``pinned`` has another shape or dtype, or is not on the CPU.
+            OSError: If the drive has too little room (ENOSPC).
+        """
+        if pinned is not None:
+            if pinned.shape != tensor.shape or pinned.dtype != tensor.dtype or not pinned.is_cpu:
+                wanted, got = (f"{each.dtype} of shape {tuple(each.shape)}" for each in (tensor, pinned))
+                raise ValueError(f"pinned must be on the CPU, {wanted}, as the tensor; got {got} on {pinned.device}")
+            pinned.detach().copy_(tensor.detach())
+        self._write(tensor if pinned is None else pinned, self.offset, pinned is None)
+        self.offset += tensor.nbytes
+
+    def register_h2d(self, num_tensors: int) -> None:
+        """Accept the number of tensors that will be written. No effect: they are counted as they come."""
+
+    def sync_before_step(self) -> None:
+        """Wait until all tensors given to :meth:`write_tensor` may be changed: until those without ``pinned`` are written.
+
+        Raises:
+            OSError: The error of the first write that failed.
+        """
+        self._finish(lambda transfer: transfer.key is True)
+
+    def flush(self) -> None:
+        """Do nothing: for ``torch.save`` and others that flush what they write to."""
+
+    def _write(self, tensor: torch.Tensor, offset: int, uncopied: bool) -> None:
+        """Start writing a tensor, and note the write."""
+        with defer_interrupts():
+            future = self._engine.write(tensor, self._file, offset)
+            self._transfers.append(_Transfer(future, False, uncopied, []))
+
+
+_modules: dict[str, ModuleType] = {}
+"""The modules that :func:`enable` has made; none while it is disabled."""
+
+
+def enable() -> None:
+    """Make ``import tensornvme`` and its submodules import this package's classes, in this process.
+
+    Call it before the program imports TensorNVMe or ColossalAI. TensorNVMe need not be installed; if it is, it is not imported.
+    Idempotent.
+
+    Raises:
+        RuntimeError: If TensorNVMe itself has been imported already; nothing is changed then.
+    """
+    if _modules:
+        return
+    if "tensornvme" in sys.modules:
+        raise RuntimeError("tensornvme has been imported already: call enable() before the program imports TensorNVMe")
+    contents = {
+        "tensornvme": (DiskOffloader,),
+        "tensornvme.offload": (DiskOffloader, Offloader, get_backends),
+        "tensornvme.async_file_io": (AsyncFileWriter,),
+        "tensornvme._C": (Offloader, get_backends, probe_backend),
+    }
+    for name, members in contents.items():
+        package, _, last = name.rpartition(".")
+        _modules[name] = module_from_spec(ModuleSpec(name, None, origin=__name__, is_package=not package))
+        vars(_modules[name]).update({each.__name__: each for each in members})
+        if package:
+            setattr(_modules[package], last, _modules[name])
+    sys.modules.update(_modules)
+
+
+def disable() -> None:
+    """Take the modules away again. What was imported from them stays usable. Idempotent."""
+    for name, module in _modules.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+    _modules.clear()
+
+
+def _main() -> None:
+    """Run the program named on this process's command line. It sees only its own arguments in ``sys.argv``."""
+    is_module = sys.argv[1:2] == ["-m"]
+    program = sys.argv[1 + is_module :]
+    if not program:
+        sys.exit("usage: python -m deepnvme.integrations.tensornvme [-m] SCRIPT [ARGUMENTS]: there is no program to run")
+    enable()
+    run_program(program, is_module)
+
+
+if __name__ == "__main__":
+    from deepnvme.integrations.tensornvme import _main as _main_of_the_module  # the copy that programs import
+
+    _main_of_the_module()
