@@ -6,7 +6,7 @@ import ctypes
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def memory_of(tensor: torch.Tensor, start: int = 0, count: int | None = None) -> memoryview:
-    """Return a memoryview of a contiguous CPU tensor's memory. Valid for as long as the tensor is alive.
+    """Return a memoryview of a contiguous CPU tensor's memory, which keeps the tensor alive.
 
     Args:
         tensor: Contiguous tensor of bytes (uint8) on the CPU.
@@ -25,7 +25,9 @@ def memory_of(tensor: torch.Tensor, start: int = 0, count: int | None = None) ->
         count: Bytes in the view; None for all from ``start`` on.
     """
     nbytes = tensor.nbytes - start if count is None else count
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr() + start)).cast("B")
+    memory: Any = (ctypes.c_char * nbytes).from_address(tensor.data_ptr() + start)
+    memory.tensor = tensor  # of a temporary one, as after .cpu(), the memory would be freed
+    return memoryview(memory).cast("B")
 
 
 def crc32(data: Buffer, crc: int = 0) -> int:

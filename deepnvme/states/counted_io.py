@@ -310,7 +310,8 @@ class CountedIO:
         if _logger.isEnabledFor(logging.DEBUG):
             _logger.debug("%s", self._last.line())
         if self._verbose:
-            print(self._last.line(), flush=True)
+            with contextlib.suppress(OSError, ValueError):  # the step is made, whatever has become of stdout
+                print(self._last.line(), flush=True)
 
     @property
     def last(self) -> StepReport:

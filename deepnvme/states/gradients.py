@@ -222,7 +222,12 @@ class SubGroupGradients:
 
     def has(self, sub_group: SubGroup) -> bool:
         """Return whether any piece of the sub-group has a gradient, in ``param.grad`` or collected."""
-        return bool(self._present(sub_group)) or any(piece.param.grad is not None for piece in sub_group.pieces)
+        return bool(self.pieces_with_gradients(sub_group))
+
+    def pieces_with_gradients(self, sub_group: SubGroup) -> set[int]:
+        """Return the indices of the sub-group's pieces that have a gradient, in ``param.grad`` or collected."""
+        in_grad = {index for index, piece in enumerate(sub_group.pieces) if piece.param.grad is not None}
+        return in_grad | self._present(sub_group)
 
     def prepare(self, sub_groups: Sequence[SubGroup]) -> None:
         """Check the gradients of the sub-groups to be stepped, and lease the memory to convert them to float32.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.host import give_back_heap
 from deepnvme.memory.pool import BufferPool
 from deepnvme.transfer.block import State
@@ -24,7 +25,7 @@ StepInputs = tuple[dict[int, torch.Tensor], torch.Tensor]
 
 
 class SubGroupPipeline:
-    """Steps sub-groups one at a time: :meth:`expect` them, then :meth:`load` and :meth:`step` each, then :meth:`drain`.
+    """Steps sub-groups one at a time: :meth:`expect` them; :meth:`load`, :meth:`step` and :meth:`keep` each; then :meth:`drain`.
 
     The states of a sub-group are one block. A block that is written goes beside the version that it was read from. The block of
     a resident sub-group stays in memory, and is written only for a state dict.
@@ -49,8 +50,8 @@ class SubGroupPipeline:
         self._in_flight = RING
         """Number of blocks that the memory has room for, beside the residents'."""
         self._upcoming: list[SubGroup] = []
-        self._late_error: OSError | None = None
-        """An error of a write that came when a sub-group had just been stepped, for the next call to raise."""
+        self._unplaced: dict[SubGroup, BlockTensors] = {}
+        """The states that a step has made, and for which there was no block yet."""
 
     @property
     def leased_bytes(self) -> int:
@@ -98,7 +99,6 @@ class SubGroupPipeline:
             OSError: From these reads, or from a write since the last :meth:`drain`. The sub-group is as before.
             OutOfBuffers: If others have leased the memory for the block.
         """
-        self._raise_late_error()
         if sub_group in self._upcoming:
             self._upcoming.remove(sub_group)
         self._leave_room_for([sub_group])  # backward may complete sub-groups that were not expected
@@ -114,28 +114,42 @@ class SubGroupPipeline:
         self._gradients.expect(self._upcoming)
         return inputs
 
-    def step(self, sub_group: SubGroup, inputs: StepInputs, groups: Sequence[dict[str, Any]]) -> None:
-        """Step a sub-group that :meth:`load` has loaded, and start writing its block unless it is resident.
+    def step(self, sub_group: SubGroup, inputs: StepInputs, groups: Sequence[dict[str, Any]]) -> BlockTensors | None:
+        """Step a sub-group that :meth:`load` has loaded. Call with interrupts deferred, and :meth:`keep` with the result.
 
-        To be called with interrupts deferred. Raises what the optimizer raises. The states on the drive are as before then, but
-        as with any torch optimizer parameters may be partly stepped, and so may resident states.
+        Raises what the optimizer raises. The states on the drive are as before then, but as with any torch optimizer parameters
+        may be partly stepped, and so may resident states.
         """
-        block = self._blocks[sub_group]
-        forget = sub_group.remember()
+        block, first = self._blocks[sub_group], sub_group.layout is None
+        restore = sub_group.remember()
         try:
             with self._io.times.computing:
-                made = sub_group.step(None if sub_group.layout is None else block.content, *inputs, groups)
-                if made is not None:
-                    self._lay_out(sub_group, made)
-                    del made
-                    give_back_heap()
+                return sub_group.step(None if first else block.content, *inputs, groups)
         except BaseException:
-            forget()
-            if block.state is State.CLEAN or sub_group.layout is None:
+            restore()
+            if first or block.state is State.CLEAN:
                 self._cache.reject([block])
                 self._blocks.pop(sub_group, None)
             raise
-        self._release(sub_group)
+
+    def keep(self, sub_group: SubGroup, made: BlockTensors | None) -> None:
+        """Start writing the states of a sub-group that was stepped, unless it is resident. Call with interrupts deferred.
+
+        Args:
+            sub_group: The sub-group.
+            made: Tensors that do not fit its block, as :meth:`step` returns them.
+
+        Raises:
+            OSError: From an earlier write.
+            OutOfBuffers: If there is no memory for a new block. In both cases ``made`` is kept for :meth:`write_again`.
+        """
+        if made is None:
+            self._release(sub_group)
+        else:
+            self._unplaced[sub_group] = made
+            del made
+            self._place_made(sub_group)
+            give_back_heap()
         self._cache.poll()  # a write may have ended during the step: its memory is for the next read
         self._io.record_ended()
 
@@ -145,17 +159,18 @@ class SubGroupPipeline:
             self._cache.drain()
         self._io.record_ended()
         self._cache.raise_failure()
-        self._raise_late_error()
 
     def write_again(self) -> None:
-        """Write the blocks whose writing has failed to another place, and wait for it. Raises OSError if it fails again."""
+        """Write what could not be written to another place, and wait for it. Raises OSError, OutOfBuffers if it fails again."""
         with self._io.times.waiting:
             self._cache.drain()  # a write may be under way yet that fails
             failed = {each: block for each, block in self._blocks.items() if block.state is State.DIRTY and not block.resident}
             for sub_group, block in failed.items():
                 self._place(sub_group, block)  # a disk that was full has room where no state dict is mapped any more
             self._cache.flush(failed.values())
-        self._late_error = None
+            for sub_group in list(self._unplaced):
+                with defer_interrupts():
+                    self._place_made(sub_group)
 
     def end_uses(self) -> None:
         """End the use of a block that was loaded and not stepped, after an exception."""
@@ -178,7 +193,7 @@ class SubGroupPipeline:
         Raises OSError; the states stay in memory then, and the next call writes them again.
         """
         block = self._blocks.get(sub_group)
-        if block is not None and block.resident and block.state is not State.CLEAN:
+        if block is not None and block.state in (State.DIRTY, State.WRITING):
             if block.state is State.DIRTY:
                 self._place(sub_group, block)
             with self._io.aside():
@@ -210,8 +225,8 @@ class SubGroupPipeline:
     def clear(self) -> None:
         """Drop all blocks from memory, also those that the drive does not have. Waits for transfers."""
         self._blocks.clear()
+        self._unplaced.clear()
         self._upcoming.clear()
-        self._late_error = None
         self._cache.clear()
 
     # -- blocks, and the memory for them
@@ -248,27 +263,31 @@ class SubGroupPipeline:
         name = block_name(sub_group, self._versions.next_of(sub_group))
         block = StoredBlock(name, nbytes, 1 if sub_group.in_memory else self._largest)
         self._cache.keep({block: bool(sub_group.in_memory)})
+        self._blocks[sub_group] = block  # before there is memory: an interrupt leaves no block that nobody knows
         self._cache.create(block)
-        self._blocks[sub_group] = block
         return block
 
-    def _lay_out(self, sub_group: SubGroup, tensors: BlockTensors) -> None:
-        """Copy tensors, which may lie in the sub-group's block, to a block with a new layout."""
-        before, first = self._blocks[sub_group], sub_group.layout is None
-        layout = sub_group.lay_out(tensors)
+    def _place_made(self, sub_group: SubGroup) -> None:
+        """Copy the states that a step has made, which may lie in the sub-group's block, to a block with a layout for them."""
+        made, before = self._unplaced[sub_group], self._blocks.get(sub_group)
+        first = sub_group.layout is None
+        layout = sub_group.lay_out(made)
         self._leave_room_for([sub_group])
-        block = before
-        if first and layout.nbytes <= before.nbytes:
-            before.set_content_bytes(layout.nbytes)
+        if before is not None and first and layout.nbytes <= before.nbytes:
+            block = before
+            block.set_content_bytes(layout.nbytes)
         else:
             try:
                 block = self._create(sub_group, layout.nbytes)
-            except OSError as error:  # of an earlier write, before anything was changed
-                self._late_error = error
-                block = self._create(sub_group, layout.nbytes)
-        layout.fill(block.content, [tensor for _, _, tensor in tensors])
-        if block is not before:
+            except BaseException:
+                self._unplaced[sub_group] = [(index, key, tensor.clone()) for index, key, tensor in made]
+                self._cache.reject([each for each in (before, self._blocks.pop(sub_group, None)) if each is not None])
+                raise
+        layout.fill(block.content, [tensor for _, _, tensor in made])
+        if before is not None and before is not block:
             self._cache.reject([before])
+        del self._unplaced[sub_group]
+        self._release(sub_group)
 
     def _release(self, sub_group: SubGroup) -> None:
         """End the use of a block that was stepped, which starts its write to the next version unless it is resident."""
@@ -283,8 +302,3 @@ class SubGroupPipeline:
         """Have the next write of a block make the sub-group's next version."""
         sub_group.set_current_block(self._versions.next_of(sub_group))
         block.rename(block_name(sub_group))
-
-    def _raise_late_error(self) -> None:
-        error, self._late_error = self._late_error, None
-        if error is not None:
-            raise error

@@ -102,10 +102,19 @@ class OffloadedStates(MutableMapping[Any, Any]):
     def _has(self, param: torch.Tensor) -> bool:
         """Return whether the parameter was stepped.
 
-        A master weight alone does not count: a plain torch optimizer that loads it would take it for the parameter's state.
+        A master weight alone does not count: a plain torch optimizer that loads it would take it for the parameter's state. It
+        does if the optimizer keeps no other states at all, as SGD without momentum: master weights would be lost otherwise.
         """
         sub_group, index = self._pieces[param][0]
-        return bool(sub_group.small[index]) or any(section.key != MASTER for section in sub_group.sections(index))
+        if _has_states(sub_group, index):
+            return True
+        mastered = any(section.key == MASTER for section in sub_group.sections(index))
+        return mastered and not any(_has_states(each, at) for pieces in self._pieces.values() for each, at in pieces)
+
+
+def _has_states(sub_group: SubGroup, index: int) -> bool:
+    """Return whether a piece has states beside its master weight."""
+    return bool(sub_group.small[index]) or any(section.key != MASTER for section in sub_group.sections(index))
 
 
 @contextlib.contextmanager

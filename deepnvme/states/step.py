@@ -9,12 +9,16 @@ The phases, and the methods that lead from one to another:
     UNFINISHED  -- step(), which goes on with the same step  -->  STEPPING
     UNFINISHED  -- load()                                    -->  IDLE
 
+With DTensors, _fail() always leads to UNFINISHED: another rank may have stepped something. An OSError in backward changes no
+phase: it is kept, and step() or clip() raises it.
+
 Invariants:
 
 1. ``_stepped`` has the sub-groups whose parameters and states are those of step ``steps + 1``. All others are at ``steps``.
 2. A sub-group joins ``_stepped`` in the same deferral of interrupts in which it is stepped, so that none is stepped twice.
 3. ``steps`` counts up in ``_commit`` alone: when every sub-group that has a gradient is stepped and written, on all ranks.
-4. While the phase is UNFINISHED, gradients stay as they are: backward, ``zero_grad`` and ``state_dict`` are refused.
+4. While the phase is UNFINISHED, ``_remaining`` has the sub-groups that are left, and the pieces of them that had gradients. A
+   backward, ``zero_grad`` and ``clip`` are refused, so that these gradients stay, and so is ``state_dict``.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from deepnvme._callers import stack_level
 from deepnvme._descriptions import state_text
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool
@@ -131,6 +136,9 @@ class OptimizerStep:
         self.phase = Phase.IDLE
         self.steps = 0
         self._stepped: dict[SubGroup, None] = {}
+        self._remaining: dict[SubGroup, set[int]] | None = None
+        self._partly_stepped = False
+        """Whether the optimizer's own code has raised in this step, perhaps after it had changed parameters."""
         self._loss: Any = None
         """What the closure of the step under way has returned."""
         self._backward_error: OSError | None = None
@@ -196,9 +204,13 @@ class OptimizerStep:
 
     def _step_all(self, closure: Callable[[], Any] | None) -> None:
         """Step what is not stepped yet of this step, and wait until it is written."""
-        if self.phase is Phase.UNFINISHED:
+        # A second Ctrl-C may have come before _fail() was called. With step_in_backward, backward has begun the step.
+        goes_on = self.phase is Phase.UNFINISHED or (self.phase is Phase.STEPPING and not self._in_backward)
+        if goes_on:
+            self._check_gradients_are_there()
             self._pipeline.write_again()
         else:
+            self._versions.tidy()
             self._loss = None
             self.io.times.begin()
             if closure is not None:
@@ -210,7 +222,7 @@ class OptimizerStep:
         self._gradients.prepare(self._left())
         for sub_group in self._residency.beyond_budget(self.sub_groups):
             self._pipeline.dismiss(sub_group)
-        if self.phase is Phase.UNFINISHED or not self._stepped:
+        if goes_on or not self._stepped:
             self._mark_changes()
         self.phase = Phase.STEPPING
         order = self._pipeline.best_order(self._left())
@@ -220,15 +232,27 @@ class OptimizerStep:
         self._pipeline.drain()
 
     def _step_one(self, sub_group: SubGroup) -> None:
+        """Step a sub-group, and start writing its states. Waits for its block and gradients."""
         inputs = self._pipeline.load(sub_group)
         with defer_interrupts():
-            self._pipeline.step(sub_group, inputs, self._optimizer.param_groups)
-            self._stepped[sub_group] = None
+            self._partly_stepped = True
+            made = self._pipeline.step(sub_group, inputs, self._optimizer.param_groups)
+            self._partly_stepped = False
+            self._stepped[sub_group] = None  # whatever comes now, it is not stepped again
             self.phase = Phase.STEPPING
+            self._pipeline.keep(sub_group, made)
 
     def _left(self) -> list[SubGroup]:
-        """Return the sub-groups that have gradients and are not stepped yet."""
-        return [each for each in self.sub_groups if each not in self._stepped and self._gradients.has(each)]
+        """Return the sub-groups that have gradients, or had them when the step failed, and are not stepped yet."""
+        wanted = self._remaining if self._remaining is not None else filter(self._gradients.has, self.sub_groups)
+        return [each for each in wanted if each not in self._stepped]
+
+    def _check_gradients_are_there(self) -> None:
+        """Raise RuntimeError if gradients were dropped that the unfinished step needs, as by ``model.zero_grad()``."""
+        left = [(each, pieces) for each, pieces in (self._remaining or {}).items() if each not in self._stepped]
+        gone = sum(not pieces <= self._gradients.pieces_with_gradients(each) for each, pieces in left)
+        if gone:
+            raise RuntimeError(f"the gradients of {gone} sub-groups that are left to be stepped are gone: call load_state_dict()")
 
     def _on_all_ranks(self, error: BaseException | None) -> BaseException | None:
         """Tell the other ranks whether this one has failed. Blocks until all have told.
@@ -245,6 +269,7 @@ class OptimizerStep:
         return error
 
     def _commit(self) -> None:
+        """End a completed step: choose residents, drop gradients, make the report. Called with interrupts deferred."""
         self.steps += 1
         for sub_group in self._stepped:
             sub_group.pull(self._optimizer.param_groups)
@@ -258,13 +283,14 @@ class OptimizerStep:
         self._gradients.clear_arrived()
         self._gradients.clear()
         self.io.step_made(self.steps, stepped, self._pipeline.resident_bytes)
-        self._versions.tidy()
 
     def _fail(self, error: BaseException) -> None:
-        """Leave the step as far as it came, and add to its error what was done and what to do."""
+        """Set the phase after an error, and add to the error how far the step came and what to do."""
         self._pipeline.end_uses()
         self._remember_params()  # a change from here on is other code's: a model may be loaded
         if self._stepped or self._ranks.several:
+            if self._remaining is None:
+                self._remaining = {each: self._gradients.pieces_with_gradients(each) for each in self._left()}
             self.phase = Phase.UNFINISHED
             self._refuse_backward()
             left = len(self._left())
@@ -274,16 +300,21 @@ class OptimizerStep:
             )
         else:
             self.phase = Phase.IDLE
+            self.io.finish()
             said = f"the optimizer and its parameters are as after step {self.steps}"
+        if self._partly_stepped:
+            said += ", but its own code may have stepped parameters of one sub-group"
+        self._partly_stepped = False
         if isinstance(error, OSError) and error.errno is not None:
-            error.strerror = f"{error.strerror}; {said}"
-        elif hasattr(error, "add_note"):
+            if said not in str(error.strerror):  # said already, if a closure has run backward
+                error.strerror = f"{error.strerror}; {said}"
+        elif hasattr(error, "add_note") and said not in getattr(error, "__notes__", ()):
             error.add_note(said)
 
     def _end(self) -> None:
-        """Begin to wait for the next step."""
+        """Return to IDLE."""
         self._stepped.clear()
-        self._backward_error = None
+        self._remaining = self._backward_error = None
         self.phase = Phase.IDLE
         self._allow_backward()
         self._remember_params()
@@ -393,11 +424,15 @@ class OptimizerStep:
             self._residency.choose(self.sub_groups)
             self._optimizer.param_groups = state["param_groups"]
             self._end()
+            self.io.finish()
+            self._gradients.clear_arrived()
+            if stepped and self._in_backward:
+                self._free_gradients()  # of the step that has ended
         if stepped:
             warnings.warn(
                 f"{len(stepped)} parameters are as the unfinished step {self.steps + 1} left them: load the model too",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=stack_level(),
             )
 
     def close(self, reason: Callable[[], str] | None = None) -> None:

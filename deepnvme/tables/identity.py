@@ -9,6 +9,7 @@ directories that the manifest names tell which belong together.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 from collections.abc import Sequence
@@ -44,8 +45,9 @@ def write_identity(engine: Engine, files: Sequence[File], layout: TableLayout, i
     futures = []
     for volume, file in enumerate(files):
         text = f"deepnvme table {identity} file {volume} versions of {layout.version_bytes} bytes\n".encode()
-        content = torch.frombuffer(bytearray(text.ljust(max(_BYTES, file.sector_size), b"\0")), dtype=torch.uint8)
-        futures.append(engine.write(content, file, _offset(layout, volume)))
+        memory = mmap.mmap(-1, max(_BYTES, file.sector_size))  # whole pages: the engine would keep memory to copy others through
+        memory.write(text)
+        futures.append(engine.write(torch.frombuffer(memory, dtype=torch.uint8), file, _offset(layout, volume)))
     return futures
 
 
@@ -96,8 +98,6 @@ def directories_of(given: Sequence[Path], layout: TableLayout, epochs: Epochs) -
         raise ValueError(f"the table in '{first}' has {count} directories, got {len(given)}")
     if count == 1:
         return list(given)
-    if set(given) == set(recorded):
-        return recorded
     in_place = [_same(each, place) for each, place in zip(given, recorded, strict=False)]
     if len(given) == 1 and in_place[0]:
         for place in recorded[1:]:

@@ -279,8 +279,13 @@ class BlockCache(Monitor):
         self._until(lambda: None)
 
     def settle(self, block: Block) -> None:
-        """Wait until a block is not in transfer."""
-        self._until(lambda: self._ending_of(block))
+        """Wait until a block is not in transfer. It is not read ahead any more."""
+
+        def step() -> Wait | None:
+            self._expected.pop(block, None)
+            return self._ending_of(block)
+
+        self._until(step)
 
     def drain(self, timed: bool = False) -> None:
         """Wait for all transfers, and start no others. With ``timed``, the wait is added to :attr:`seconds_waited`."""

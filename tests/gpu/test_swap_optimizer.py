@@ -104,7 +104,7 @@ def test_gradients_taken_in_backward(dtype: torch.dtype, option: str, device: to
                 assert same_bits(param.detach(), other.detach())
 
 
-def test_a_step_that_fails_is_undone_on_the_device(device: torch.device, drive: Path) -> None:
+def test_a_step_that_fails_is_finished_on_the_device(device: torch.device, drive: Path) -> None:
     model = model_on(device, torch.bfloat16)
     reference = Masters(model, **ADAM)
     with optimizer_in(drive, model.parameters(), master_weights=True, **ADAM) as optimizer:
@@ -116,7 +116,6 @@ def test_a_step_that_fails_is_undone_on_the_device(device: torch.device, drive: 
                     optimizer.step()
                 except OSError:
                     assert engine.failed
-                    reference.check(optimizer)
                     optimizer.step()
             reference.step()
             reference.check(optimizer)

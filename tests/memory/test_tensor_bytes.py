@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.memory.tensor_bytes import copy_many
+from deepnvme.memory.tensor_bytes import copy_many, memory_of
 
 from ..support.memory import pattern
 from ..support.threads import others_run_during
@@ -174,3 +174,10 @@ def test_other_threads_run_meanwhile() -> None:
     size = 64 * MIB
     source, target = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
     assert others_run_during(lambda: copy_many(words(target.data_ptr()), words(source.data_ptr()), words(size)))
+
+
+def test_a_view_of_a_tensors_memory_keeps_the_tensor() -> None:
+    views = [memory_of(torch.full((MIB,), number, dtype=torch.uint8)) for number in range(20)]
+    others = [torch.full((MIB,), 99, dtype=torch.uint8) for _ in range(20)]  # would get the memory of tensors that are freed
+    assert [bytes(view[:2]) for view in views] == [bytes([number, number]) for number in range(20)]
+    assert others[0][0] == 99

@@ -146,7 +146,8 @@ def _each_step_once() -> SearchProgress:
 
     def show(share: float, step: str) -> None:
         if step not in printed:
-            print(f"  {100 * share:3.0f} % {printable(step)}", file=sys.stderr, flush=True)
+            # In one piece: an interrupt between text and line feed would put its own message on this line.
+            print(f"  {100 * share:3.0f} % {printable(step)}\n", end="", file=sys.stderr, flush=True)
             printed.add(step)
 
     return show

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from deepnvme import OffloadedOptimizer
+from deepnvme.states.sub_group import MASTER
+from deepnvme.swap import BufferPool, OutOfBuffers
 
 from ...support.engines import failing
+from ...support.training import adamw_fails, copied, said_by, snapshot
 
 SHAPES = [(4096,), (4096,), (4096,), (3, 5)]
 
@@ -84,3 +87,89 @@ def test_step_in_backward_frees_every_gradient(params: list[torch.nn.Parameter],
     backward(params)
     optimizer.step()
     assert [param.grad for param in params] == [None] * len(params)
+
+
+def test_states_that_outgrow_the_memory_are_kept_and_no_parameter_is_stepped_twice(drive: Path) -> None:
+    """Adafactor's states of such a shape are larger than those of the small one by which they are estimated."""
+    params = [torch.nn.Parameter(torch.randn(2, 32768, generator=torch.Generator().manual_seed(0))) for _ in range(2)]
+    plain, param = params
+    with torch.no_grad():
+        param.copy_(plain)
+    reference = torch.optim.Adafactor([plain], lr=0.1)
+    pool = BufferPool(128 << 10)
+    with OffloadedOptimizer([param], torch.optim.Adafactor, nvme_path=drive / "states", lr=0.1, pool=pool) as optimizer:
+        for step in range(3):
+            for each in params:
+                each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(step))
+            reference.step()
+            for _ in range(2 if step == 0 else 0):
+                with pytest.raises(OutOfBuffers) as caught:
+                    optimizer.step()
+                assert "step 1 is unfinished: 0 of 1 sub-groups" in said_by(caught.value)
+            pool.set_budget(100 << 20)
+            optimizer.step()
+            assert optimizer.steps == step + 1
+            assert torch.equal(param, plain)
+
+
+def test_gradients_that_are_dropped_within_a_step_are_missed(params: list[torch.nn.Parameter], offloaded: Any) -> None:
+    optimizer = offloaded()
+    backward(params)
+    with failing("write", 1), pytest.raises(OSError, match="step 1 is unfinished"):
+        optimizer.step()
+    kept = params[-1].grad, params[0].grad
+    params[-1].grad = params[0].grad = None  # as model.zero_grad() does
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"the gradients of \d+ sub-groups that are left to be stepped are gone"):
+            optimizer.step()
+    params[-1].grad, params[0].grad = kept
+    optimizer.step()
+    assert optimizer.steps == 1
+
+
+def test_a_backward_goes_on_after_a_load_that_ended_a_step(params: list[torch.nn.Parameter], offloaded: Any) -> None:
+    optimizer = offloaded(step_in_backward=True)
+    backward(params)
+    optimizer.step()
+    states, weights = copied(optimizer.state_dict()), snapshot(params)
+    with failing("write", 1), pytest.raises(OSError, match="step 2 is unfinished"):  # noqa: PT012
+        backward(params, 2)
+        optimizer.step()
+    with pytest.warns(RuntimeWarning, match="load the model too") as warned:
+        optimizer.load_state_dict(states)
+    assert warned[0].filename == __file__
+    with torch.no_grad():
+        for param, weight in zip(params, weights, strict=True):
+            param.copy_(weight)
+    assert [param.grad for param in params] == [None] * len(params)
+    backward(params, 3)
+    optimizer.step()
+    assert optimizer.steps == 2
+
+
+def test_what_the_optimizers_own_code_may_have_changed_is_said(params: list[torch.nn.Parameter], offloaded: Any) -> None:
+    optimizer = offloaded()
+    backward(params)
+    with adamw_fails(1), pytest.raises(ArithmeticError) as caught:
+        optimizer.step()
+    assert "its own code may have stepped parameters of one sub-group" in said_by(caught.value)
+    with failing("write", 0), pytest.raises(OSError, match="unfinished") as failed:
+        optimizer.step()
+    assert "its own code" not in said_by(failed.value)
+
+
+def test_master_weights_of_an_optimizer_without_other_states_are_in_its_state_dict(drive: Path) -> None:
+    params = [torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()) for shape in SHAPES]
+    options: dict[str, Any] = {"lr": 0.001, "master_weights": True}
+    with OffloadedOptimizer(params, torch.optim.SGD, nvme_path=drive / "a", **options) as optimizer:
+        backward(params)
+        optimizer.step()
+        states = copied(optimizer.state_dict())
+        assert [list(states["state"][index]) for index in range(len(SHAPES))] == [[MASTER]] * len(SHAPES)
+    with OffloadedOptimizer(params, torch.optim.SGD, nvme_path=drive / "b", **options) as other:
+        other.load_state_dict(states)
+        for index, state in enumerate(copied(other.state_dict())["state"].values()):
+            assert torch.equal(state[MASTER], states["state"][index][MASTER])
+    plain = torch.optim.SGD(params, lr=0.001)
+    plain.load_state_dict(states)  # which has no use for them
+    plain.step()
