@@ -63,11 +63,11 @@ class OffloadedOptimizer(Optimizer):
 
     **Processes.** A forked child cannot use the optimizer.
 
-    **Again on the same path.** An optimizer that nobody has any more is collected, and its directory is free. One that is still
-    there, as when a notebook's cell runs again, is closed if the same thread makes another one on its path: what it is asked for
-    then raises RuntimeError, and says where the other one was made. A UserWarning tells of steps that no :meth:`state_dict` has.
-    An optimizer of another thread that runs, or of another process, is not closed: that raises StoreLocked. None is closed before
-    the other directories of the new one are locked.
+    **Again on the same path.** If the same thread makes another optimizer on a path in use, as when a notebook cell runs again,
+    the earlier one is closed. Its methods then raise RuntimeError naming where the later one was made, and a UserWarning tells of
+    steps that no :meth:`state_dict` has. An optimizer of another running thread or of another process is not closed: that raises
+    StoreLocked. The earlier one is closed only once all other directories are locked. An optimizer that nothing refers to is
+    garbage-collected, and its directory is free.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -149,7 +149,7 @@ class OffloadedOptimizer(Optimizer):
             self._residency.limit_budget(first, self._pool.budget)
         self._residency.check_memory(first, self._pool, 0)
         self._saved_steps = 0
-        """How many steps the last state_dict() or load_state_dict() knew of."""
+        """Value of ``steps`` at the last state_dict() or load_state_dict()."""
         self._warned = False
         owner = DirectoryOwner("OffloadedOptimizer", close_for_successor=weakref.WeakMethod(self._close_for_successor))
         try:
@@ -223,8 +223,8 @@ class OffloadedOptimizer(Optimizer):
         >>> estimate = optimizer.estimate_writes()
         >>> estimate.terabytes_per_day(seconds_per_step=3.5), estimate.years(seconds_per_step=3.5, rated_terabytes=1200)
 
-        A step is taken to have gradients for all parameters. Not counted are checkpoints. The same is logged with level INFO when
-        the optimizer is made. ``report().terabytes_per_day`` is of what was written.
+        Assumes gradients for all parameters, and leaves checkpoints out. The constructor logs the estimate at level INFO.
+        ``report().terabytes_per_day`` has the measured rate.
         """
         return self._residency.estimate_writes(self._sub_groups)
 
@@ -411,7 +411,7 @@ class OffloadedOptimizer(Optimizer):
 
 
 def _closed_for(other: DirectoryOwner, directory: Path) -> str:
-    """Return what an optimizer says that was closed when another one was made on one of its directories."""
+    """Return the RuntimeError's message of an optimizer that was closed for another one on its directory."""
     if other.failures:
         return (
             f"this OffloadedOptimizer was closed for another one on '{directory}' at {other.made_at}, which could not be made"

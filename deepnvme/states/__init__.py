@@ -1,4 +1,4 @@
-"""Optimizer states on a drive, and the steps made with them: the machine under every trainer of this package."""
+"""Optimizer states on a drive, and the step that updates them. OffloadedOptimizer and OffloadedTraining are built on it."""
 
 from deepnvme._lazy import public_names
 

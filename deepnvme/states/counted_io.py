@@ -1,4 +1,4 @@
-"""Read and write blocks of an optimizer, and report how long each step took, on what, and how fast the drive was."""
+"""Transfers of an optimizer's blocks, counted and timed, and the report of each step."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ class StepTimes:
 
 
 class StoredBlock(Block):
-    """A block in a store: the bytes of one of its tensors, at the beginning of memory that may be larger.
+    """A block that holds one tensor of a store. Its memory may be larger than the tensor, which lies at the beginning.
 
     Args:
         name: The tensor's name in the store.
         content_bytes: Bytes of the tensor.
-        nbytes: Bytes of memory, if more. That of one size is lent again without being pinned.
+        nbytes: Bytes of memory, if more than ``content_bytes``. Blocks of equal size reuse each other's pinned memory.
     """
 
     __slots__ = ("_content_bytes",)
@@ -148,21 +148,21 @@ class StoredBlock(Block):
 
     @property
     def content(self) -> torch.Tensor:
-        """The bytes in memory. Raises RuntimeError if they are not there."""
+        """The tensor's bytes in memory. Raises RuntimeError if the block has no memory."""
         return self.memory.buffer[: self._content_bytes]
 
     def set_content_bytes(self, nbytes: int) -> None:
-        """Have the content be the first bytes of the memory, no more than it has."""
+        """Set the size of the content, at most ``nbytes``."""
         assert nbytes <= self.nbytes
         self._content_bytes = nbytes
 
     def rename(self, name: str) -> None:
-        """Have the next write go to another place, from which it is read afterwards."""
+        """Set the name in the store that the block is next written to, and read from."""
         self.name = name
 
 
 def shortage(held: int, block: Block) -> str:
-    """Return how a message begins that there is no memory for a block beside those of ``held`` bytes."""
+    """Return the beginning of an OutOfBuffers message: blocks hold ``held`` bytes, and this one does not fit."""
     return f"the sub-groups in memory have leased {held} bytes and need {block.nbytes} more"
 
 
@@ -182,7 +182,7 @@ class CountedIO:
         self._written_in_all = 0
         self._limits: tuple[float, float] | None = None
         self._last: StepReport | None = None
-        self._ended: float | None = None  # when the last step was
+        self._ended: float | None = None  # time.perf_counter() at the end of the last step
 
     def get(self, name: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
         """Start reading the tensor ``name`` into ``out``, and count it. See :meth:`TensorStore.get`."""
@@ -214,7 +214,7 @@ class CountedIO:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Do not count transfers of the ``with`` body for a step. They count as written in all nevertheless."""
+        """Leave the transfers of the ``with`` body out of the step's report. ``bytes_written_in_all`` still includes them."""
         times, self.times = self.times, StepTimes()
         try:
             yield

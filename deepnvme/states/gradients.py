@@ -21,10 +21,10 @@ from .counted_io import CountedIO, StoredBlock, shortage
 from .params import distributed_like, local_of
 from .sub_group import SubGroup, lay_out
 
-OPEN = 3
-"""How many sub-groups' gradients are in memory at a time in backward: those that it is filling, and those being written.
+GRADIENTS_IN_FLIGHT = 3
+"""Number of sub-groups whose gradients may be in memory during backward: being filled or being written.
 
-Resident sub-groups are not counted. Their gradients stay in memory too, so that the drive cannot lose any part of them."""
+Residents are not counted. Their gradients are never written, so no write error can lose them."""
 
 Pieces = Mapping[torch.Tensor, Sequence[tuple[SubGroup, int]]]
 """Maps a parameter to its pieces. A piece is (its sub-group, its index in the sub-group's ``pieces``)."""
@@ -65,7 +65,7 @@ class GradientHooks:
 
 
 class _Collected:
-    """The gradients of one sub-group: in use from the first that arrives until all have arrived, then on the drive."""
+    """The offloaded gradients of one sub-group: in memory while backward adds to them, then on the drive."""
 
     def __init__(self, sub_group: SubGroup) -> None:
         self.sub_group = sub_group
@@ -74,7 +74,7 @@ class _Collected:
         self.present: set[int] = set()
         """Indices of the pieces that have a gradient."""
         self.added: set[int] = set()
-        """Indices of the pieces whose gradient the current backward has added; none once it has added all."""
+        """Indices of the pieces that the current backward has added to; emptied when all pieces have arrived."""
 
 
 class SubGroupGradients:
@@ -148,7 +148,7 @@ class SubGroupGradients:
         param.grad = None
 
     def _add_piece(self, sub_group: SubGroup, index: int, taken: list[torch.Tensor]) -> None:
-        """Add a piece of a gradient to what was collected, and append it to ``taken``. Writes what is complete then."""
+        """Add one piece of a gradient to its sub-group's, append it to ``taken``; start the write once all are there."""
         gradient = sub_group.pieces[index].gradient
         assert gradient is not None
         if gradient.layout is not torch.strided:
@@ -187,7 +187,7 @@ class SubGroupGradients:
 
     @property
     def any_collected(self) -> bool:
-        """Whether any gradient was collected and not dropped yet, or has memory to be collected in."""
+        """Whether any sub-group has offloaded gradients, or memory for them."""
         return any(kept.present or kept.block.users for kept in self._collected.values())
 
     def record_arrived(self, pieces: Sequence[tuple[SubGroup, int]]) -> list[SubGroup]:
@@ -243,8 +243,9 @@ class SubGroupGradients:
         """Start reading the gradients of the next two of the sub-groups to be stepped, as far as there is memory."""
         if not self._collected:
             return
-        ahead = [self._collected[each].block for each in itertools.islice(sub_groups, OPEN - 1) if self._present(each)]
-        self._memory.set_limit((OPEN + 1) * self._largest)  # the last one of backward may still be being written
+        following = itertools.islice(sub_groups, GRADIENTS_IN_FLIGHT - 1)
+        ahead = [self._collected[each].block for each in following if self._present(each)]
+        self._memory.set_limit((GRADIENTS_IN_FLIGHT + 1) * self._largest)  # the last one of backward may still be being written
         self._cache.expect(map(Use, ahead))
 
     def take(self, sub_group: SubGroup) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
@@ -262,7 +263,7 @@ class SubGroupGradients:
         by_param: dict[torch.Tensor, list[torch.Tensor]] = {}
         sub_groups = list(self._collected)
         for number, sub_group in enumerate(sub_groups):
-            self.expect(sub_groups[number : number + OPEN])
+            self.expect(sub_groups[number : number + GRADIENTS_IN_FLIGHT])
             for index, gradient in self._take_collected(sub_group).items():
                 piece = sub_group.pieces[index]
                 whole = piece.whole or gradient.dtype == torch.float64
@@ -351,10 +352,10 @@ class SubGroupGradients:
         """Return the bytes of a sub-group's gradients in memory, reading them back if they were written."""
         block = kept.block
         if not block.users:
-            self._memory.set_limit(OPEN * self._largest)
+            self._memory.set_limit(GRADIENTS_IN_FLIGHT * self._largest)
             self._cache.keep({block: bool(kept.sub_group.in_memory)})
             used = [each for each in self._collected.values() if each.block.users and not each.block.resident]
-            if len(used) == OPEN:
+            if len(used) == GRADIENTS_IN_FLIGHT:
                 self._write(used[0])
             if kept.present:
                 self._cache.acquire([block])
@@ -363,7 +364,7 @@ class SubGroupGradients:
         return block.content
 
     def _complete(self, kept: _Collected) -> None:
-        """Write gradients to which the current backward adds no more. What is added from here on is another backward's."""
+        """Start writing a sub-group's gradients: the current backward has added all. Later additions come from another one."""
         kept.added.clear()
         self._write(kept)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ParamSlice:
-    """A parameter, or a contiguous range of its elements. For a DTensor, of this rank's shard."""
+    """A piece of a sub-group: a parameter (of a DTensor, this rank's shard), or a contiguous range of its elements."""
 
     param: torch.Tensor
     group: int

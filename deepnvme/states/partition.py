@@ -144,12 +144,12 @@ class SubGroupPlanner:
         return self._class in ELEMENTWISE and exact and local_of(param).is_contiguous()
 
     def trial_states(self, group: Mapping[str, Any], dimensions: int, given: Container[str]) -> tuple[list[str], str | None]:
-        """Make a step of a small trial parameter with options, and another one with those of its states that are given.
+        """Step a small trial parameter twice, the second time with only the states in ``given``, to learn what the class needs.
 
         Args:
             group: The options.
-            dimensions: Of the parameter.
-            given: Keys of states.
+            dimensions: Number of dimensions of the trial parameter.
+            given: Keys of the states to keep for the second step.
 
         Returns:
             The keys of those states that have the parameter's shape, and what the second step did not find; None if it went well.

@@ -16,7 +16,7 @@ from deepnvme.transfer.block_memory import PooledMemory
 
 from .counted_io import CountedIO, StoredBlock, shortage
 from .gradients import SubGroupGradients
-from .residency import RING, ResidencyPolicy
+from .residency import BLOCKS_IN_FLIGHT, ResidencyPolicy
 from .sub_group import BlockTensors, SubGroup
 from .versions import BlockVersions, block_name
 
@@ -47,7 +47,7 @@ class SubGroupPipeline:
         self._blocks: dict[SubGroup, StoredBlock] = {}
         self._largest = 1
         """Bytes of the largest block. All but residents get memory of this size: it is leased again without being pinned."""
-        self._in_flight = RING
+        self._in_flight = BLOCKS_IN_FLIGHT
         """Number of blocks that the memory has room for, beside the residents'."""
         self._upcoming: list[SubGroup] = []
         self._unplaced: dict[SubGroup, BlockTensors] = {}
@@ -90,7 +90,7 @@ class SubGroupPipeline:
         self._gradients.expect(self._upcoming)
 
     def load(self, sub_group: SubGroup) -> StepInputs:
-        """Have a sub-group's block and gradients in memory, and begin a use of the block. Waits for reads.
+        """Bring a sub-group's block and gradients into memory, and begin a use of the block. Waits for reads.
 
         Returns:
             What :meth:`step` needs, valid until the next call.
@@ -121,7 +121,7 @@ class SubGroupPipeline:
         may be partly stepped, and so may resident states.
         """
         block, first = self._blocks[sub_group], sub_group.layout is None
-        restore = sub_group.remember()
+        restore = sub_group.snapshot()
         try:
             with self._io.times.computing:
                 return sub_group.step(None if first else block.content, *inputs, groups)
@@ -173,7 +173,7 @@ class SubGroupPipeline:
                     self._place_made(sub_group)
 
     def end_uses(self) -> None:
-        """End the use of a block that was loaded and not stepped, after an exception."""
+        """After an exception, end the use of the block that was loaded but not stepped."""
         empty = [each for each in self._blocks if each.layout is None]
         self._cache.reject([self._blocks.pop(each) for each in empty])
         self._cache.end_uses()
@@ -183,7 +183,7 @@ class SubGroupPipeline:
         self._upcoming.clear()
         chosen = [each for each in sub_groups if each.in_memory and each in self._blocks and not self._blocks[each].resident]
         self._cache.reject([self._blocks.pop(each) for each in chosen])
-        self._in_flight = RING
+        self._in_flight = BLOCKS_IN_FLIGHT
 
     # -- outside a step
 
@@ -199,8 +199,8 @@ class SubGroupPipeline:
             with self._io.aside():
                 self._cache.flush([block])
 
-    def dismiss(self, sub_group: SubGroup) -> None:
-        """Let a resident sub-group leave memory: its block is written when the next step begins to read."""
+    def evict(self, sub_group: SubGroup) -> None:
+        """Make a sub-group non-resident. Its block is written when a step next needs the memory."""
         sub_group.decide_residency(False)
         block = self._blocks.get(sub_group)
         if block is not None:
@@ -219,11 +219,11 @@ class SubGroupPipeline:
         sub_group.set_current_block(number)
 
     def drop_clean(self) -> None:
-        """Drop the blocks from memory that the drive has as well. Waits for transfers."""
+        """Drop clean blocks, whose bytes are also on the drive, from memory. Waits for transfers."""
         self._cache.drop_clean()
 
     def clear(self) -> None:
-        """Drop all blocks from memory, also those that the drive does not have. Waits for transfers."""
+        """Drop all blocks from memory, including those not yet written. Waits for transfers."""
         self._blocks.clear()
         self._unplaced.clear()
         self._upcoming.clear()
@@ -247,7 +247,7 @@ class SubGroupPipeline:
         """Return the uses of blocks that come next and have to be read, as many as there can be memory for."""
         blocks = (self._block_of(each) for each in self._upcoming if each.layout is not None)
         wanted = (block for block in blocks if not (block.resident and block.in_memory))
-        return [Use(block) for block, _ in zip(wanted, range(RING), strict=False)]
+        return [Use(block) for block, _ in zip(wanted, range(BLOCKS_IN_FLIGHT), strict=False)]
 
     def _block_of(self, sub_group: SubGroup) -> StoredBlock:
         """Return the block of a sub-group that has a layout."""

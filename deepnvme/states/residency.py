@@ -8,11 +8,11 @@ from deepnvme._drive_wear import WriteEstimate
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 
-from .gradients import OPEN
+from .gradients import GRADIENTS_IN_FLIGHT
 from .partition import SubGroupPlanner
 from .sub_group import SubGroup
 
-RING = 3
+BLOCKS_IN_FLIGHT = 3
 """How many sub-groups are in flight in a step: one being read, one stepped, one written."""
 
 
@@ -34,11 +34,11 @@ class ResidencyPolicy:
         return self._dram_budget
 
     def limit_budget(self, sub_groups: Sequence[SubGroup], free: int) -> None:
-        """Lower the budget to what free memory has room for beside the sub-groups in flight. For before :meth:`choose`."""
+        """Lower the budget so that residents and the sub-groups in flight fit into ``free`` bytes. Call before :meth:`choose`."""
         self._dram_budget = max(0, min(self._dram_budget, free * 8 // 9 - self._in_flight_bytes(sub_groups)))
 
     def choose(self, sub_groups: Sequence[SubGroup]) -> None:
-        """Decide for each sub-group that has a block by now whether it stays in memory: the first ones that fit the budget.
+        """Decide which sub-groups are resident: in order, those that fit the budget. Those without a block stay undecided.
 
         A decision holds until :meth:`beyond_budget` returns the sub-group, or other states are loaded.
         """
@@ -71,8 +71,8 @@ class ResidencyPolicy:
         if wanted > pool.budget - leased_by_others:
             largest = max(each.numel for each in sub_groups)
             raise OutOfBuffers(
-                f"{RING} sub-groups of {largest} elements and dram_budget={self._dram_budget} take {wanted} bytes; of the buffer"
-                f" pool's budget of {pool.budget} others have leased {leased_by_others}: give a smaller sub_group_size or"
+                f"{BLOCKS_IN_FLIGHT} sub-groups of {largest} elements and dram_budget={self._dram_budget} take {wanted} bytes;"
+                f" of the buffer pool's budget of {pool.budget} others have leased {leased_by_others}: give a smaller sub_group_size or"
                 " dram_budget, or call set_buffer_budget"
             )
 
@@ -80,8 +80,10 @@ class ResidencyPolicy:
         """Return the most bytes that the sub-groups in flight lease. Residents count, too: their first step makes a block."""
         most = 0
         for each in sub_groups:
-            gradients = each.full_gradient_bytes + ((OPEN + 1) * _parameter_bytes(each) if self._offload_gradients else 0)
-            most = max(most, RING * self._planner.estimate(each) + gradients)
+            gradients = each.full_gradient_bytes
+            if self._offload_gradients:
+                gradients += (GRADIENTS_IN_FLIGHT + 1) * _parameter_bytes(each)
+            most = max(most, BLOCKS_IN_FLIGHT * self._planner.estimate(each) + gradients)
         return most
 
     def drive_bytes(self, sub_groups: Sequence[SubGroup]) -> int:

@@ -1,4 +1,4 @@
-"""Present offloaded states as ``optimizer.state``, with tensors mapped from the drive, and load others: all of them, or none."""
+"""Present offloaded states as ``optimizer.state``, mapped from the drive, and replace them by loaded ones, all or none."""
 
 from __future__ import annotations
 
@@ -133,12 +133,12 @@ def loaded(
         io: Does not count the writes for a step.
     """
     pipeline.drop_clean()
-    undo = [sub_group.remember() for sub_group in sub_groups]
+    undo = [sub_group.snapshot() for sub_group in sub_groups]
     done = False
     try:
         with io.aside():
             for sub_group in sub_groups:
-                held = take_over(sub_group, state["state"], state["param_groups"])
+                held = block_tensors_of(sub_group, state["state"], state["param_groups"])
                 if held:
                     pipeline.store(sub_group, held)
                 else:
@@ -171,10 +171,10 @@ def opaque(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": states}
 
 
-def take_over(
+def block_tensors_of(
     sub_group: SubGroup, saved: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[dict[str, Any]]
 ) -> BlockTensors:
-    """Return the tensors that a sub-group's block has to hold for loaded states, and set its ``small`` values.
+    """Set a sub-group's ``small`` from loaded states, and return the tensors for its block.
 
     Values are cast as torch's ``load_state_dict`` does: to the parameter's dtype, or to float32 if it has a master weight.
 

@@ -64,7 +64,7 @@ class UsabilityGuard:
         return state_text(self._closed is not None, self._process)
 
     def close(self, reason: Callable[[], str] | None = None) -> None:
-        """Have all later checks but :meth:`check_process` fail. ``reason``: says why, if its user has not closed it."""
+        """Have :meth:`check_open` raise from now on. ``reason`` returns the message, if someone other than the user closes it."""
         if self._closed is None:
             self._closed = (lambda: "this optimizer is closed") if reason is None else reason
 
@@ -221,7 +221,7 @@ class OptimizerStep:
         self._offload_the_rest()
         self._gradients.prepare(self._left())
         for sub_group in self._residency.beyond_budget(self.sub_groups):
-            self._pipeline.dismiss(sub_group)
+            self._pipeline.evict(sub_group)
         if goes_on or not self._stepped:
             self._mark_changes()
         self.phase = Phase.STEPPING
@@ -319,7 +319,7 @@ class OptimizerStep:
         self._allow_backward()
         self._remember_params()
 
-    # -- what is refused meanwhile
+    # -- calls that are refused during a step
 
     def check_idle(self) -> None:
         """Raise RuntimeError within a step, begun by backward or unfinished; also in a forked child or after :meth:`close`."""
@@ -336,7 +336,7 @@ class OptimizerStep:
         self.guard.check_open()
 
     def _unfinished(self) -> str:
-        """Return what is said of an unfinished step to callers who want something else."""
+        """Return the message of the RuntimeError for calls that an unfinished step refuses."""
         return (
             f"step {self.steps + 1} is unfinished, {len(self._left())} sub-groups are left to be stepped: call step() to finish"
             " it first, or load_state_dict()"
@@ -439,7 +439,7 @@ class OptimizerStep:
         """Release all memory and remove the hooks. The store is not closed.
 
         Args:
-            reason: Returns what later calls say, if not the user has closed it.
+            reason: Returns the message that later calls raise, if someone other than the user closes it.
         """
         self.guard.check_process()
         self.guard.close(reason)
@@ -454,7 +454,7 @@ class OptimizerStep:
     def _gradient_arrived(self, param: torch.Tensor) -> None:
         """In backward, when a parameter's gradient is complete: offload it, or step the sub-groups that it completes.
 
-        After an error of the drive, gradients stay in ``param.grad`` where they have to, so that no other backward is needed.
+        After an OSError, gradients not yet offloaded or stepped stay in ``param.grad``; step() then uses them.
         """
         self.guard.check_open()
         with self.guard.in_use():

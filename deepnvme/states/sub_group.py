@@ -289,7 +289,7 @@ class SubGroup:
             return False
         return value.numel() > 1 or (not self.pieces[piece].whole and value.dim() == 1)
 
-    def remember(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], None]:
         """Return a function that undoes later changes to the state kept in memory, the layout and the optimizer's options.
 
         It restores neither parameters nor blocks.

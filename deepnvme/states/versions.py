@@ -12,11 +12,11 @@ from deepnvme.store.tensor_store import TensorStore
 
 
 class Versioned(Protocol):
-    """What has versions on the drive: a sub-group's states, or a block of parameters."""
+    """An object stored in numbered versions: a sub-group's states, or a block of parameters."""
 
     @property
     def index(self) -> int | str:
-        """Identifies it."""
+        """Identifies the object in the store."""
 
     @property
     def current(self) -> int | None:
@@ -41,7 +41,7 @@ class BlockVersions:
         self._more: dict[str, Versioned] = {}
 
     def next_of(self, of: Versioned) -> int:
-        """Return the lowest number that neither the current version has, nor one that is mapped by a live tensor."""
+        """Return the lowest version number that is neither the current version's nor mapped by a live tensor."""
         number = 0
         while number == of.current or self._is_mapped(block_name(of, number)):
             number += 1
@@ -69,7 +69,7 @@ class BlockVersions:
         return mapped
 
     def tidy(self) -> None:
-        """Delete versions beyond the two that no live tensor is mapped from any more. Blocks; raises OSError."""
+        """Delete the extra versions that no live tensor is mapped from any more."""
         for name, of in list(self._more.items()):
             if name != block_name(of) and not self._is_mapped(name):
                 del self._more[name]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.states.gradients import OPEN
+from deepnvme.states.gradients import GRADIENTS_IN_FLIGHT
 from deepnvme.swap import BufferPool, Lease
 
 from ...support import training
@@ -279,7 +279,7 @@ def test_few_are_in_memory_at_a_time(drive: Path) -> None:
             param.register_post_accumulate_grad_hook(look)
         for step in range(2):
             backward(params, step)
-        assert 0 < most <= OPEN * 4096 * 4 * 9 // 8
+        assert 0 < most <= GRADIENTS_IN_FLIGHT * 4096 * 4 * 9 // 8
         optimizer.step()
 
 
@@ -296,7 +296,7 @@ def test_gradients_are_told_of_in_the_report(drive: Path) -> None:
             report = optimizer.report()
             assert report.bytes_written == (1 + 2) * 4 * numel  # gradients, and two states
             most = 4 * numel + (0, 7, 5)[step] * 2 * 4 * 4096
-            assert most - OPEN * 4 * 4096 <= report.bytes_read <= most  # gradients still in memory are not read
+            assert most - GRADIENTS_IN_FLIGHT * 4 * 4096 <= report.bytes_read <= most  # gradients still in memory are not read
             assert 0 < report.computing + report.waiting <= report.seconds <= seconds
             assert max(report.reading, report.writing) <= report.seconds
 

@@ -12,7 +12,7 @@ from torch import nn
 from deepnvme.memory.freed_memory import return_freed_memory
 from deepnvme.offload.training.ranks import TrainingRanks
 from deepnvme.states.counted_io import StoredBlock
-from deepnvme.states.state_dict import take_over
+from deepnvme.states.state_dict import block_tensors_of
 from deepnvme.states.sub_group import BlockTensors, SubGroup, lay_out
 from deepnvme.states.versions import BlockVersions, block_name
 
@@ -151,14 +151,14 @@ class BlockStates:
     def load(self, states: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:
         """Replace the states by those of ``states`` that belong here. Raises OSError. Undo it then."""
         self._begin_change()
-        held = take_over(self.sub_group, states, groups)
+        held = block_tensors_of(self.sub_group, states, groups)
         self.block = None
         if held:
             self._lay_out(held)
             self._write()
 
     def _begin_change(self) -> None:
-        block, bring_back = self.block, self.sub_group.remember()
+        block, bring_back = self.block, self.sub_group.snapshot()
 
         def undo() -> None:
             bring_back()
