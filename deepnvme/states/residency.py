@@ -71,9 +71,9 @@ class ResidencyPolicy:
         if wanted > pool.budget - leased_by_others:
             largest = max(each.numel for each in sub_groups)
             raise OutOfBuffers(
-                f"{BLOCKS_IN_FLIGHT} sub-groups of {largest} elements and dram_budget={self._dram_budget} take {wanted} bytes;"
-                f" of the buffer pool's budget of {pool.budget} others have leased {leased_by_others}: give a smaller sub_group_size or"
-                " dram_budget, or call set_buffer_budget"
+                f"{BLOCKS_IN_FLIGHT} sub-groups of {largest} elements and dram_budget={self._dram_budget} take {wanted} bytes; of"
+                f" the buffer pool's budget of {pool.budget} others have leased {leased_by_others}: give a smaller sub_group_size"
+                " or dram_budget, or call set_buffer_budget"
             )
 
     def _in_flight_bytes(self, sub_groups: Sequence[SubGroup]) -> int:
