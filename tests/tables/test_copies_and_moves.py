@@ -83,7 +83,7 @@ def test_another_order_is_refused(drive: Path, updatable: bool, rows: int) -> No
         assert torch.equal(table.read(EVERY[:rows]), ROWS[:rows])
 
 
-@pytest.mark.parametrize("places", [(1, 0, 2), (1, 2, 0), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("places", [(1, 0, 2), (1, 2, 0), (2, 1, 0), (0, 2, 1)], ids=str)
 def test_directories_that_have_exchanged_places_are_opened_in_the_order_of_the_table(
     original: list[Path], places: tuple[int, ...]
 ) -> None:
@@ -93,7 +93,8 @@ def test_directories_that_have_exchanged_places_are_opened_in_the_order_of_the_t
     now = [original[place] for place in places]
     for each, place in zip(original, now, strict=True):
         each.with_name(f"away {each.name}").rename(place)
-    refused(now[0], now[0], "was copied or moved")
+    if places[0] != 0:
+        refused(now[0], now[0], "was copied or moved")
     check(now, ROWS)
     change(now, -1)
     check(now[0], torch.full_like(ROWS, -1))
