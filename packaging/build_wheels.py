@@ -192,12 +192,18 @@ def audited(wheel: Path, architecture: str) -> Path:
     return made
 
 
+def dependencies_but_torch() -> list[str]:
+    """Return what pyproject.toml says that the package depends on, without torch, and what only compiling needs."""
+    (listed,) = re.findall(r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    return [each for each in re.findall(r'"(.*?)"', listed) if not each.startswith(("torch", "ninja", "pybind11"))]
+
+
 def check_installed(wheel: Path, python: Path, directory: Path) -> str:
     """Install a wheel where there is neither torch nor a compiler. Returns a line: load time, backends, what ds_report says.
 
     Raises SystemExit if the op does not load or is not the wheel's, or ds_report does not say that it is prebuilt.
     """
-    installed = environment_of(python, directory, "pydantic>=2", "rich")
+    installed = environment_of(python, directory, *dependencies_but_torch())
     run(installed, "-m", "pip", "install", "--quiet", "--no-deps", wheel)
     begun = time.perf_counter()
     said = json.loads(run(installed, "-I", "-c", _LOAD_OP, PATH="/nowhere").splitlines()[-1])

@@ -488,9 +488,12 @@ def _train(
 ) -> None:  # fmt: skip
     """One step, of as many attempts as it takes."""
 
+    unfinished = False
+
     def attempt() -> None:
-        offloaded.zero_grad()
-        sum((param * gradient).sum() for param, gradient in zip(mine, gradients, strict=True)).backward()  # type: ignore[union-attr]
+        if not unfinished:
+            offloaded.zero_grad()
+            sum((param * gradient).sum() for param, gradient in zip(mine, gradients, strict=True)).backward()  # type: ignore[union-attr]
         offloaded.step()
 
     for param, gradient in zip(plain, gradients, strict=True):
@@ -500,15 +503,10 @@ def _train(
         outcome = drive.tries("backward and step", attempt, drive.path)
         if not isinstance(outcome, Failed) or offloaded.steps != before:
             break
-        drive.history.append("the step was not made")
-        if "could not be undone yet" in str(outcome.error):
-            offloaded.state_dict()  # any call undoes it first
-        if not all(map(same, mine, plain)):
-            raise Wrong("a step that was not made has changed parameters")
-        if random.random() < 0.3 and all(param.grad is not None for param in mine):  # they stay, to try again
-            drive.history.append("step again, healed")
-            offloaded.step()
-            break
+        unfinished = "is unfinished" in str(outcome.error) + "".join(getattr(outcome.error, "__notes__", []))
+        drive.history.append("the step is unfinished" if unfinished else "nothing was stepped")
+        if not unfinished and not all(map(same, mine, plain)):
+            raise Wrong("a step of which nothing was made has changed parameters")
     else:
         drive.history.append("again, healed")
         attempt()

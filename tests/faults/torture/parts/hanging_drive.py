@@ -12,7 +12,6 @@ import random as randoms
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +78,7 @@ def _times_out(wait: Callable[[float], object], hanging: threading.Timer) -> Non
 
 def _transfers(disk: FaultyFilesystem, directory: Path, random: randoms.Random, seconds: float) -> None:
     import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
 
     import deepnvme
 
@@ -88,7 +88,7 @@ def _transfers(disk: FaultyFilesystem, directory: Path, random: randoms.Random, 
         content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
         engine.write(content, disk / "there").result()
         source = content.clone()
-        sources = weakref.ref(source)
+        kept = StorageWeakRef(source.untyped_storage())
         target = torch.zeros_like(content)
         address = target.data_ptr()
         with _hanging(disk, "read,write,fsync", PATIENCE) as hanging:
@@ -99,7 +99,7 @@ def _transfers(disk: FaultyFilesystem, directory: Path, random: randoms.Random, 
             futures = [writing, reading, syncing]
             for future in futures:
                 _times_out(future.result, hanging)
-            if not writing.done() and sources() is None:
+            if not writing.done() and kept.expired():
                 raise Wrong("a tensor was let go of while its write was under way")
             _interrupted(random.choice(futures).result, hanging)
             with deepnvme.Engine(backend) as other:

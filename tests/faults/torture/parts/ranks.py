@@ -177,22 +177,27 @@ class _Stepping:
             self._params, torch.optim.AdamW, nvme_path=directory, sub_group_size=1 << 17, dram_budget=0, lr=1e-2, fused=True
         )
         self._in_memory = torch.optim.AdamW(self._copies, lr=1e-2, fused=True)
+        self._unfinished = False
 
     def _sharded(self, values: list[torch.Tensor]) -> list[torch.nn.Parameter]:
         return [torch.nn.Parameter(distribute_tensor(value.clone(), self._mesh, [Shard(0)])) for value in values]
 
     def attempt(self) -> None:
-        for param, copy in zip(self._params, self._copies, strict=True):
-            gradient = torch.randn(_ROWS, _COLUMNS, generator=self._generator)
-            param.grad, copy.grad = (distribute_tensor(gradient, self._mesh, [Shard(0)]) for _ in range(2))
+        """Make a step, or finish the one that has failed."""
+        if not self._unfinished:
+            for param, copy in zip(self._params, self._copies, strict=True):
+                gradient = torch.randn(_ROWS, _COLUMNS, generator=self._generator)
+                param.grad, copy.grad = (distribute_tensor(gradient, self._mesh, [Shard(0)]) for _ in range(2))
         self._optimizer.step()
 
     def check(self, new: bool) -> None:
-        if new:
-            self._in_memory.step()
+        self._unfinished = not new
+        if not new:
+            return
+        self._in_memory.step()
         for param, copy in zip(self._params, self._copies, strict=True):
             if not torch.equal(param.to_local(), copy.to_local()):  # type: ignore[operator]
-                raise Wrong(f"after a step that {'succeeded' if new else 'failed'} the weights are others than in memory")
+                raise Wrong("after a step the weights are others than in memory")
 
     def check_error(self, error: BaseException | None, here: bool, failing: int) -> None:
         told = isinstance(error, RuntimeError) and f"rank {failing} failed" in str(error)
