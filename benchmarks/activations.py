@@ -329,9 +329,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
     parser.add_argument("--tokens", type=positive, help="in each of the GPT's 2 sequences (default: 1024)")
     parser.add_argument("--chain", type=positive, metavar="N", help="tensors that the chain saves (default: 96)")
     parser.add_argument("--chain-mib", type=positive, metavar="MIB", help="of each of them (default: 16)")
-    parser.add_argument(
-        "--budget-share", type=positive, metavar="N", help="memory_budget is 1/N of the activations (default: 8)"
-    )
+    parser.add_argument("--budget-share", type=positive, metavar="N", help="memory_budget is 1/N of the activations (default: 8)")
     parser.add_argument("--quick", action="store_true", help="a trial of the benchmark itself: tiny")
     given = parser.parse(arguments)
     quick = given.quick

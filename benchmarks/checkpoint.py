@@ -124,9 +124,7 @@ def saving(name: str, state: State, directory: Path) -> Callable[[], Counts]:
     return turn
 
 
-def compare_saving(
-    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
-) -> None:
+def compare_saving(settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress) -> None:
     """Every library saves the same state."""
     contenders = {name: saving(name, state, directory) for name in SAVING}
     comparison = measurements.comparisons["save"] = measure_interleaved("save", contenders, settings.rounds, progress)
@@ -165,9 +163,7 @@ def loading(name: str, state: State, directory: Path, free: FreeMemory) -> Calla
     return turn
 
 
-def compare_loading(
-    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
-) -> None:
+def compare_loading(settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress) -> None:
     """Every library loads the state that it has saved, while memory of its size is free."""
     free = FreeMemory(IN_HAND * nbytes_of(state))
     contenders = {name: loading(name, state, directory, free) for name in LOADING}
@@ -182,9 +178,7 @@ def compare_loading(
     measurements.verdicts += times_as_fast_verdicts("load", comparison, rows)
 
 
-def compare_background(
-    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
-) -> None:
+def compare_background(settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress) -> None:
     """How long the caller of async_save is held, against copying the state. The pool has its memory from an earlier save, and the
     copy's has been touched, as a training run has them."""
     copies = {name: tensor.clone() for name, tensor in state.items()}
@@ -213,9 +207,7 @@ def compare_background(
     measurements.verdicts.append(verdict)
 
 
-def compare_memory(
-    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
-) -> None:
+def compare_memory(settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress) -> None:
     """How much memory saving takes beyond the state, in a fresh process."""
     progress("peak memory")
     described = {key: getattr(settings, key) for key in ("width", "layers", "vocabulary")}
@@ -234,9 +226,7 @@ def compare_memory(
         measurements.verdicts.append(Verdict(what, figure, "at most", round(allowed / MIB, 1), "MiB", note))
 
 
-def compare_small(
-    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
-) -> None:
+def compare_small(settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress) -> None:
     """A state of many small tensors, whose cost is in their number."""
     small = {f"layer.{index}.weight": torch.full((4096,), float(index)) for index in range(settings.small_tensors)}
     contenders = {name: saving(name, small, directory) for name in ("deepnvme", "torch")}
@@ -245,9 +235,7 @@ def compare_small(
     measurements.verdicts.append(judge(comparison, what, ("deepnvme", "torch"), times_as_fast, "at least", 5))
 
 
-def compare_recycling(
-    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
-) -> None:
+def compare_recycling(settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress) -> None:
     """The blocks of the oldest checkpoint written over, against new ones."""
     runs = {True: deepnvme.CheckpointManager(directory / "run", keep=2), False: None}
     steps = itertools.count()
@@ -270,9 +258,7 @@ def compare_recycling(
     measurements.verdicts += times_as_fast_verdicts("save over blocks that are there", comparison, [("recycled", "new", 1.0)])
 
 
-def compare_checksums(
-    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
-) -> None:
+def compare_checksums(settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress) -> None:
     """The state with CRC-32s, which are computed while it is written, against without: to a new file, and over blocks that are
     there, which a drive writes faster. Both on the same file and run in turn, since two files' blocks differ."""
     manager = deepnvme.CheckpointManager(directory / "run", keep=2)
@@ -300,9 +286,7 @@ def compare_checksums(
     measurements.verdicts += times_as_fast_verdicts("save", comparison, rows)
 
 
-def compare_parallel(
-    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
-) -> None:
+def compare_parallel(settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress) -> None:
     """Two processes that write one file, against one of them. Each has a state of its own."""
     described = {key: getattr(settings, key) for key in ("width", "layers", "vocabulary")}
     ways = {"one process": "one", "two, the same": "together", "two, sharded": "sharded"}

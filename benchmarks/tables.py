@@ -147,9 +147,7 @@ def memory_of(nbytes: int) -> Iterator[None]:
         del holding
 
 
-def compare_with_fio(
-    settings: Settings, directory: Path, cells: Path, measurements: Measurements, progress: Progress
-) -> None:
+def compare_with_fio(settings: Settings, directory: Path, cells: Path, measurements: Measurements, progress: Progress) -> None:
     """Uniform random rows."""
     program = shutil.which("fio")
     for row_bytes in settings.row_bytes:
@@ -183,9 +181,7 @@ def compare_with_fio(
             measurements.verdicts.append(verdict)
 
 
-def compare_with_others(
-    settings: Settings, directory: Path, cells: Path, measurements: Measurements, progress: Progress
-) -> None:
+def compare_with_others(settings: Settings, directory: Path, cells: Path, measurements: Measurements, progress: Progress) -> None:
     """What else reads rows by their numbers in Python.
 
     They have less memory than the table: of one that fits, the kernel's read-ahead soon has all in the page cache, from where
@@ -237,9 +233,7 @@ def compare_readers(
         measurements.verdicts.append(verdict)
 
 
-def compare_with_memory(
-    settings: Settings, directory: Path, cells: Path, measurements: Measurements, progress: Progress
-) -> None:
+def compare_with_memory(settings: Settings, directory: Path, cells: Path, measurements: Measurements, progress: Progress) -> None:
     """Rows of which some are far more frequent, with a cache of a tenth of the table."""
     for row_bytes in settings.row_bytes:
         rows = settings.zipf_nbytes // row_bytes
@@ -348,9 +342,7 @@ def _files_below(directory: Path, name: str) -> list[Path]:
     return [each for each in directory.rglob("*") if each.is_file() and each.relative_to(directory).parts[0].startswith(name)]
 
 
-def measure_memory(
-    settings: Settings, directory: Path, cells: Path, measurements: Measurements, progress: Progress
-) -> None:
+def measure_memory(settings: Settings, directory: Path, cells: Path, measurements: Measurements, progress: Progress) -> None:
     """How far memory grows beyond a budget."""
     budget = 256 * MIB if settings.nbytes > GIB else MIB
     with worker(directory) as process:

@@ -341,9 +341,7 @@ def as_json(settings: Settings, measurements: Measurements, started: str) -> dic
     return document("training", started, settings, measurements.verdicts, **figures)
 
 
-def shape_of(
-    parameters: int, width: int, sequences: int, tokens: int, vocabulary: int, dtype: str = "bfloat16"
-) -> TrainingShape:
+def shape_of(parameters: int, width: int, sequences: int, tokens: int, vocabulary: int, dtype: str = "bfloat16") -> TrainingShape:
     """The model of that width that has this many parameters, as nearly as layers allow it."""
     one = TrainingShape(width, 1, vocabulary, sequences, tokens, dtype=dtype)
     layers = round((parameters - one.elements) / one.layer_elements) + 1

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from . import tables as tables
     from . import tune as tune
     from .checkpoint import CheckpointManager, NVMeReader, NVMeWriter, SaveFuture, async_save, load, save
-    from .config import AioConfig
+    from .drives.aio_config import AioConfig
+    from .drives.profiles import engine_for
     from .offload import OffloadedOptimizer, save_on_disk
-    from .profiles import engine_for
 
 __all__ = [
     "AioConfig",
@@ -50,9 +50,9 @@ __all__ = [
 
 _CHECKPOINT = ("CheckpointManager", "NVMeReader", "NVMeWriter", "SaveFuture", "async_save", "load", "save")
 _LATER = {
-    "AioConfig": "config",
+    "AioConfig": "drives.aio_config",
     "OffloadedOptimizer": "offload",
-    "engine_for": "profiles",
+    "engine_for": "drives.profiles",
     "save_on_disk": "offload",
     **dict.fromkeys(_CHECKPOINT, "checkpoint"),
 }

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
-from ._descriptions import representation, size_for_people, state_text
+from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
+from deepnvme.telemetry.report_figures import ReportFigures
+from deepnvme.telemetry.sizes import ByteCount, byte_count
+
 from ._lazy import public_names
-from ._report_figures import ReportFigures
-from ._sizes import ByteCount, byte_count
 from .ops import load_async_io
 
 if TYPE_CHECKING:
@@ -390,8 +391,12 @@ class Engine:
         return self._native.fsync(target)
 
     def open(
-        self, path: str | bytes | os.PathLike[str], mode: FileMode = "r", *, whole_pages: bool = False, whole_sectors: bool =
-        False
+        self,
+        path: str | bytes | os.PathLike[str],
+        mode: FileMode = "r",
+        *,
+        whole_pages: bool = False,
+        whole_sectors: bool = False,
     ) -> File:
         """Open a file once, for many transfers.
 

@@ -145,9 +145,7 @@ def train_on_disk(given: argparse.Namespace, directory: Path, progress: Progress
 
 def train_in_memory(given: argparse.Namespace, progress: Progress) -> Result:
     torch.manual_seed(0)
-    bags: list[torch.nn.Module] = [
-        torch.nn.EmbeddingBag(given.rows, given.width, mode="sum", sparse=True) for _ in range(TABLES)
-    ]
+    bags: list[torch.nn.Module] = [torch.nn.EmbeddingBag(given.rows, given.width, mode="sum", sparse=True) for _ in range(TABLES)]
     model = model_of(bags, given.width)
     sparse = [bag.weight for bag in bags]
     dense_parameters = [each for name, each in model.named_parameters() if not name.startswith("bags.")]

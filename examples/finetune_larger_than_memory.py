@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepnvme
 import deepnvme.safetensors
-from deepnvme.quantization import dequantize, is_worth_quantizing, quantize
+from deepnvme.model.quantization import dequantize, is_worth_quantizing, quantize
 
 MIB = 1 << 20
 TIMES = 4  # the model is so many times as large as the memory

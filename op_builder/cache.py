@@ -80,7 +80,7 @@ def directory(name: str, make: bool = False) -> Path:
             continue
         if str(chosen) not in _told:
             # Not imported at the top: setup.py uses this package where nothing of deepnvme can be imported.
-            from deepnvme._callers import stack_level
+            from deepnvme.telemetry.callers import stack_level
 
             _told.add(str(chosen))
             warnings.warn(

@@ -217,7 +217,7 @@ def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
     if program is None:
         raise RuntimeError(f"{recipe.extension} cannot be built: ninja was not found; pip install ninja")
     # Not imported at the top: setup.py uses this package where nothing of deepnvme can be imported.
-    from deepnvme._progress import notice, shown_progress, silenced
+    from deepnvme.telemetry.progress import notice, shown_progress, silenced
 
     started = time.monotonic()
     notice(f"compiling {recipe.op}, once{_expected(recipe)}; it is kept in {str(result.parent)!r}")
@@ -283,7 +283,7 @@ def _expected(recipe: Recipe) -> str:
 
 def _announce_waiting(recipe: Recipe, holder: str) -> None:
     """Say that another process is compiling the op."""
-    from deepnvme._progress import notice
+    from deepnvme.telemetry.progress import notice
 
     notice(f"waiting for another process that compiles {recipe.op}: {holder}")
 

@@ -13,56 +13,36 @@ import deepnvme
 ROOT = Path(deepnvme.__file__).parent
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if "op_builder" not in path.parts]
 
-BASE = {
-    "_callers",
-    "_descriptions",
-    "_drive_wear",
-    "_files",
-    "_interrupts",
-    "_lazy",
-    "_model_structure",
-    "_preallocation",
-    "_profiler_ranges",
-    "_progress",
-    "_report_figures",
-    "_shortened_lists",
-    "_sizes",
-    "_stopwatch",
-    "_weight_differences",
-    "ops",
-    "version",
-}
+BASE = {"_interrupts", "_lazy", "files", "ops", "telemetry", "version"}
 """What may be used anywhere, and uses nothing but itself."""
-ENGINE = BASE | {"engine", "config", "drives", "profiles"}
-TRANSFER = ENGINE | {"memory", "transfer"}
+ENGINE = BASE | {"engine", "drives"}
+TRANSFER = ENGINE | {"memory", "transfer", "cache"}
 STORE = TRANSFER | {"store"}
-CHECKPOINT = TRANSFER | {"checkpoint", "checkpoint.formats"}
-STREAMING = STORE | CHECKPOINT | {"quantization"}
+CHECKPOINT = TRANSFER | {"model", "checkpoint", "checkpoint.formats"}
+STREAMING = STORE | CHECKPOINT
 TABLES = STORE | CHECKPOINT  # of weights that are in a checkpoint
 ACTIVATIONS = STORE | {"offload.pinned_arena"}
-BLOCKS = ACTIVATIONS | {"quantization", "states", "offload.activations", "offload.training.ranks"}
+BLOCKS = ACTIVATIONS | {"model", "states", "offload.activations", "offload.training.ranks"}
 OFFLOAD = {"offload", "offload.activations", "offload.optimizer", "offload.tiles", "offload.training"}
 INTEGRATIONS = STREAMING | OFFLOAD | {"states", "tables", "streaming", "streaming.weights", "streaming.kv"}
 DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "engine": BASE,
-    "config": BASE | {"engine"},
-    "drives": BASE,
-    "profiles": BASE | {"engine", "config", "drives"},
+    "drives": BASE | {"engine"},
     "memory": ENGINE,
-    "transfer": TRANSFER,
+    "transfer": ENGINE | {"memory"},
+    "cache": ENGINE | {"memory"},
+    "model": ENGINE | {"memory"},
     "store": STORE,
-    "quantization": ENGINE | {"memory"},
     "tables": TABLES,
     "offload.pinned_arena": STORE,
     "states": STORE,
     "offload.optimizer": STORE | {"states"},
     "offload.activations": ACTIVATIONS,
-    "offload.tiles": BASE | {"memory"},
+    "offload.tiles": BASE | {"memory", "model"},
     "offload.training.forward_random_numbers": set(),
-    "offload.training.ranks": BASE
-    | {"memory", "states", "offload.activations", "offload.training.forward_random_numbers"},
+    "offload.training.ranks": BASE | {"memory", "states", "offload.activations", "offload.training.forward_random_numbers"},
     "offload.training.blocks": BLOCKS,
     "offload.training": CHECKPOINT  # a training may begin with the weights of a checkpoint
     | BLOCKS
@@ -85,6 +65,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tools.report": ENGINE | {"memory"},
     "tools.tune": ENGINE | DEEPSPEED | {"memory", "tools.report"},
     # public names of what is elsewhere
+    "profiles": {"_lazy", "drives"},
+    "quantization": {"_lazy", "model"},
     "report": {"_lazy", "tools.report"},
     "tune": {"_lazy", "tools.tune"},
     "swap": {"_lazy", "memory", "store", *DEEPSPEED},

@@ -23,9 +23,7 @@ def served(testing: object, tmp_path: Path) -> Iterator[Interpreters]:
     served.close()
 
 
-def test_a_program_that_hangs_fails_its_test_and_the_next_one_runs(
-    served: Interpreters, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_that_hangs_fails_its_test_and_the_next_one_runs(served: Interpreters, monkeypatch: pytest.MonkeyPatch) -> None:
     child = served.start("import time\nprint('begun', flush=True)\ntime.sleep(3600)")
     served.wait_for("begun")
     with monkeypatch.context() as patch:

@@ -19,10 +19,10 @@ import torch
 
 import deepnvme
 from deepnvme import OffloadedOptimizer
+from deepnvme.files.directory_lock import StoreLocked
 from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.offload import OffloadedTraining
 from deepnvme.states.step import OptimizerStep
-from deepnvme.store.directory_lock import StoreLocked
 from deepnvme.streaming import WeightStore
 from deepnvme.swap import BufferPool, TensorStore
 from deepnvme.tables import RowOptimizer, Table
@@ -232,9 +232,7 @@ def test_a_warning_that_is_an_error_leaves_the_optimizer_before(notebook: Notebo
     assert notebook["opt"].steps == 3
 
 
-def test_an_optimizer_that_cannot_be_closed_is_named_with_the_reason(
-    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_that_cannot_be_closed_is_named_with_the_reason(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook.run(OPTIMIZER + "state = opt.state_dict()")
 
     def fails(reason: object) -> None:

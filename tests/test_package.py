@@ -113,7 +113,10 @@ def test_tab_completion_shows_no_private_name() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "checkpoint.verify", "integrations.deepspeed.enable", "integrations.metrics.PREFIX", "swap.zero.OptimizerSwapper",
+        "checkpoint.verify",
+        "integrations.deepspeed.enable",
+        "integrations.metrics.PREFIX",
+        "swap.zero.OptimizerSwapper",
         "tune.tune",
     ],
 )

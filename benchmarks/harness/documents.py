@@ -22,9 +22,7 @@ class Settings(Protocol):
     def directory(self) -> Path: ...
 
 
-def document(
-    benchmark: str, started: str, settings: Settings, verdicts: Iterable[Verdict], **figures: Any
-) -> dict[str, Any]:
+def document(benchmark: str, started: str, settings: Settings, verdicts: Iterable[Verdict], **figures: Any) -> dict[str, Any]:
     """Return the document as JSON types. Settings that are paths on this machine are null.
 
     Args:

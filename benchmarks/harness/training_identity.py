@@ -49,9 +49,7 @@ class Case:
 
 CASES = tuple(
     Case(dtype, activations, micro_batches)
-    for dtype, activations, micro_batches in itertools.product(
-        ("float32", "bfloat16"), ("memory", "nvme", "recomputed"), (1, 4)
-    )
+    for dtype, activations, micro_batches in itertools.product(("float32", "bfloat16"), ("memory", "nvme", "recomputed"), (1, 4))
 )
 
 

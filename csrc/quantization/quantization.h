@@ -1,4 +1,4 @@
-// Weights of a few bits: what deepnvme/quantization.py defines by a formula, bit for bit.
+// Weights of a few bits: what deepnvme/model/quantization.py defines by a formula, bit for bit.
 #pragma once
 
 #include <cstddef>

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from deepnvme._descriptions import path_list, printable, representation, size_for_people, state_text
 from deepnvme._interrupts import Latch, defer_interrupts
-from deepnvme._profiler_ranges import profiler_range
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people, state_text
+from deepnvme.telemetry.profiler_ranges import profiler_range
 
 from .file_io import clear_frames, clearing_frames
 from .formats.file_image import FileImage
@@ -29,7 +29,7 @@ from .publication import Destination
 from .snapshot import Cancelled, Snapshot
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 _logger = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from deepnvme._files import naming_file
-from deepnvme._progress import Progress, count_bytes
+from deepnvme.drives.profiles import create_engine, settings_for
 from deepnvme.engine import Engine, File, Future, without_python
+from deepnvme.files.replacing import with_filename
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.host import give_pages, huge_pages
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import flat_bytes
-from deepnvme.profiles import create_engine, settings_for
+from deepnvme.telemetry.progress import Progress, count_bytes
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing, Transfers
 from deepnvme.transfer.scatter import Run, read_ahead, runs, scatter
 
@@ -30,7 +30,7 @@ from .formats.pt_records import CorruptCheckpoint
 from .formats.sharding import Span
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
     from deepnvme.ops.aio.async_io_op.checkpoint import Checksums
 
 Parameters = ParamSpec("Parameters")
@@ -61,7 +61,7 @@ def shared_engine(path: Path, config: AioConfig | None = None) -> Engine:
         OSError: If the path cannot be reached, naming it; or if the kernel refuses the backend that ``config`` names.
         RuntimeError: If the op cannot be built.
     """
-    with naming_file(path, instead=True):
+    with with_filename(path, instead=True):
         settings = settings_for([path], config)
     return _engines_of(os.getpid())(settings, config is not None)
 
@@ -344,7 +344,7 @@ def read_consistently(path: Path, load: Callable[[], Result]) -> Result:
     while True:
         version = file_version(path)
         try:
-            with naming_file(path):
+            with with_filename(path):
                 loaded = load()
         except Exception:
             if not _replaced(path, version):

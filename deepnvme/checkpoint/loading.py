@@ -14,11 +14,11 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
-from deepnvme._files import open_regular
-from deepnvme._profiler_ranges import profiler_range
-from deepnvme._progress import Progress, ProgressOption, shown_progress
 from deepnvme.engine import Engine
+from deepnvme.files.regular_files import open_regular
 from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.telemetry.profiler_ranges import profiler_range
+from deepnvme.telemetry.progress import Progress, ProgressOption, shown_progress
 
 from .file_io import Placed, memory_for, read, read_consistently, shared_engine
 from .formats import pt_records
@@ -31,7 +31,7 @@ from .unpickling import MapLocation, Refusals, UnpicklingFile, unread
 from .verification import refuse_compressed, verify_records
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 
 def load(

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from deepnvme._descriptions import path_list, representation
-from deepnvme._drive_wear import WriteEstimate
-from deepnvme._files import sync_directory
-from deepnvme._progress import ProgressOption
+from deepnvme.files.replacing import sync_directory
 from deepnvme.memory.pool import BufferPool
+from deepnvme.telemetry.descriptions import path_list, representation
+from deepnvme.telemetry.drive_wear import WriteEstimate
+from deepnvme.telemetry.progress import ProgressOption
 
 from .background import SaveFuture, start
 from .formats.pt_image import pt_image
@@ -26,7 +26,7 @@ from .saving import save_shown
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})\.pt")
 _IN_FLIGHT = 2

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from deepnvme._progress import Progress
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.telemetry.progress import Progress
 
 from .background import raise_unseen, wait_for_saves
 from .file_io import write

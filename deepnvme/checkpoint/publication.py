@@ -18,16 +18,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from deepnvme._descriptions import printable
-from deepnvme._files import sync_directory
-from deepnvme._preallocation import preallocate
-from deepnvme._profiler_ranges import profiler_range
 from deepnvme.engine import Engine, File
+from deepnvme.files.preallocation import preallocate
+from deepnvme.files.replacing import sync_directory
+from deepnvme.telemetry.descriptions import printable
+from deepnvme.telemetry.profiler_ranges import profiler_range
 
 from .file_io import shared_engine
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 _logger = logging.getLogger(__name__)
 

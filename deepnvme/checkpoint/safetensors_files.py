@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepnvme._progress import Progress, ProgressOption, shown_progress
-from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.telemetry.progress import Progress, ProgressOption, shown_progress
+from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .file_io import Placed, empty_storage, memory_for, read, read_consistently, shared_engine
 from .formats import safetensors_header
@@ -24,10 +24,12 @@ from .publication import Destination
 from .saving import save_shown, save_to
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 Choice = Callable[[Mapping[str, TensorEntry]], Mapping[str, TensorEntry]]
 """Returns the entries to load, by name, of all those of a file."""
+
+
 def save_file(
     tensors: dict[str, torch.Tensor],
     filename: str | os.PathLike[str],

@@ -13,8 +13,8 @@ from typing import IO, TYPE_CHECKING
 import torch
 from torch.serialization import save as torch_save  # deepnvme.save may have replaced torch.save
 
-from deepnvme._progress import Progress, ProgressOption, shown_progress
 from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.telemetry.progress import Progress, ProgressOption, shown_progress
 
 from .background import raise_unseen, wait_for_saves
 from .file_io import write
@@ -27,7 +27,7 @@ from .publication import Destination
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 
 def save(

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepnvme._descriptions import printable
-from deepnvme._files import naming_file
 from deepnvme.engine import Future
+from deepnvme.files.replacing import with_filename
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.memory.tensor_bytes import crc32, memory_of
+from deepnvme.telemetry.descriptions import printable
 from deepnvme.transfer.gather import CHUNK
 from deepnvme.transfer.scatter import read_ahead
 
@@ -31,7 +31,7 @@ from .formats.recognition import what_else
 from .formats.zip_directory import Record
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 _TOO_OLD = "torch.save wrote it before torch 1.6, without checksums or a directory: there is nothing to verify it by"
 
@@ -111,7 +111,7 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, conf
     name = os.fspath(path)
     problems: list[str] = []
     try:
-        with naming_file(path):
+        with with_filename(path):
             if not pt_records.is_zip(path):
                 pt_records.refuse_damaged_beginning(path)
                 return _old(name) if pt_records.is_pickle(path) else _safetensors(name)
@@ -235,9 +235,7 @@ def _pickle_problems(scan: PickleScan, found: PtRecords) -> list[str]:
 
 
 @clearing_frames
-def _checksum_problems(
-    path: str | os.PathLike[str], found: PtRecords, pool: BufferPool, config: AioConfig | None
-) -> list[str]:
+def _checksum_problems(path: str | os.PathLike[str], found: PtRecords, pool: BufferPool, config: AioConfig | None) -> list[str]:
     """Return messages for records whose bytes do not match their checksum. Reads some chunks ahead of the computation."""
     engine = shared_engine(path, config)
     records = [found.pickle, *found.others, *found.storages]

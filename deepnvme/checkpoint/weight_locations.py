@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from deepnvme._model_structure import ties_of, weights_by_name
-from deepnvme._shortened_lists import listed
-from deepnvme._weight_differences import WeightInfo
 from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.tensor_bytes import check_storable, dtype_named
+from deepnvme.model.structure import ties_of, weights_by_name
+from deepnvme.model.weight_differences import WeightInfo
+from deepnvme.telemetry.descriptions import shorten
 
 from .file_io import file_version, read_consistently, started
 from .formats import pt_records
@@ -233,7 +233,7 @@ def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | L
     found: dict[str, torch.Tensor | Location] = {}
     for shard, names in shards_of(path).items():
         if names is not None and not os.path.exists(shard):
-            text = f"a shard of the checkpoint is missing, with {len(names)} of its tensors ({listed(names)})"
+            text = f"a shard of the checkpoint is missing, with {len(names)} of its tensors ({shorten(names)})"
             raise FileNotFoundError(2, text, shard)
         inside = read_consistently(shard, lambda shard=shard: _in_file(shard))  # type: ignore[misc]
         found.update(indexed(path, shard, names, inside))
@@ -300,7 +300,7 @@ def _chosen(directory: Path) -> str:
     for pattern in _KINDS:
         found = sorted(str(path) for path in directory.glob(pattern))
         if len(found) > 1:
-            raise ValueError(f"'{directory}' has several checkpoints, and no index of them: name one of {listed(found)}")
+            raise ValueError(f"'{directory}' has several checkpoints, and no index of them: name one of {shorten(found)}")
         if found:
             return found[0]
     raise FileNotFoundError(2, f"there is no checkpoint here: expected one of {', '.join(_KINDS)}", str(directory))
@@ -355,7 +355,7 @@ def _state_dict(path: str, loaded: object) -> Mapping[str, torch.Tensor]:
     text = f"'{path}' holds {type(loaded).__name__}, and no mapping of names to tensors, such as a state_dict"
     if isinstance(loaded, Mapping):
         others = [repr(key) for key, value in loaded.items() if not isinstance(value, torch.Tensor)]
-        text = f"'{path}' holds more than weights: {listed(others)}; give the state_dict in it, from torch.load(path, mmap=True)"
+        text = f"'{path}' holds more than weights: {shorten(others)}; give the state_dict in it, from torch.load(path, mmap=True)"
     raise ValueError(text)
 
 

@@ -25,22 +25,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from deepnvme._files import open_regular
 from deepnvme._lazy import public_names
-from deepnvme._model_structure import REST, ties_of, weights_by_name
-from deepnvme._shortened_lists import listed
 from deepnvme.checkpoint.formats.safetensors_header import read_offload_index
 from deepnvme.checkpoint.weight_locations import weights_in_index
+from deepnvme.files.regular_files import open_regular
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.memory.tensor_bytes import crc32, memory_of
+from deepnvme.model.structure import REST, ties_of, weights_by_name
 from deepnvme.streaming.placeholder import Placeholder
 from deepnvme.streaming.pretrained import as_accelerate_does, with_dtypes_kept
 from deepnvme.streaming.streamed_model import Streaming, check_not_streamed, streaming_of
 from deepnvme.streaming.weights.build_once import opened_or_built
 from deepnvme.streaming.weights.weight_store import WeightStore
+from deepnvme.telemetry.descriptions import shorten
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 __all__ = ["STORE", "disable", "disk_offload", "dispatch_model", "enable"]
 
@@ -243,7 +243,7 @@ class _Hook:
         known = {ties.get(name, name) for name in (*index, *there) if name in weights or name in there}
         absent = [name for name in weights if ties.get(name, name) not in known]
         if absent:
-            raise ValueError(f"weights are on the meta device, and '{self.folder}' does not have them: {listed(absent)}")
+            raise ValueError(f"weights are on the meta device, and '{self.folder}' does not have them: {shorten(absent)}")
         where: dict[Any, float] = {Path(self.folder) / STORE: 1.0}
         origin = _origin(index, self.folder, there)
         on_disk = {name: entry for name, entry in index.items() if name in weights and name not in there}

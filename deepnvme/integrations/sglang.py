@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from deepnvme._lazy import public_names
-from deepnvme._preallocation import preallocate
+from deepnvme.files.preallocation import preallocate
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.streaming import Streaming, StreamReport, WeightStore, stream, streaming_of
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 try:
     from sglang.srt.utils import offloader  # type: ignore[import-not-found]

@@ -32,11 +32,11 @@ import torch
 from deepnvme._interrupts import defer_interrupts
 from deepnvme._lazy import public_names
 from deepnvme.checkpoint.file_io import shared_engine
+from deepnvme.drives.profiles import AnyPath, engine_for
 from deepnvme.engine import File, Future
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.ops import load_async_io
-from deepnvme.profiles import AnyPath, engine_for
 from deepnvme.store.extents import ExtentMap
 
 from ._running import run_program
@@ -167,8 +167,10 @@ class _TensorFile(_Transfers):
         known = {storage._cdata for storage in storages}
         # Slices of one tensor are written, or read, at a time, unless all of it is freed or allocated.
         self._finish(
-            lambda other: other.key == key
-            or ((self._frees or other.reading != reading) and not known.isdisjoint(part._cdata for part in other.storages))
+            lambda other: (
+                other.key == key
+                or ((self._frees or other.reading != reading) and not known.isdisjoint(part._cdata for part in other.storages))
+            )
         )
         freed = storages if self._frees else []
         memory: list[torch.Tensor | torch.UntypedStorage] = [*freed] or [*tensors]

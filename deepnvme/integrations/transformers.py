@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepnvme._lazy import public_names
-from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.offload import ActivationReport, save_on_disk
+from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .transformers_training import offload_training as offload_training
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
-    from deepnvme.profiles import AnyPath
+    from deepnvme.drives.aio_config import AioConfig
+    from deepnvme.drives.profiles import AnyPath
 
 __all__ = ["disable", "enable", "offload_training", "report"]
 

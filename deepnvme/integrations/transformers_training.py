@@ -34,7 +34,7 @@ from deepnvme.states.partition import ELEMENTWISE
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from deepnvme.profiles import AnyPath
+    from deepnvme.drives.profiles import AnyPath
 
 __all__ = ["offload_training"]
 

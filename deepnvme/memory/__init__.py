@@ -1,7 +1,7 @@
 """Pinned host memory for transfers, leased from a pool with a byte budget, and helpers for alignment and host memory."""
 
 from deepnvme._lazy import public_names
-from deepnvme._sizes import ByteCount
+from deepnvme.telemetry.sizes import ByteCount
 
 from .budget import MemoryBudget
 from .lease import Lease

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TypeAlias
 
-from deepnvme._sizes import byte_count, parse_size, refuse_text
+from deepnvme.telemetry.sizes import byte_count, parse_size, refuse_text
 
 from .system_memory import available_memory
 

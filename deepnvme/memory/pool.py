@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from deepnvme._descriptions import representation, size_for_people
-from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.ops import load_async_io
+from deepnvme.telemetry.descriptions import representation, size_for_people
+from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .alignment import PAGE, padded
 from .budget import MemoryBudget, budget_bytes

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepnvme._files import lines_of
-from deepnvme.drives import unescaped
+from deepnvme.drives.mounts import unescaped
+from deepnvme.files.regular_files import lines_of
 
 MEMINFO = Path("/proc/meminfo")
 NODES = Path("/sys/devices/system/node")

@@ -17,10 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from deepnvme._callers import stack_level
-from deepnvme._descriptions import path_list, printable, representation, size_for_people
-from deepnvme._drive_wear import WriteEstimate
-from deepnvme._sizes import ByteCount, byte_count
+from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.states.counted_io import StepReport
@@ -29,12 +26,15 @@ from deepnvme.states.residency import ResidencyPolicy
 from deepnvme.states.state_dict import opaque
 from deepnvme.states.step import OptimizerStep
 from deepnvme.states.sub_group import SubGroup
-from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.tensor_store import TensorStore
+from deepnvme.telemetry.callers import stack_level
+from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people
+from deepnvme.telemetry.drive_wear import WriteEstimate
+from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
-    from deepnvme.profiles import AnyPath
+    from deepnvme.drives.aio_config import AioConfig
+    from deepnvme.drives.profiles import AnyPath
     from deepnvme.store.volumes import Directory
 
 _logger = logging.getLogger(__name__)

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from deepnvme._descriptions import decimal_size
-from deepnvme._drive_wear import terabytes_per_day
-from deepnvme._report_figures import ReportFigures
-from deepnvme._stopwatch import Stopwatch
+from deepnvme.cache.block import Block
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
-from deepnvme.transfer.block import Block
+from deepnvme.telemetry.descriptions import decimal_size
+from deepnvme.telemetry.drive_wear import terabytes_per_day
+from deepnvme.telemetry.report_figures import ReportFigures
+from deepnvme.telemetry.stopwatch import Stopwatch
 
 _logger = logging.getLogger(__name__)
 

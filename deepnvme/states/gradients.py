@@ -11,11 +11,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme.cache.block import State
+from deepnvme.cache.block_cache import BlockCache, Use
+from deepnvme.cache.block_memory import PooledMemory
 from deepnvme.memory.growable import GrowableLease
 from deepnvme.memory.pool import BufferPool
-from deepnvme.transfer.block import State
-from deepnvme.transfer.block_cache import BlockCache, Use
-from deepnvme.transfer.block_memory import PooledMemory
 
 from .counted_io import CountedIO, StoredBlock, shortage
 from .params import distributed_like, local_of

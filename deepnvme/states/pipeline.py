@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme.cache.block import State
+from deepnvme.cache.block_cache import BlockCache, Use
+from deepnvme.cache.block_memory import PooledMemory
 from deepnvme.memory.host import give_back_heap
 from deepnvme.memory.pool import BufferPool
-from deepnvme.transfer.block import State
-from deepnvme.transfer.block_cache import BlockCache, Use
-from deepnvme.transfer.block_memory import PooledMemory
 
 from .counted_io import CountedIO, StoredBlock, shortage
 from .gradients import SubGroupGradients

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from deepnvme._drive_wear import WriteEstimate
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
+from deepnvme.telemetry.drive_wear import WriteEstimate
 
 from .gradients import GRADIENTS_IN_FLIGHT
 from .partition import SubGroupPlanner

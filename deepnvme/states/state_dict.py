@@ -118,9 +118,7 @@ def _has_states(sub_group: SubGroup, index: int) -> bool:
 
 
 @contextlib.contextmanager
-def loaded(
-    state: Mapping[str, Any], sub_groups: Sequence[SubGroup], pipeline: SubGroupPipeline, io: CountedIO
-) -> Iterator[None]:
+def loaded(state: Mapping[str, Any], sub_groups: Sequence[SubGroup], pipeline: SubGroupPipeline, io: CountedIO) -> Iterator[None]:
     """Write new states to the drive, one sub-group at a time, without overwriting the current ones.
 
     The ``with`` body makes the new states the current ones; interrupts are deferred during it. On an exception before its end,

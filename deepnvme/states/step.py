@@ -35,11 +35,11 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from deepnvme._callers import stack_level
-from deepnvme._descriptions import state_text
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.tensor_store import TensorStore
+from deepnvme.telemetry.callers import stack_level
+from deepnvme.telemetry.descriptions import state_text
 
 from .counted_io import CountedIO
 from .gradients import GradientHooks, SubGroupGradients

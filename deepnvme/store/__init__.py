@@ -1,9 +1,9 @@
 """Named tensors stored on drives."""
 
 from deepnvme._lazy import public_names
+from deepnvme.files.directory_lock import StoreLocked
 
 from .catalog import CorruptTensor, TensorInfo
-from .directory_lock import StoreLocked
 from .manifest import CorruptManifest
 from .tensor_store import TensorStore
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from deepnvme._shortened_lists import listed
 from deepnvme.memory.tensor_bytes import checksums, dtype_named
+from deepnvme.telemetry.descriptions import shorten
 
 from .allocator import Parts, StoreAllocator, TensorPart
 from .data_file import DataFile
@@ -213,7 +213,7 @@ class Catalog:
         if damaged:
             error = next(iter(damaged.values()))
             why = f"these tensors are damaged, because they could not be written ({error})"
-            text = f"{why}: {listed(damaged)}; put them again, or delete them, before you commit"
+            text = f"{why}: {shorten(damaged)}; put them again, or delete them, before you commit"
             raise OSError(error.errno or errno.EIO, text, error.filename)
         versions = self._versions()
         self._flushing = frozenset(versions.values())

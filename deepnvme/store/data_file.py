@@ -14,13 +14,8 @@ from pathlib import Path
 
 import torch
 
-from deepnvme._files import naming_file
-from deepnvme._preallocation import free_bytes, preallocate
 from deepnvme.engine import Engine, File
-from deepnvme.memory.alignment import padded
-from deepnvme.memory.host import map_over, reserve_addresses
-
-from .directory_lock import (
+from deepnvme.files.directory_lock import (
     DirectoryOwner,
     StoreLocked,
     close_in_children,
@@ -30,6 +25,11 @@ from .directory_lock import (
     refers_to,
     unlock_and_close,
 )
+from deepnvme.files.preallocation import free_bytes, preallocate
+from deepnvme.files.replacing import with_filename
+from deepnvme.memory.alignment import padded
+from deepnvme.memory.host import map_over, reserve_addresses
+
 from .futures import check_not_owned
 
 DATA_NAME = "deepnvme-store.data"
@@ -60,14 +60,12 @@ class DataFile:
         OSError: If the file cannot be opened.
     """
 
-    def __init__(
-        self, directory: Path, engine: Engine, weight: float, owner: DirectoryOwner, read_only: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, engine: Engine, weight: float, owner: DirectoryOwner, read_only: bool = False) -> None:
         self.directory = directory
         self.path = directory / DATA_NAME
         self.weight = weight
         self._growing = threading.RLock()  # not the store's lock: a drive that hangs in fallocate blocks only growth
-        with naming_file(self.path):
+        with with_filename(self.path):
             self._file = io.FileIO(str(self.path), "r" if read_only else "a+")  # closes itself, so no lock outlives this object
             try:
                 close_in_children(self._file)
@@ -111,7 +109,7 @@ class DataFile:
     def trim(self, size: int) -> None:
         """Truncate the file to ``size`` bytes, if it is longer."""
         if size < self.capacity:
-            with naming_file(self.path):
+            with with_filename(self.path):
                 os.ftruncate(self.descriptor, size)
             self.capacity = size
 
@@ -166,7 +164,7 @@ def map_files(parts: Iterable[tuple[DataFile, int, int]], nbytes: int) -> torch.
     memory = reserve_addresses(nbytes)  # the whole range first, so that the parts can lie side by side in it
     place = memory.data_ptr()
     for file, offset, length in parts:
-        with naming_file(file.path):
+        with with_filename(file.path):
             size = os.fstat(file.descriptor).st_size
             if offset + length > size:  # touching a page past the end of the file would end the process with SIGBUS
                 text = f"bytes [{offset}, {offset + length}) are to be mapped, and the file was cut off at byte {size}"

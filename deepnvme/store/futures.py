@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from deepnvme._descriptions import representation, size_for_people
 from deepnvme.engine import Future
+from deepnvme.telemetry.descriptions import representation, size_for_people
 
 Result = TypeVar("Result")
 Further = TypeVar("Further")

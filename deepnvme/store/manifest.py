@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from deepnvme._files import naming_file, read_regular, replacing, sync_directory
+from deepnvme.files.regular_files import read_regular
+from deepnvme.files.replacing import replacing, sync_directory, with_filename
 
 Parsed = TypeVar("Parsed")
 MANIFEST_NAME = "deepnvme-store.json"
@@ -160,7 +161,7 @@ def remove(directory: Path) -> None:
     """Remove the manifest, the membership and the leftovers of an interrupted replacement, whichever exist."""
     for name in (MANIFEST_NAME, MEMBERSHIP_NAME):
         for path in (directory / name, directory / (name + ".new")):
-            with contextlib.suppress(FileNotFoundError), naming_file(directory / name, instead=True):
+            with contextlib.suppress(FileNotFoundError), with_filename(directory / name, instead=True):
                 os.unlink(path)
 
 
@@ -233,7 +234,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 def _replace(path: Path, data: bytes) -> None:
     """Replace the file's contents, atomically and durably."""
     new = path.with_name(path.name + ".new")
-    with naming_file(path, instead=True), replacing(path, new), open(new, "wb") as file:
+    with with_filename(path, instead=True), replacing(path, new), open(new, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

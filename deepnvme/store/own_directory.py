@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from deepnvme.engine import Engine
+from deepnvme.files.directory_lock import DirectoryOwner, StoreLocked, is_locked_here
 
-from .directory_lock import DirectoryOwner, StoreLocked, is_locked_here
 from .tensor_store import TensorStore
 
 

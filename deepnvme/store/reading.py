@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from deepnvme._shortened_lists import listed
 from deepnvme.engine import Engine, File, without_python
 from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.host import empty_aligned
+from deepnvme.telemetry.descriptions import shorten
 from deepnvme.transfer.scatter import runs
 
 from .allocator import split_tensor
@@ -90,7 +90,7 @@ def _submit(
     except ValueError as error:
         if offset + memory.nbytes <= file.size():
             raise
-        text = f"{listed([entry.name for entry in entries])}: {error}; put it again"
+        text = f"{shorten([entry.name for entry in entries])}: {error}; put it again"
         raise CorruptTensor(errno.EBADMSG, text, file.path) from error
 
 

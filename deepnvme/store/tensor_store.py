@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from deepnvme._descriptions import path_list, representation, state_text
-from deepnvme._sizes import ByteCount, byte_count
+from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine, without_python
+from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.memory.tensor_bytes import all_storable, checksums, seen_as
-from deepnvme.profiles import engine_for
+from deepnvme.telemetry.descriptions import path_list, representation, state_text
+from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .allocator import FilesTooSmall
 from .catalog import Catalog, CatalogEntry, CorruptTensor, TensorInfo, TensorVersion, note_gets
 from .data_file import DataFile, map_files
-from .directory_lock import DirectoryOwner
 from .futures import Operation, OperationScheduler, StoreFuture
 from .reading import read_into, read_new
 from .volumes import Directory, Volumes, directory_weights
 from .writing import Writing
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 __all__ = ["CorruptTensor", "TensorInfo", "TensorStore"]
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deepnvme.engine import Engine
+from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner, lock_directories
 
 from . import data_file, manifest
 from .data_file import DataFile
-from .directory_lock import DirectoryLock, DirectoryOwner, lock_directories
 from .manifest import StoredTensor, StoreManifest, StoreMembership, load, membership
 
 Directory = str | os.PathLike[str]
@@ -77,9 +77,7 @@ class Volumes:
         self._dropped = weakref.ref(store, functools.partial(_all_volumes.pop, id(self)))
         _all_volumes[id(self)] = self
 
-    def open(
-        self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool, owner: DirectoryOwner
-    ) -> None:
+    def open(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool, owner: DirectoryOwner) -> None:
         """Lock the directories and open the data files. Once.
 
         Files that a dead owner left are removed, unless they are of a persisted store. With ``read_only``, nothing is created,
@@ -177,9 +175,7 @@ class Volumes:
             directory = locked.directory
             manifest.join(directory, StoreMembership(self._identity, index, first, str(directory), previous))
 
-    def _own(
-        self, weights: Mapping[Path, float], persist: bool, engine: Engine, owner: DirectoryOwner
-    ) -> StoreManifest | None:
+    def _own(self, weights: Mapping[Path, float], persist: bool, engine: Engine, owner: DirectoryOwner) -> StoreManifest | None:
         """Lock the directories as their owner, remove what a dead owner left there, and open the data files.
 
         Return the manifest that was found, or None.

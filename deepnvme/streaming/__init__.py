@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from deepnvme._lazy import from_modules
 
 if TYPE_CHECKING:
-    from deepnvme._weight_differences import StoreMismatch, WeightInfo
     from deepnvme.checkpoint.weight_locations import Location, Source
+    from deepnvme.model.weight_differences import StoreMismatch, WeightInfo
 
     from .kv.cache import CacheReport, OffloadedCache, close_cache, offload_kv, offloaded_cache
     from .pretrained import from_pretrained
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "deepnvme._weight_differences": ("StoreMismatch", "WeightInfo"),
+    "deepnvme.model.weight_differences": ("StoreMismatch", "WeightInfo"),
     "deepnvme.checkpoint.weight_locations": ("Location", "Source"),
     "kv.cache": ("CacheReport", "OffloadedCache", "close_cache", "offload_kv", "offloaded_cache"),
     "pretrained": ("from_pretrained",),

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from deepnvme._model_structure import REST
+from deepnvme.cache.block import Memory
 from deepnvme.memory.lease import Computed, Transfer
+from deepnvme.model.structure import REST
 from deepnvme.store.futures import StoreFuture
-from deepnvme.transfer.block import Memory
 
 from .extent_memory import PinnedSlots, Slots
 from .extent_reader import ExtentReader

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import torch
 
+from deepnvme.cache.block import Block, State
+from deepnvme.cache.block_cache import BlockCache, Use
 from deepnvme.memory.lease import Transfer
-from deepnvme.transfer.block import Block, State
-from deepnvme.transfer.block_cache import BlockCache, Use
 
 from .extent_memory import Slots
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepnvme.cache.block import Block, Memory
+from deepnvme.cache.block_memory import OwnMemory
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.pool import OutOfBuffers, pinned
-from deepnvme.transfer.block import Block, Memory
-from deepnvme.transfer.block_memory import OwnMemory
 
 LINGER_SECONDS = 0.5
 """How long a thread that is done with memory may take to let go of it."""
@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.0005
 
 
 class Slots(ABC):
-    """Memory for the blocks of a :class:`deepnvme.transfer.block_cache.BlockCache`. Residents have memory beside it.
+    """Memory for the blocks of a :class:`deepnvme.cache.block_cache.BlockCache`. Residents have memory beside it.
 
     Attributes:
         limit: Bytes of all slots.

@@ -10,7 +10,7 @@ import torch
 
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Transfer
-from deepnvme.quantization import QuantizedLayout, dequantize
+from deepnvme.model.quantization import QuantizedLayout, dequantize
 from deepnvme.store.futures import StoreFuture
 
 from .weights.manifest import Extent, Weight, laid_out

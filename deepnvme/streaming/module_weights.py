@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from deepnvme._model_structure import weights_by_name
+from deepnvme.model.structure import weights_by_name
 
 from .placeholder import Placeholder
 from .weights.manifest import Extent, Weight

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
-from deepnvme._weight_differences import WeightInfo
+from deepnvme.model.weight_differences import WeightInfo
 
 
 class Placeholder(torch.Tensor):

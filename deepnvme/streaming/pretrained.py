@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from deepnvme._model_structure import REST, structure_of, weights_by_name
-from deepnvme._progress import ProgressOption
 from deepnvme.checkpoint.weight_locations import Location, weights_in_index
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
-from deepnvme.quantization import Scheme
+from deepnvme.model.quantization import Scheme
+from deepnvme.model.structure import REST, structure_of, weights_by_name
 from deepnvme.store.volumes import directory_weights
+from deepnvme.telemetry.progress import ProgressOption
 
 from .streamed_model import Streaming, available_on, check_budget, streaming_of
 from .weights.build_once import opened_or_built
@@ -37,7 +37,7 @@ from .weights.weight_store import Directories, WeightStore
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 _HUB: dict[str, Any] = {
     "cache_dir": None, "force_download": False, "local_files_only": False, "proxies": None, "revision": None, "subfolder": "",

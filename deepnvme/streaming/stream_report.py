@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deepnvme._report_figures import ReportFigures
+from deepnvme.telemetry.report_figures import ReportFigures
 
 _SHOWN = 5
 

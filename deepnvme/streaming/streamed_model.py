@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from deepnvme._descriptions import representation, size_for_people, state_text
-from deepnvme._model_structure import REST
-from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.memory.host import give_back_heap
 from deepnvme.memory.system_memory import available_memory
+from deepnvme.model.structure import REST
+from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
+from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .extent_cache import ExtentCache
 from .extent_memory import PinnedSlots, Slots

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import torch
 
-from deepnvme._files import UnfitFile, naming_file, read_regular, sync_directory
-from deepnvme._preallocation import preallocate
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine, File, Future
+from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner
+from deepnvme.files.preallocation import preallocate
+from deepnvme.files.regular_files import NotARegularSmallFile, read_regular
+from deepnvme.files.replacing import sync_directory, with_filename
 from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
-from deepnvme.profiles import engine_for
-from deepnvme.store.directory_lock import DirectoryLock, DirectoryOwner
 
 from .identity import file_bytes, write_identity
 from .layout import Column, TableLayout
@@ -88,7 +89,7 @@ def create_files(
         sector = max(_SECTOR, *(file.sector_size for file in files))
         layout = _layout_of(paths, rows, columns, updatable, sector)
         for volume, path in enumerate(unfinished):
-            with naming_file(path):
+            with with_filename(path):
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
                     size = padded(file_bytes(layout, volume), sector)
@@ -105,7 +106,7 @@ def create_files(
             future.result()
         _note(directories, unfinished)
         for directory in directories:
-            with naming_file(directory / _UNFINISHED_NAME):
+            with with_filename(directory / _UNFINISHED_NAME):
                 os.rename(directory / _UNFINISHED_NAME, directory / ROWS_NAME)
             sync_directory(directory)
             sync_directory(directory.parent)
@@ -127,7 +128,7 @@ def _note(directories: Sequence[Path], files: Sequence[Path]) -> None:
     """Note which files of rows are about to get their names."""
     inodes = {str(directory): file.stat().st_ino for directory, file in zip(directories, files, strict=True)}
     path = directories[0] / _NOTE_NAME
-    with naming_file(path), open(path, "w", encoding="utf-8") as file:
+    with with_filename(path), open(path, "w", encoding="utf-8") as file:
         json.dump(inodes, file)
         file.flush()
         os.fsync(file.fileno())
@@ -140,7 +141,7 @@ def _left_behind(directories: Sequence[Path]) -> list[Path]:
         return []
     try:
         noted = json.loads(read_regular(directories[0] / _NOTE_NAME, _MOST_NOTE_BYTES))
-    except (FileNotFoundError, NotADirectoryError, UnfitFile, ValueError):
+    except (FileNotFoundError, NotADirectoryError, NotARegularSmallFile, ValueError):
         return []
     found = []
     for directory in directories if isinstance(noted, dict) else ():

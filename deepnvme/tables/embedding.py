@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from deepnvme._sizes import ByteCount, byte_count
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
+from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .creating import Values
 from .initial_rows import NormalRows

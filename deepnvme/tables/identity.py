@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from deepnvme._files import open_regular
 from deepnvme.engine import Engine, File, Future
+from deepnvme.files.regular_files import open_regular
 from deepnvme.memory.alignment import padded
 
 from .layout import TableLayout

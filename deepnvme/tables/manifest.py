@@ -15,9 +15,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deepnvme._files import UnfitFile, naming_file, read_regular, replacing, sync_directory
+from deepnvme.files.directory_lock import refers_to
+from deepnvme.files.regular_files import NotARegularSmallFile, read_regular
+from deepnvme.files.replacing import replacing, sync_directory, with_filename
 from deepnvme.memory.tensor_bytes import dtype_named
-from deepnvme.store.directory_lock import refers_to
 
 from .layout import Column, State, TableLayout, columns_of
 
@@ -154,7 +155,7 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) 
         raise ValueError(f"the table's manifest may have {_MOST_BYTES} bytes, and would have {len(text.encode())}")
     path = directories[0] / MANIFEST_NAME
     new = path.with_suffix(".new")
-    with replacing(path, new), naming_file(new), open(new, "w", encoding="utf-8") as file:
+    with replacing(path, new), with_filename(new), open(new, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -171,7 +172,7 @@ class ManifestWatch:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / MANIFEST_NAME
-        with naming_file(self._path):
+        with with_filename(self._path):
             self._file = io.FileIO(str(self._path))
 
     def replaced(self) -> bool:
@@ -199,7 +200,7 @@ def load_manifest(directory: Path) -> tuple[TableLayout, Epochs]:
         values, *states = columns
         if columns != columns_of(values.dtype, values.shape, {each.name: State(each.dtype, each.shape) for each in states}):
             raise ValueError("its columns do not follow one another")
-    except (UnfitFile, ValidationError, ValueError) as error:
+    except (NotARegularSmallFile, ValidationError, ValueError) as error:
         raise CorruptTable(path, str(error)) from error
     files = tuple(Path(each) / ROWS_NAME for each in fields.directories)
     layout = TableLayout(files, fields.rows, columns, 0, fields.version_bytes, fields.chunk)

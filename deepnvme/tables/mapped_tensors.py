@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from deepnvme._files import naming_file
-from deepnvme._preallocation import preallocate
+from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Future
+from deepnvme.files.preallocation import preallocate
+from deepnvme.files.replacing import with_filename
 from deepnvme.memory.alignment import padded
-from deepnvme.profiles import engine_for
 
 _PART_BYTES = 8 << 20
 """Bytes of rows that are in memory at a time."""
@@ -93,7 +93,7 @@ def _unnamed_file(directory: Path, size: int) -> Iterator[Path]:
 
 def _open_unnamed(directory: Path) -> int:
     """Return the descriptor of a new file without a name."""
-    with naming_file(directory):
+    with with_filename(directory):
         try:
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:

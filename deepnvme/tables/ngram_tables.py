@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.checkpoint.weight_locations import Location, weights_in
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
+from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .paths import AnyPath
 from .reading import FailedRow, RowsFuture, RowsUnreadable

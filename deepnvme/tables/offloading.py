@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepnvme._sizes import ByteCount, byte_count
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
+from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .embedding import EmbeddingBagOnDisk, EmbeddingOnDisk, RowsOnDisk
 from .manifest import MANIFEST_NAME

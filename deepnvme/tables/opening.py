@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from deepnvme._files import open_regular
-from deepnvme._shortened_lists import listed
 from deepnvme.checkpoint.weight_locations import Location, weights_in
+from deepnvme.files.regular_files import open_regular
+from deepnvme.telemetry.descriptions import shorten
 
 from .layout import TableLayout, columns_of
 from .manifest import CorruptTable
@@ -132,10 +132,10 @@ def _tensor(path: Path, name: str | None) -> TableLayout:
     weights = weights_in(path)
     if name is None:
         if len(weights) != 1:
-            raise ValueError(f"'{path}' has {len(weights)} tensors: give the name of one, such as {listed(weights)}")
+            raise ValueError(f"'{path}' has {len(weights)} tensors: give the name of one, such as {shorten(weights)}")
         (name,) = weights
     if name not in weights:
-        raise ValueError(f"'{path}' has no tensor {name!r}, but {listed(weights)}")
+        raise ValueError(f"'{path}' has no tensor {name!r}, but {shorten(weights)}")
     weight = weights[name]
     if not isinstance(weight, Location):
         raise ValueError(f"{name!r} in '{path}' lies in memory only: write the file by torch.save as a zip archive")

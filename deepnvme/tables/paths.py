@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from deepnvme.profiles import AnyPath
+from deepnvme.drives.profiles import AnyPath
 
 __all__ = ["AnyPath", "as_directories", "as_paths"]
 

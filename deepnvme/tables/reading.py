@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from deepnvme._interrupts import defer_interrupts
-from deepnvme._profiler_ranges import profiler_range
 from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
+from deepnvme.telemetry.profiler_ranges import profiler_range
 
 from .layout import TableLayout
 from .staging import StagingPool

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from deepnvme._descriptions import path_list, representation, size_for_people, state_text
 from deepnvme._interrupts import defer_interrupts
-from deepnvme._sizes import ByteCount, byte_count
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine, File
+from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.memory.host import huge_pages
 from deepnvme.ops import load_async_io
-from deepnvme.profiles import engine_for
-from deepnvme.store.directory_lock import DirectoryLock, DirectoryOwner
+from deepnvme.telemetry.descriptions import path_list, representation, size_for_people, state_text
+from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .background import BackgroundThread
 from .creating import create_files
@@ -132,9 +132,7 @@ class Table:
             raise ValueError(f"rows must not be negative, got {rows}")
         initial = {name: state.initial for name, state in (states or {}).items()}
         create_files(directories, rows, columns, values, initial, updatable, config)
-        return cls.open(
-            paths, writable=updatable, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config
-        )
+        return cls.open(paths, writable=updatable, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config)
 
     @classmethod
     def from_tensor(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepnvme._report_figures import ReportFigures
+from deepnvme.telemetry.report_figures import ReportFigures
 
 
 @dataclass(frozen=True)

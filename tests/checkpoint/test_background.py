@@ -155,9 +155,7 @@ def test_a_full_disk_leaves_nothing_behind(small_disk: Disk, pool: BufferPool) -
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_drive_that_fails_leaves_the_old_file(
-    drive: Path, pool: BufferPool, faulty: Callable[..., Any], lazy: bool
-) -> None:
+def test_a_drive_that_fails_leaves_the_old_file(drive: Path, pool: BufferPool, faulty: Callable[..., Any], lazy: bool) -> None:
     deepnvme.save(state(1), drive / "a.pt")
     with transfers_through(faulty("threads", error_every=50, error=errno.EIO)):
         error = deepnvme.async_save(state(2), drive / "a.pt", pool=pool, lazy=lazy).exception(PATIENCE)
@@ -404,7 +402,9 @@ def test_the_exit_waits_for_saves(drive: Path, interpreters: Any, end: str, lazy
 
 
 def test_a_forked_child_has_none_of_them_and_may_save_itself(drive: Path, interpreters: Any) -> None:
-    program = PROGRAM.format(path=str(drive / "a.pt")) + """
+    program = (
+        PROGRAM.format(path=str(drive / "a.pt"))
+        + """
 future = deepnvme.async_save(large, path)
 failed = deepnvme.async_save([1], path + "/missing")
 child = os.fork()
@@ -421,6 +421,7 @@ assert os.waitpid(child, 0)[1] == 0
 future.result()
 failed.exception()
 """
+    )
     ended = interpreters.run(program)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""

@@ -20,8 +20,8 @@ import deepnvme
 import deepnvme.checkpoint
 from deepnvme import AioConfig, Engine, safetensors
 from deepnvme.checkpoint import file_io
-from deepnvme.drives import drive_of
-from deepnvme.profiles import DriveProfile, default_settings
+from deepnvme.drives.mounts import drive_of
+from deepnvme.drives.profiles import DriveProfile, default_settings
 
 from ..support.interpreters import Interpreters
 from ..support.torch_versions import ALONE, VERSION

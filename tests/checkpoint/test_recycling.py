@@ -51,9 +51,7 @@ def test_its_blocks_serve_again_whatever_its_length(drive: Path, engine: Engine,
 @pytest.mark.parametrize("hold", [
     lambda file: file, lambda file: mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ),
 ])  # fmt: skip
-def test_who_has_it_open_or_mapped_goes_on_to_see_what_was_there(
-    old: Path, engine: Engine, hold: Callable[[Any], Any]
-) -> None:
+def test_who_has_it_open_or_mapped_goes_on_to_see_what_was_there(old: Path, engine: Engine, hold: Callable[[Any], Any]) -> None:
     with open(old, "rb") as file:
         held = hold(file)
         inode = old.stat().st_ino
@@ -121,9 +119,7 @@ def test_one_that_is_gone_is_no_obstacle(drive: Path, engine: Engine) -> None:
     publish(drive / "new", drive / "gone", engine)
 
 
-def test_its_old_name_is_durably_gone_before_it_is_written_to(
-    old: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_old_name_is_durably_gone_before_it_is_written_to(old: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a power cut could leave that name to a file half overwritten."""
     synced = []
     monkeypatch.setattr(publication, "sync_directory", lambda directory: synced.append(sorted(os.listdir(directory))))

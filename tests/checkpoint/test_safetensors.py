@@ -39,7 +39,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "large bytes": torch.arange(600_007).to(torch.uint8),
         "scalar": torch.tensor(1.5),
         "empty": torch.empty(0, 3),
-        "né \"quoted\"\n": torch.ones(2, 3),
+        'né "quoted"\n': torch.ones(2, 3),
         "a parameter": torch.nn.Parameter(torch.ones(3)),
     }
 
@@ -246,7 +246,7 @@ class TestCorruptFiles:
 
 
 class TestTheSameAsSafetensors:
-    @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {"né": "\n\x7f\u2028\"\\/\x01"}], ids=repr)
+    @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {"né": '\n\x7f\u2028"\\/\x01'}], ids=repr)
     def test_the_bytes(self, drive: Path, metadata: dict[str, str] | None) -> None:
         save_file(tensors(), drive / "ours", metadata)
         safetensors.save_file(tensors(), drive / "theirs", metadata)

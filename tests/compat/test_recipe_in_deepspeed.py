@@ -25,9 +25,7 @@ def test_the_recipe_trains(request: pytest.FixtureRequest, drive: Path) -> None:
     assert torchrun == "torchrun"
     with reserved_port() as port:
         launcher = [python, "-m", "torch.distributed.run", "--master-port", str(port)]
-        done = subprocess.run(
-            [*launcher, *words], capture_output=True, text=True, cwd=drive, env=environment(drive), timeout=500
-        )
+        done = subprocess.run([*launcher, *words], capture_output=True, text=True, cwd=drive, env=environment(drive), timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trained 4 steps" in done.stdout
     assert (drive / "deepspeed").is_dir()

@@ -154,9 +154,7 @@ def test_requests_go_on_in_the_order_in_which_their_streams_do(driver: StandIn, 
             assert not any(future.done() for future in futures)
 
 
-def test_a_stream_is_not_asked_again_and_again_whether_it_is_done(
-    driver: StandIn, engine: deepnvme.Engine, drive: Path
-) -> None:
+def test_a_stream_is_not_asked_again_and_again_whether_it_is_done(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
     before = driver.calls("cuEventQuery")
     with driver.stream().held() as stream:
         with driver.using(stream):

@@ -341,9 +341,7 @@ def test_the_end_of_the_file_is_told_with_the_error(engine: deepnvme.Engine, dri
 
 
 @pytest.mark.parametrize("count", [10, 1000])
-def test_a_call_that_fails_halfway_leaves_nothing_under_way(
-    engine: deepnvme.Engine, drive: Path, count: int
-) -> None:
+def test_a_call_that_fails_halfway_leaves_nothing_under_way(engine: deepnvme.Engine, drive: Path, count: int) -> None:
     tensors = [torch.full((300,), index, dtype=torch.int16) for index in range(count)]
     alive = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
     paths = [drive / str(index % 50) / "file" for index in range(count - 1)]
@@ -442,9 +440,11 @@ def test_a_backend_that_breaks_fails_what_it_had_not_done(faulty: Faulty, backen
     assert all(back[index].content() == content[index * PAGE : (index + 1) * PAGE] for index in range(200) if index not in told)
 
 
-@pytest.mark.parametrize("fault", [
-    {"short_every": 2}, {"error_every": 3, "error": errno.EAGAIN}, {"refuse_every": 3}, {"refuse_direct": True}
-], ids=str)
+@pytest.mark.parametrize(
+    "fault",
+    [{"short_every": 2}, {"error_every": 3, "error": errno.EAGAIN}, {"refuse_every": 3}, {"refuse_direct": True}],
+    ids=str,
+)
 @pytest.mark.filterwarnings("ignore:transfers of:RuntimeWarning")
 def test_short_refused_and_repeated_transfers_are_finished(
     faulty: Faulty, backend: Any, drive: Path, fault: dict[str, Any]

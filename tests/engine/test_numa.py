@@ -82,9 +82,7 @@ def test_a_node_that_the_firmware_does_not_tell_is_near_no_processor(sysfs: Sysf
 
 
 @pytest.mark.parametrize("cpulist", ["", "x", "3-", "4-7,,a", "0-99999999"])
-def test_a_list_of_processors_that_makes_no_sense_is_empty(
-    sysfs: Sysfs, near: Callable[[str], list[int]], cpulist: str
-) -> None:
+def test_a_list_of_processors_that_makes_no_sense_is_empty(sysfs: Sysfs, near: Callable[[str], list[int]], cpulist: str) -> None:
     sysfs.nodes("0-1", "0-3", cpulist)
     sysfs.nvme(0, 1, "259:0")
     assert near("259:0") == []

@@ -93,9 +93,7 @@ def test_a_model_of_clicks_is_trained_from_tables_on_the_drive_as_in_memory(driv
     assert list(drive.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("mode", "given"), [("full", ()), ("lora", ("--quantize", "int4"))], ids=["full", "quantised lora"]
-)
+@pytest.mark.parametrize(("mode", "given"), [("full", ()), ("lora", ("--quantize", "int4"))], ids=["full", "quantised lora"])
 def test_a_model_is_fine_tuned_in_a_quarter_of_its_memory_as_without_a_limit(
     drive: Path, tmp_path: Path, mode: str, given: tuple[str, ...]
 ) -> None:

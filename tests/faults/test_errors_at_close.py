@@ -59,9 +59,7 @@ def test_a_cancel_waits_for_no_close(faulty_disk: FaultyFilesystem, faulty: Any,
     assert first.result(PATIENCE) == len(CONTENT)
 
 
-def test_closes_that_hang_keep_no_transfers_of_open_files_waiting(
-    faulty_disk: FaultyFilesystem, faulty: Any, gate: Any
-) -> None:
+def test_closes_that_hang_keep_no_transfers_of_open_files_waiting(faulty_disk: FaultyFilesystem, faulty: Any, gate: Any) -> None:
     engine = faulty("threads", gate=gate)
     with engine.open(faulty_disk / "other", "rw") as other:
         faulty_disk.fail("flush", effect="hang", times=-1)
@@ -116,9 +114,7 @@ def test_what_the_page_cache_could_not_write_is_not_called_written(
     assert caught.value.errno == errno.EIO
 
 
-def test_a_file_that_is_closed_under_its_last_transfer_tells_that(
-    direct_disk: FaultyFilesystem, engine: deepnvme.Engine
-) -> None:
+def test_a_file_that_is_closed_under_its_last_transfer_tells_that(direct_disk: FaultyFilesystem, engine: deepnvme.Engine) -> None:
     file = engine.open(direct_disk / "file", "rw")
     direct_disk.fail("write", effect="hang", times=-1)
     future = engine.write(page_aligned(CONTENT), file)
@@ -130,9 +126,7 @@ def test_a_file_that_is_closed_under_its_last_transfer_tells_that(
     direct_disk.heal()
 
 
-def test_a_file_that_is_closed_after_its_last_transfer_tells_that(
-    direct_disk: FaultyFilesystem, engine: deepnvme.Engine
-) -> None:
+def test_a_file_that_is_closed_after_its_last_transfer_tells_that(direct_disk: FaultyFilesystem, engine: deepnvme.Engine) -> None:
     def written() -> deepnvme.engine.File:
         file = engine.open(direct_disk / "file", "rw")
         engine.write(page_aligned(CONTENT), file).result()

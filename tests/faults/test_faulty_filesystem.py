@@ -56,9 +56,7 @@ def test_the_directory_flush_fails_alone(faulty_disk: FaultyFilesystem) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [512, 1000, 4096, 5000])
-def test_an_engine_resumes_a_read_that_was_short(
-    direct_disk: FaultyFilesystem, engine: deepnvme.Engine, nbytes: int
-) -> None:
+def test_an_engine_resumes_a_read_that_was_short(direct_disk: FaultyFilesystem, engine: deepnvme.Engine, nbytes: int) -> None:
     (direct_disk.behind / "file").write_bytes(CONTENT)
     direct_disk.fail("read", effect="short", value=nbytes, times=-1)
     target = zeros(len(CONTENT))

@@ -63,10 +63,13 @@ def test_an_empty_file_that_was_there_before_stays(interpreters: Any, limited: s
 
 
 def test_a_file_that_a_handle_opened_for_writing_stays(interpreters: Any, limited: str, drive: Path) -> None:
-    interpreters.run(limited + """
+    interpreters.run(
+        limited
+        + """
 with engine.open(path, "rw") as file:
     assert error_of(lambda: engine.write(too_much, file).result()) == errno.EFBIG
-""").check()
+"""
+    ).check()
     assert (drive / "file").exists()
 
 
@@ -77,7 +80,9 @@ def test_a_first_write_of_nothing_makes_an_empty_file(engine: deepnvme.Engine, d
 
 def test_a_write_that_succeeds_keeps_its_file_whatever_others_fail_meanwhile(interpreters: Any, limited: str) -> None:
     """Nor does it matter to the process that it opens a file which it is about to remove: the kernel then sends it a signal."""
-    interpreters.run(limited + """
+    interpreters.run(
+        limited
+        + """
 for _ in range(1000):
     together = threading.Barrier(2)
     def fail():
@@ -91,7 +96,8 @@ for _ in range(1000):
     failing.join()
     assert os.path.getsize(path) == 4096
     os.unlink(path)
-""").check()
+"""
+    ).check()
 
 
 @pytest.mark.parametrize("size", [0, 8192])
@@ -139,9 +145,7 @@ def by_another_handle(path: Path) -> Callable[[], None]:
 
 def by_another_process(path: Path) -> Callable[[], None]:
     program = "import sys; file = open(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    child = subprocess.Popen([sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "open\n"
 

@@ -14,7 +14,7 @@ import torch
 import deepnvme
 import deepnvme.safetensors
 from deepnvme.checkpoint import NVMeReader, NVMeWriter, verify
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.store import manifest
 from deepnvme.streaming import WeightStore
 from deepnvme.swap import TensorStore, buffer_pool

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepnvme.memory.tensor_bytes import flat_bytes
-from deepnvme.quantization import dequantize, quantize
+from deepnvme.model.quantization import dequantize, quantize
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, WeightStore, stream
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme._report_figures import ReportFigures
 from deepnvme.integrations.metrics import lightning_callback, log_metrics, log_with_trainer
 from deepnvme.integrations.transformers import offload_training
+from deepnvme.telemetry.report_figures import ReportFigures
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of packages that it imports

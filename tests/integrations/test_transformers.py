@@ -15,8 +15,8 @@ import pytest
 import torch
 import transformers
 
+from deepnvme.files.directory_lock import DirectoryLock
 from deepnvme.integrations import accelerate as integration
-from deepnvme.store.directory_lock import DirectoryLock
 from deepnvme.streaming import from_pretrained
 from deepnvme.streaming.weights.build_once import BUILDING
 from deepnvme.swap import TensorStore

@@ -291,9 +291,7 @@ def test_callbacks_are_called_as_in_memory(drive: Path, tmp_path: Path) -> None:
     assert ("on_substep_end", 2) in found.calls
 
 
-def test_layers_are_read_once_for_all_batches_of_a_step(
-    drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_read_once_for_all_batches_of_a_step(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     get = TensorStore.get
 
@@ -472,9 +470,7 @@ def test_the_best_model_is_loaded_in_the_end(drive: Path, tmp_path: Path) -> Non
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ],
 )
-def test_options_that_cannot_be_offloaded_are_named(
-    drive: Path, tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
+def test_options_that_cannot_be_offloaded_are_named(drive: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
     trainer = trainer_of(tmp_path / "trained", **options)
     with pytest.raises(ValueError, match=message):
         offload(trainer, drive)

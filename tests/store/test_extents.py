@@ -22,9 +22,7 @@ def taken(*lengths: int) -> ExtentMap:
     return extents
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "expected"), [(1, A), (A - 1, A), (A, A), (A + 1, 2 * A), (0, 0), (10 * A, 10 * A)]
-)
+@pytest.mark.parametrize(("nbytes", "expected"), [(1, A), (A - 1, A), (A, A), (A + 1, 2 * A), (0, 0), (10 * A, 10 * A)])
 def test_an_extent_holds_whole_pages(nbytes, expected):
     assert padded(nbytes) == expected
 

@@ -24,12 +24,12 @@ from typing import Any
 import pytest
 import torch
 
+from deepnvme.files.directory_lock import LOCK_NAME, StoreLocked
 from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store import data_file, manifest
 from deepnvme.store.allocator import StoreAllocator
 from deepnvme.store.data_file import DATA_NAME
-from deepnvme.store.directory_lock import LOCK_NAME, StoreLocked
 from deepnvme.store.tensor_store import CorruptTensor, TensorStore
 from deepnvme.swap import CorruptManifest
 
@@ -912,7 +912,6 @@ class TestSystemErrors:
             store.commit()
         with TensorStore(drive / "store", persist=True) as store:
             assert torch.equal(store.get("name").result(), numbered(MIB, 1))
-
 
     def lasting(self, monkeypatch, path):
         """The drive says of the path nothing but that it failed."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme._model_structure import REST
+from deepnvme.model.structure import REST
 from deepnvme.streaming import WeightStore
 from deepnvme.streaming.module_weights import ModuleWeights
 from deepnvme.streaming.placeholder import Placeholder

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme._weight_differences import WeightInfo
+from deepnvme.model.weight_differences import WeightInfo
 from deepnvme.streaming.placeholder import Placeholder
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deepnvme.quantization import dequantize, quantize
+from deepnvme.model.quantization import dequantize, quantize
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, extent_reader, stream
 

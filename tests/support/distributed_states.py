@@ -69,9 +69,7 @@ def request(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...], numbe
     """To read a part of an item into the target of that number. ``dims``: the item's number of dimensions."""
     index = MetadataIndex(name, torch.Size([0] * (len(offsets) if dims is None else dims)))
     into = torch.Size([0] * len(lengths))
-    return ReadItem(
-        LoadItemType.TENSOR, MetadataIndex(f"{number}"), into, index, torch.Size(offsets), torch.Size(lengths)
-    )
+    return ReadItem(LoadItemType.TENSOR, MetadataIndex(f"{number}"), into, index, torch.Size(offsets), torch.Size(lengths))
 
 
 class Into:

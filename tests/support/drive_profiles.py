@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from deepnvme import AioConfig, Engine
-from deepnvme.drives import drive_of
-from deepnvme.profiles import DriveProfile, default_settings
+from deepnvme.drives.mounts import drive_of
+from deepnvme.drives.profiles import DriveProfile, default_settings
 
 
 class EngineSettings(NamedTuple):

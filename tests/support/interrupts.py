@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import deepnvme
-from deepnvme.transfer.block_cache import BlockCache
+from deepnvme.cache.block_cache import BlockCache
 
 from .engines import transfers_are
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deepnvme import Engine
-from deepnvme.store.directory_lock import StoreLocked
+from deepnvme.files.directory_lock import StoreLocked
 from deepnvme.tables import Table
 
 from ..support.patience import until
@@ -55,9 +55,7 @@ def filled(path: Path, **more: Any) -> Table:
     return Table.from_tensor(path, torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH), staging_bytes=0, **more)
 
 
-def test_a_prefetch_returns_before_anything_is_read_and_goes_on_by_itself(
-    drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefetch_returns_before_anything_is_read_and_goes_on_by_itself(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with filled(drive / "table") as table:
         released = held(monkeypatch, "gather")
         table.prefetch(IDS)
@@ -137,9 +135,7 @@ def test_nothing_is_kept_of_a_table_that_is_gone(drive: Path, monkeypatch: pytes
         gc.enable()
 
 
-def test_another_writer_waits_for_the_writes_of_a_table_that_was_not_closed(
-    drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_writer_waits_for_the_writes_of_a_table_that_was_not_closed(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [filled(drive / "table", updatable=True, memory_budget=4 << 20)]
     released = held(monkeypatch, "scatter")
     quarter = tables[0].stats().cache_capacity // 4

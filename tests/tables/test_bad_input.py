@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from deepnvme.store.directory_lock import StoreLocked
+from deepnvme.files.directory_lock import StoreLocked
 from deepnvme.tables import CorruptTable, RowsUnreadable, State, Table
 
 from ..support.disks import Disk

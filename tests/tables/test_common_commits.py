@@ -80,9 +80,7 @@ def no_space() -> None:
 
 
 @pytest.mark.parametrize(("call", "when"), POINTS)
-def test_a_crash_leaves_all_tables_at_the_same_commit(
-    call: int, when: str, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_leaves_all_tables_at_the_same_commit(call: int, when: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = created(drive)
     child = os.fork()
     if child == 0:
@@ -173,9 +171,7 @@ def test_a_training_waits_for_its_commit_to_be_finished(drive: Path, monkeypatch
         assert torch.equal(bag(CHANGED), values - 1)
 
 
-def test_a_decided_commit_is_finished_without_the_drive_being_flushed_again(
-    drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decided_commit_is_finished_without_the_drive_being_flushed_again(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = created(drive)
     with opened(paths) as (tables, commits):
         at_save(monkeypatch, DECIDES, "after", lambda: fail_flushes(monkeypatch))

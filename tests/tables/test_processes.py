@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from deepnvme.store.directory_lock import StoreLocked
+from deepnvme.files.directory_lock import StoreLocked
 from deepnvme.tables import Table
 
 from ..support.patience import PATIENCE

@@ -20,7 +20,7 @@ from .reader import Wanted, elements_of_safetensors, fill, open_item_file, part
 from .writer import PlannedFile, done, write_files
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
     raise ImportError(f"Hugging Face checkpoints need torch 2.9 or newer, and this is {torch.__version__}: use NVMeWriter")

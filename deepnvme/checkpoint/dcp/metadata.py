@@ -19,8 +19,8 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
 
-from deepnvme._files import UnfitFile, read_regular
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, refuse_wasteful
+from deepnvme.files.regular_files import NotARegularSmallFile, read_regular
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
@@ -55,7 +55,7 @@ def load_metadata(path: Path) -> torch_metadata.Metadata:
     """
     try:
         text = read_regular(path, _LARGEST)
-    except UnfitFile as error:
+    except NotARegularSmallFile as error:
         raise CorruptCheckpoint(path, str(error)) from error
     refuse_wasteful(path, text)
     try:

@@ -17,13 +17,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from deepnvme._files import naming_file, open_regular
 from deepnvme.checkpoint import file_io
 from deepnvme.checkpoint.formats.dcp_tensor import HEAD, Elements, KnownArchives, contiguous_strides
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, is_damage
 from deepnvme.checkpoint.formats.safetensors_header import read_header
 from deepnvme.checkpoint.loading import resolve_weights_only
 from deepnvme.engine import Engine
+from deepnvme.files.regular_files import open_regular
+from deepnvme.files.replacing import with_filename
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.memory.tensor_bytes import flat_bytes, memory_of
 from deepnvme.transfer.gather import DIRECT_FROM
@@ -34,7 +35,7 @@ from .objects import CheckingPlanner, Damaged, check_archive
 from .writer import done
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 _COPIED = 64 << 20
 """Most bytes read at a time into separate memory, to be copied into tensors from there."""
@@ -171,7 +172,7 @@ class NVMeReader(FileSystemReader):
         engine = file_io.shared_engine(self.path, self._aio_config)
         for name, requests in by_file.items():
             path = Path(self.path) / name
-            with naming_file(path), open_item_file(path, requests[0]) as file:
+            with with_filename(path), open_item_file(path, requests[0]) as file:
                 others += self._read(file, path, requests, planner, engine)
         for request in others:
             path = Path(self.path) / self.storage_data[request.storage_index].relative_path

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from deepnvme._files import open_regular, sync_directory
 from deepnvme._interrupts import Latch, defer_interrupts
 from deepnvme.checkpoint.file_io import shared_engine, write
 from deepnvme.checkpoint.formats.dcp_tensor import flat, frame, memory_of_item
@@ -30,12 +29,14 @@ from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.formats.safetensors_header import make_header
 from deepnvme.checkpoint.publication import Destination, remove_leftovers
 from deepnvme.engine import Engine
+from deepnvme.files.regular_files import open_regular
+from deepnvme.files.replacing import sync_directory
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.transfer.gather import DIRECT_FROM
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 Result = TypeVar("Result")
 

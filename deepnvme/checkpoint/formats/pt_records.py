@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch.serialization import LoadEndianness, get_default_load_endianness
 
-from deepnvme._files import naming_file, open_regular
+from deepnvme.files.regular_files import open_regular
+from deepnvme.files.replacing import with_filename
 
 from .pickle_scan import PickleScan, names_only_plain, why_wasteful
 from .recognition import what_archive
@@ -81,7 +82,7 @@ _header = operator.attrgetter("header")
 
 def is_zip(path: str | os.PathLike[str]) -> bool:
     """Return whether the file begins as a zip archive, by which torch.load tells it from the older formats."""
-    with naming_file(path), open_regular(path) as file:
+    with with_filename(path), open_regular(path) as file:
         return file.read(4) == b"PK\3\4"
 
 
@@ -90,7 +91,7 @@ def is_pickle(path: str | os.PathLike[str]) -> bool:
 
     False for a safetensors file, although that may begin with the same byte.
     """
-    with naming_file(path), open_regular(path) as file:
+    with with_filename(path), open_regular(path) as file:
         head = file.read(9)
     return len(head) == 9 and head[:1] == b"\x80" and head[8:] != b"{"
 

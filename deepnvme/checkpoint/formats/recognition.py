@@ -6,7 +6,8 @@ import codecs
 import os
 from collections.abc import Sequence
 
-from deepnvme._files import naming_file, open_regular
+from deepnvme.files.regular_files import open_regular
+from deepnvme.files.replacing import with_filename
 
 _HEAD = 512
 _SHOWN = 40
@@ -42,7 +43,7 @@ def what_else(path: str | os.PathLike[str]) -> str | None:
 
     Raises OSError if it cannot be read.
     """
-    with naming_file(path), open_regular(path) as file:
+    with with_filename(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(_HEAD)
     if head.startswith(b"PK\x03\x04") or _TORCH_MAGIC in head or head.startswith(_TORCH_MAGIC_AS_TEXT):

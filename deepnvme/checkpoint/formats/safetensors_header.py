@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from pydantic_core import from_json, to_json
 
-from deepnvme._files import UnfitFile, open_regular, read_regular
-from deepnvme._shortened_lists import listed
+from deepnvme.files.regular_files import NotARegularSmallFile, open_regular, read_regular
 from deepnvme.memory.tensor_bytes import span_nbytes
+from deepnvme.telemetry.descriptions import shorten
 
 from .pt_records import CorruptCheckpoint
 from .recognition import SAFETENSORS, UNKNOWN, what_else
@@ -258,7 +258,7 @@ def _index(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
     """Return the object of an index. Raises CorruptCheckpoint that says what was ``expected``, and OSError."""
     try:
         index = _parsed(read_regular(path, LONGEST_HEADER))
-    except UnfitFile as error:
+    except NotARegularSmallFile as error:
         raise CorruptCheckpoint(path, str(error)) from None
     except ValueError as error:
         raise CorruptCheckpoint(path, f"{expected}: {error}") from None
@@ -332,7 +332,7 @@ def indexed(path: str | os.PathLike[str], shard: str, names: Sequence[str] | Non
         return dict(found)
     missing = [name for name in names if name not in found]
     if missing:
-        raise CorruptCheckpoint(path, f"its index has tensors in {shard} that are not there: {listed(missing)}")
+        raise CorruptCheckpoint(path, f"its index has tensors in {shard} that are not there: {shorten(missing)}")
     return {name: found[name] for name in names}
 
 

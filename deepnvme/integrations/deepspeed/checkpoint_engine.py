@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from deepnvme._files import sync_directory
 from deepnvme.checkpoint.loading import load
 from deepnvme.checkpoint.saving import save
 from deepnvme.checkpoint.unpickling import MapLocation
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.files.replacing import sync_directory
 
 from .replacement import Replacement, around, module
 from .swap_tensor.aio_config import AIO_KEYS

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from deepnvme._descriptions import printable
-from deepnvme.store.directory_lock import lock
+from deepnvme.files.directory_lock import lock
+from deepnvme.telemetry.descriptions import printable
 
 from . import swap_tensor as zero
 from .replacement import Replacement, around, attribute, module

@@ -18,7 +18,7 @@ from .buffer_copies import BufferCopies
 from .saving import save_on_disk
 
 if TYPE_CHECKING:
-    from deepnvme.profiles import AnyPath
+    from deepnvme.drives.profiles import AnyPath
 
 
 def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | save_on_disk, **options: Any) -> nn.Module:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from deepnvme._descriptions import decimal_size
-from deepnvme._drive_wear import terabytes_per_day
-from deepnvme._report_figures import ReportFigures
-from deepnvme._stopwatch import Stopwatch
+from deepnvme.telemetry.descriptions import decimal_size
+from deepnvme.telemetry.drive_wear import terabytes_per_day
+from deepnvme.telemetry.report_figures import ReportFigures
+from deepnvme.telemetry.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)

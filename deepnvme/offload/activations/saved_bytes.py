@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme.cache.block import Block, Memory
+from deepnvme.cache.block_memory import OwnMemory
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import give_pages, huge_pages
 from deepnvme.memory.lease import Transfer
@@ -19,8 +21,6 @@ from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.offload.pinned_arena import PinnedArena
 from deepnvme.store.futures import StoreFuture, StoreTransfer
 from deepnvme.store.tensor_store import TensorStore
-from deepnvme.transfer.block import Block, Memory
-from deepnvme.transfer.block_memory import OwnMemory
 
 from .saved_tensor import StorageReference, version_of
 
@@ -43,9 +43,7 @@ class SavedBytes(Block):
         "unpack_count", "version",
     )  # fmt: skip
 
-    def __init__(
-        self, number: int, storage: torch.UntypedStorage, span: tuple[int, int], versioned: torch.Tensor
-    ) -> None:
+    def __init__(self, number: int, storage: torch.UntypedStorage, span: tuple[int, int], versioned: torch.Tensor) -> None:
         super().__init__(str(number), span[1] - span[0])
         source = flat_bytes(storage)[span[0] : span[1]]
         # A part would keep all of its storage in memory.

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from deepnvme._descriptions import path_list, representation, size_for_people
 from deepnvme._interrupts import defer_interrupts
-from deepnvme._sizes import ByteCount, byte_count
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
+from deepnvme.telemetry.descriptions import path_list, representation, size_for_people
+from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .report import ActivationReport, StepCounts
 from .saved_tensor import KeptTensor, Packed, SavedDTensor, is_distributed, is_kept_by_user, is_plain
 from .store import ActivationStore
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
-    from deepnvme.profiles import AnyPath
+    from deepnvme.drives.aio_config import AioConfig
+    from deepnvme.drives.profiles import AnyPath
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -107,9 +107,7 @@ class save_on_disk:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle what it was made with. Objects made with the same share their files."""
-        make = functools.partial(
-            save_on_disk, memory_budget=self._memory_budget, min_bytes=self._min_bytes, config=self._config
-        )
+        make = functools.partial(save_on_disk, memory_budget=self._memory_budget, min_bytes=self._min_bytes, config=self._config)
         return make, (self._paths,)
 
     def __enter__(self) -> save_on_disk:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 import torch
 
 from deepnvme._interrupts import Latch, defer_interrupts
-from deepnvme.profiles import engine_for
-from deepnvme.store.directory_lock import DirectoryOwner
+from deepnvme.cache.block import State
+from deepnvme.cache.block_cache import BlockCache, Use
+from deepnvme.drives.profiles import engine_for
+from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.store.own_directory import open_own_store, remove_directories
-from deepnvme.transfer.block import State
-from deepnvme.transfer.block_cache import BlockCache, Use
 
 from .report import ActivationReport, StepCounts
 from .saved_bytes import SavedBytes, SavedBytesBacking, SavedMemory, WriteFailed
@@ -31,7 +31,7 @@ from .user_held_storages import UserHeldStorages
 from .write_behind import WriteBehindPolicy
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 _MOST_READ_AHEAD = 128
 """Saved storages that are read ahead at a time: to list more takes longer than to read a small one."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from deepnvme._sizes import ByteCount, byte_count
-from deepnvme._weight_differences import StoreMismatch
+from deepnvme.model.weight_differences import StoreMismatch
+from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .layers import Part, TiledEmbedding, TiledLayer, TiledLinear, check_replaceable, shape_of, splits_within
 

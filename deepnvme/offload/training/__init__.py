@@ -1,7 +1,7 @@
 """Training of a model that is on a drive, with one block after the other in memory: its values, steps, ranks, plan and state."""
 
-from deepnvme._drive_wear import WriteEstimate
 from deepnvme._lazy import public_names
+from deepnvme.telemetry.drive_wear import WriteEstimate
 
 from .plan import TrainingPlan
 from .report import TrainingReport

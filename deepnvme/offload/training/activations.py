@@ -14,7 +14,7 @@ from deepnvme.offload.activations.saving import save_on_disk
 from .blocks.parameter_uses import ParameterUses
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
     from deepnvme.offload.activations.report import ActivationReport
     from deepnvme.offload.activations.store import ActivationStore
 
@@ -30,9 +30,7 @@ class TrainingActivations(save_on_disk):
         config: Settings of the engine.
     """
 
-    def __init__(
-        self, uses: ParameterUses, paths: Sequence[Path], chosen: bool, config: AioConfig | None, budget: int
-    ) -> None:
+    def __init__(self, uses: ParameterUses, paths: Sequence[Path], chosen: bool, config: AioConfig | None, budget: int) -> None:
         super().__init__(paths, memory_budget=budget, config=config)
         self._uses, self._chosen = uses, chosen
 

@@ -14,15 +14,15 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from deepnvme._model_structure import ties_of, weights_by_name
-from deepnvme._shortened_lists import listed
-from deepnvme._weight_differences import StoreMismatch, WeightInfo, described, differences
+from deepnvme.cache.block_cache import BlockCache
 from deepnvme.checkpoint.file_io import shared_engine
 from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Weights, part_of, weights_in
 from deepnvme.memory.host import empty_aligned
+from deepnvme.model.structure import ties_of, weights_by_name
+from deepnvme.model.weight_differences import StoreMismatch, WeightInfo, described, differences
 from deepnvme.offload.activations.saved_tensor import is_distributed
 from deepnvme.offload.tiles.tiling import cut_into_tiles
-from deepnvme.transfer.block_cache import BlockCache
+from deepnvme.telemetry.descriptions import shorten
 
 from .blocks.parameter_block import ParameterBlock, absent_like
 from .model_partition import ModelPartition
@@ -120,7 +120,7 @@ class InitialValues:
         ]
         if gone:
             raise ValueError(
-                f"parameters have no values any more ({listed(map(repr, gone), _SHOWN)}), of a training that was closed without"
+                f"parameters have no values any more ({shorten(map(repr, gone), _SHOWN)}), of a training that was closed without"
                 " restore=True, or could not be begun: make the model anew, or give a checkpoint"
             )
 
@@ -139,7 +139,7 @@ class InitialValues:
     def _raise_unset(self, names: Iterable[str]) -> None:
         raise ValueError(
             "on the meta device, without values: neither reset_parameters() of their modules nor a checkpoint gives them to"
-            f" {listed(map(repr, names), _SHOWN)}"
+            f" {shorten(map(repr, names), _SHOWN)}"
         )
 
     def place(self, partition: ModelPartition) -> ModelPartition:
@@ -294,7 +294,7 @@ class InitialValues:
             if replaced:
                 raise ValueError(
                     f"reset_parameters() of a {type(module).__name__} has made other parameters in place of"
-                    f" {listed(map(repr, sorted(replaced)), _SHOWN)}: it has to give values to those that are there"
+                    f" {shorten(map(repr, sorted(replaced)), _SHOWN)}: it has to give values to those that are there"
                 )
             self._valued.update(own)
         elif init_weights is not None and not own and self._all_reset:

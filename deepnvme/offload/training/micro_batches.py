@@ -120,4 +120,3 @@ class _Place:
         first = not self._in_backward
         self._in_backward.add(block)
         return not (first and block is self._last_in_forward)
-

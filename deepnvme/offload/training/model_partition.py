@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from deepnvme._model_structure import ModelBlock, Structure, structure_of, weights_by_name
+from deepnvme.model.structure import ModelBlock, Structure, structure_of, weights_by_name
 from deepnvme.offload.activations.saved_tensor import is_distributed
 from deepnvme.offload.tiles.layers import tile_names
 
@@ -52,7 +52,7 @@ def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None =
     Args:
         model: On the CPU or the meta device.
         blocks: None to find them, or names and patterns of some, with the others found beside them: see
-            :func:`deepnvme._model_structure.structure_of`. Tiles of tiled layers are among those found. Or modules of the model,
+            :func:`deepnvme.model.structure.structure_of`. Tiles of tiled layers are among those found. Or modules of the model,
             and no other is a block then.
 
     Raises:

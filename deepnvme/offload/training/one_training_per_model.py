@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from deepnvme.store.directory_lock import DirectoryOwner
+from deepnvme.files.directory_lock import DirectoryOwner
 
 if TYPE_CHECKING:
     from .training import OffloadedTraining

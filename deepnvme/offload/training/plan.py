@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deepnvme.transfer.block import Block
+from deepnvme.cache.block import Block
 
 _SHARES = 16
 """The memory for activations is a multiple of this part of the budget: a step's time changes by a few percent in between."""

@@ -6,11 +6,11 @@ import logging
 import time
 from dataclasses import dataclass
 
-from deepnvme._drive_wear import terabytes_per_day
-from deepnvme._report_figures import ReportFigures
+from deepnvme.cache.block_cache import BlockCache
 from deepnvme.offload.activations.report import ActivationReport
 from deepnvme.states.counted_io import CountedIO
-from deepnvme.transfer.block_cache import BlockCache
+from deepnvme.telemetry.drive_wear import terabytes_per_day
+from deepnvme.telemetry.report_figures import ReportFigures
 
 from .ranks import TrainingRanks
 

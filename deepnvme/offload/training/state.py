@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from deepnvme._shortened_lists import listed
 from deepnvme.memory.alignment import PAGE
 from deepnvme.offload.activations.saved_tensor import is_distributed
 from deepnvme.states.params import local_of
@@ -19,6 +18,7 @@ from deepnvme.states.partition import SubGroupPlanner
 from deepnvme.states.state_dict import OffloadedStates
 from deepnvme.states.sub_group import BlockLayout, BlockSection
 from deepnvme.states.versions import BlockVersions, Versioned
+from deepnvme.telemetry.descriptions import shorten
 
 from .blocks.frozen_parameters import FrozenParameters
 from .blocks.parameter_block import ParameterBlock
@@ -165,7 +165,7 @@ class TrainingState:
         self._check_fits(model, {*optimizer["state"], *options}, names)
         missing = [name for param, name in names.items() if param.requires_grad and name not in options]
         if missing:
-            raise ValueError(f"the optimizer's param_groups do not have {listed(missing, 8)}")
+            raise ValueError(f"the optimizer's param_groups do not have {shorten(missing, 8)}")
         self._check_states(optimizer["state"], options, names)
         self._check_shards(model, optimizer["state"], names)
         groups = self._optimizer.param_groups
@@ -248,7 +248,7 @@ class TrainingState:
                     if key in states[name] and _shape(states[name][key]) != param.shape
                 ]
         if wrong:
-            raise ValueError(f"these are no states to go on from: {listed(wrong, 8)}")
+            raise ValueError(f"these are no states to go on from: {shorten(wrong, 8)}")
 
     def _names(self) -> dict[torch.Tensor, str]:
         """Return the first name of each parameter."""
@@ -278,7 +278,7 @@ class TrainingState:
         wrong += [f"{name}: not in the model" for name in dict.fromkeys(strangers)]
         if wrong:
             kind = type(self._model).__name__
-            raise ValueError(f"this is the state of another model than this {kind}: {listed(wrong, 8)}")
+            raise ValueError(f"this is the state of another model than this {kind}: {shorten(wrong, 8)}")
 
 
 def _check_keys(state: Any, keys: Iterable[str], what: str) -> None:

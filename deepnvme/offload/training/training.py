@@ -17,27 +17,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from deepnvme._callers import stack_level
-from deepnvme._descriptions import path_list, printable, representation, size_for_people, state_text
-from deepnvme._drive_wear import WriteEstimate
-from deepnvme._sizes import byte_count
+from deepnvme.cache.block_cache import BlockCache
+from deepnvme.cache.block_memory import PooledMemory
 from deepnvme.checkpoint.saving import save
+from deepnvme.drives.profiles import engine_for
+from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.memory.pool import BufferPool
+from deepnvme.model.quantization import SCHEMES, Scheme
 from deepnvme.offload.activations.checkpointing import is_checkpointed, keep_for_backward, recompute_on_backward
 from deepnvme.offload.activations.saved_tensor import KeptTensor
 from deepnvme.offload.activations.saving import save_on_disk
-from deepnvme.profiles import engine_for
-from deepnvme.quantization import SCHEMES, Scheme
 from deepnvme.states.counted_io import CountedIO
 from deepnvme.states.partition import ELEMENTWISE, SubGroupPlanner
 from deepnvme.states.state_dict import OffloadedStates
 from deepnvme.states.sub_group import SubGroup
 from deepnvme.states.versions import BlockVersions
-from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.own_directory import open_own_store, remove_directories
-from deepnvme.transfer.block_cache import BlockCache
-from deepnvme.transfer.block_memory import PooledMemory
+from deepnvme.telemetry.callers import stack_level
+from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people, state_text
+from deepnvme.telemetry.drive_wear import WriteEstimate
+from deepnvme.telemetry.sizes import byte_count
 
 from .absent_values import AbsentValues
 from .activations import TrainingActivations, unpack
@@ -64,8 +64,8 @@ from .write_estimate import estimate_writes
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from deepnvme.config import AioConfig
-    from deepnvme.profiles import AnyPath
+    from deepnvme.drives.aio_config import AioConfig
+    from deepnvme.drives.profiles import AnyPath
 
 _logger = logging.getLogger(__name__)
 

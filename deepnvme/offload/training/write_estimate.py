@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepnvme._drive_wear import WriteEstimate
 from deepnvme.states.partition import SubGroupPlanner
+from deepnvme.telemetry.drive_wear import WriteEstimate
 
 from .blocks.trained_block import TrainedBlock
 

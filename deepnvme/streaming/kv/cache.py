@@ -14,17 +14,17 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
-from deepnvme._descriptions import representation, size_for_people
-from deepnvme._report_figures import ReportFigures
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.store.volumes import Directory
+from deepnvme.telemetry.descriptions import representation, size_for_people
+from deepnvme.telemetry.report_figures import ReportFigures
 
 from .drive import KVDrive
 from .layer import OffloadedLayer
 from .strip import Pair
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 if Version(transformers.__version__).release < (5, 19):
     raise ImportError(

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from deepnvme._descriptions import state_text
+from deepnvme.cache.block import Block, Memory
+from deepnvme.cache.block_cache import BlockCache, Use
+from deepnvme.cache.block_memory import OwnMemory
+from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine
+from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.lease import Computed, Lease, Transfer
 from deepnvme.memory.pool import BufferPool
-from deepnvme.profiles import engine_for
-from deepnvme.store.directory_lock import DirectoryOwner
 from deepnvme.store.futures import StoreTransfer
 from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.store.tensor_store import TensorStore
-from deepnvme.transfer.block import Block, Memory
-from deepnvme.transfer.block_cache import BlockCache, Use
-from deepnvme.transfer.block_memory import OwnMemory
+from deepnvme.telemetry.descriptions import state_text
 
 from .strip import KVShape, Pair
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 CHUNK_BYTES = 2 << 20
 """Bytes of keys and values that are written together: enough for a drive's full speed, and little to keep back in memory."""
@@ -87,9 +87,7 @@ class KVDrive:
             Not without a path.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str] | None, layers: int, prefetch: int, config: AioConfig | None = None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, layers: int, prefetch: int, config: AioConfig | None = None) -> None:
         self.chunks: list[list[KVChunk]] = [[] for _ in range(layers)]
         """The chunks of each layer, in the order of their positions."""
         self.engine = Engine() if path is None else engine_for([path], config)

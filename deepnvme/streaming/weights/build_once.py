@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepnvme._descriptions import printable
-from deepnvme.store.directory_lock import DirectoryLock, DirectoryOwner, StoreLocked
+from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner, StoreLocked
 from deepnvme.store.manifest import MANIFEST_NAME
+from deepnvme.telemetry.descriptions import printable
 
 from .weight_store import WeightStore
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 BUILDING = "building"
 """Name of a directory, in the store's first one, that the building process locks, and that is removed afterwards."""

@@ -12,18 +12,18 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from deepnvme._model_structure import REST, ExtentPlan, Structure, structure_of, structure_of_names
-from deepnvme._progress import Progress, count_bytes
-from deepnvme._weight_differences import StoreMismatch, WeightInfo, described, differences
 from deepnvme.checkpoint.weight_locations import Pending, Source, Weights
 from deepnvme.engine import Engine
+from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import crc32, memory_of
-from deepnvme.quantization import Scheme, quantize
-from deepnvme.store.directory_lock import DirectoryOwner
+from deepnvme.model.quantization import Scheme, quantize
+from deepnvme.model.structure import REST, ExtentPlan, Structure, structure_of, structure_of_names
+from deepnvme.model.weight_differences import StoreMismatch, WeightInfo, described, differences
 from deepnvme.store.tensor_store import TensorStore
+from deepnvme.telemetry.progress import Progress, count_bytes
 from deepnvme.transfer.gather import Transfers
 
 from .manifest import NAME, Extent, WeightManifest, encode, key_of, laid_out

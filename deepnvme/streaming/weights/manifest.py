@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepnvme._weight_differences import WeightInfo
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.tensor_bytes import dtype_named
-from deepnvme.quantization import ALIGNMENT, SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
+from deepnvme.model.quantization import ALIGNMENT, SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
+from deepnvme.model.weight_differences import WeightInfo
 from deepnvme.store.manifest import CorruptManifest, number, numbers, second_line, string, two_lines
 
 NAME = "manifest"

@@ -14,28 +14,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from deepnvme._descriptions import path_list, representation, size_for_people, state_text
-from deepnvme._progress import ProgressOption, shown_progress
-from deepnvme._shortened_lists import listed
-from deepnvme._weight_differences import StoreMismatch, described, differences
 from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Source, source_of
+from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine
+from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import crc32, memory_of
-from deepnvme.profiles import engine_for
-from deepnvme.quantization import SCHEMES, Scheme
-from deepnvme.store.directory_lock import DirectoryOwner
+from deepnvme.model.quantization import SCHEMES, Scheme
+from deepnvme.model.weight_differences import StoreMismatch, described, differences
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.manifest import CorruptManifest
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.store.volumes import Directory, directory_weights
+from deepnvme.telemetry.descriptions import path_list, representation, shorten, size_for_people, state_text
+from deepnvme.telemetry.progress import ProgressOption, shown_progress
 
 from .build_pipeline import ExtentBuilder, build, read_ahead, structure_for
 from .manifest import LARGEST, NAME, Extent, WeightManifest, decode, key_of
 
 if TYPE_CHECKING:
-    from deepnvme.config import AioConfig
+    from deepnvme.drives.aio_config import AioConfig
 
 Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
 """One or several directories of a store; a mapping gives each a weight, a positive number (otherwise all weigh 1)."""
@@ -126,7 +125,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             model: Only with a checkpoint: the module it is for, which may be on the meta device. It determines the blocks and the
                 tied weights; the names must be the same. Without it the blocks are derived from the names.
             blocks: Names or patterns of the modules that are to be blocks; None to find them. See
-                :func:`deepnvme._model_structure.structure_of`.
+                :func:`deepnvme.model.structure.structure_of`.
             dtype: Floating-point dtype to which weights of floating point are converted; None for no conversion.
             checksum: Whether to keep the CRC-32 of each extent, which takes 0.1 s of one core for each GB.
             progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
@@ -325,7 +324,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         found = crc32(memory_of(read))
         if found == extent.crc32:
             return
-        names = listed(repr(weight.name) for weight in extent.weights)
+        names = shorten(repr(weight.name) for weight in extent.weights)
         text = f"extent {extent.name!r} ({names}) is corrupt: expected CRC-32 {extent.crc32:#010x}, found {found:#010x}"
         raise CorruptExtent(errno.EBADMSG, f"{text}; build the store again", str(self._where))
 

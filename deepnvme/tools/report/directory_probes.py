@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepnvme.drives import MEMORY_FILESYSTEMS, Drive, Kind, Mount, block_device, drive_of
+from deepnvme.drives.mounts import MEMORY_FILESYSTEMS, Drive, Kind, Mount, block_device, drive_of
 from deepnvme.memory.alignment import PAGE
 from deepnvme.ops.op_builder import packages
 from deepnvme.ops.op_builder.cuda import GdsProbe

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepnvme._descriptions import printable
 from deepnvme.ops.op_builder import GDSBuilder
+from deepnvme.telemetry.descriptions import printable
 from deepnvme.version import __version__
 
 from . import directory_probes, machine_probes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from deepnvme.config import AioConfig
-from deepnvme.drives import Drive, Kind
-from deepnvme.profiles import PROFILE_VARIABLE, DriveProfile, default_settings, profile_of, profiles_enabled
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.mounts import Drive, Kind
+from deepnvme.drives.profiles import PROFILE_VARIABLE, DriveProfile, default_settings, profile_of, profiles_enabled
 
 from .facts import Fact
 

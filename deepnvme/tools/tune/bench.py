@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 
 from .figures import Percentiles, latency_between
 from .folder import drop_pages, settle

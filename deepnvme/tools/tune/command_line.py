@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from deepnvme._descriptions import printable
-from deepnvme._files import naming_file
-from deepnvme._sizes import parse_size
+from deepnvme.files.replacing import with_filename
+from deepnvme.telemetry.descriptions import printable
+from deepnvme.telemetry.sizes import parse_size
 from deepnvme.tools.report import emit
 from deepnvme.version import __version__
 
@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 def write_out(text: str, path: str) -> None:
     """Write a text and a line feed to a file. Raises OSError, which names the file."""
-    with naming_file(path), open(path, "w", encoding="utf-8") as file:
+    with with_filename(path), open(path, "w", encoding="utf-8") as file:
         file.write(text + "\n")
 
 

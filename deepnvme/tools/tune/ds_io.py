@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from deepnvme._progress import shown_progress
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.engine import Backend
+from deepnvme.telemetry.progress import shown_progress
 from deepnvme.version import __version__
 
 from .command_line import (

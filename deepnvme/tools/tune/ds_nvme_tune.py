@@ -10,10 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from deepnvme._descriptions import printable
-from deepnvme._progress import shown_progress
-from deepnvme.drives import drive_of
-from deepnvme.profiles import PROFILE_VARIABLE, DriveProfile, profiles_enabled
+from deepnvme.drives.mounts import drive_of
+from deepnvme.drives.profiles import PROFILE_VARIABLE, DriveProfile, profiles_enabled
+from deepnvme.telemetry.descriptions import printable
+from deepnvme.telemetry.progress import shown_progress
 from deepnvme.tools.report import emit
 from deepnvme.tools.report.profile_probe import settings_text
 from deepnvme.version import __version__

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 
 CONFIDENCE = 0.95
 """Probability that all intervals of one table, taken together, contain the truth."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepnvme.drives import MEMORY_FILESYSTEMS, mount_of
+from deepnvme.drives.mounts import MEMORY_FILESYSTEMS, mount_of
 from deepnvme.memory.system_memory import available_memory
 from deepnvme.tools.report import open_descriptor, try_direct_io
 

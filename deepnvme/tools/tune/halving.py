@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 
 from .estimates import CONFIDENCE, Difference, differences, hodges_lehmann
 from .job import OPERATIONS, Observation, Operation

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 
 from .figures import Percentiles, Spread
 from .folder import FolderFacts

@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 
-from deepnvme.drives import MEMORY_FILESYSTEMS
+from deepnvme.drives.mounts import MEMORY_FILESYSTEMS
 
 from .fio import FioContender, find_suitable
 from .folder import check_memory, check_space, folder_facts, settle

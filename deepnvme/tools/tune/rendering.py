@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from deepnvme._descriptions import printable
+from deepnvme.telemetry.descriptions import printable
 from deepnvme.version import __version__
 
 from .command_line import size_text

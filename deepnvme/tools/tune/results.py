@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 
 from .estimates import Difference
 from .folder import FolderFacts

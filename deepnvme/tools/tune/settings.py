@@ -9,9 +9,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deepnvme._files import open_regular
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.engine import Backend
+from deepnvme.files.regular_files import open_regular
 
 from .workspace import Unsuitable
 

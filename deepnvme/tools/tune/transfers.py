@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.integrations.deepspeed.io.fast_file_writer import SMALLEST_TENSOR, FastFileWriter, FastFileWriterConfig
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.ops import load_async_io

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepnvme.config import AioConfig
-from deepnvme.drives import MEMORY_FILESYSTEMS
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.mounts import MEMORY_FILESYSTEMS
 
 from .bench import TrialBench
 from .folder import check_memory, check_space, folder_facts

@@ -13,9 +13,9 @@ import torch
 import deepnvme
 from deepnvme import AioConfig
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeCheckpointEngine
-from deepnvme.drives import drive_of
+from deepnvme.drives.mounts import drive_of
+from deepnvme.drives.profiles import default_settings
 from deepnvme.integrations.deepspeed.swap_tensor import AIO_DEFAULT_DICT
-from deepnvme.profiles import default_settings
 
 from ...support.distributed_states import assert_equal
 

@@ -460,9 +460,7 @@ def test_a_script_runs_as_if_by_itself(
     monkeypatch.setattr(sys, "argv", ["-m", str(program), "--lr", "1"])
     launching.main()
     expected = op if value == "1" else "DeepSpeed's async_io"
-    assert sys.modules["beside"].results == [
-        ("__main__", [str(program), "--lr", "1"], str(program.parent), expected, True)
-    ]
+    assert sys.modules["beside"].results == [("__main__", [str(program), "--lr", "1"], str(program.parent), expected, True)]
 
 
 def test_a_script_behind_a_link_finds_what_is_beside_it(
@@ -500,6 +498,4 @@ def test_a_module_runs_as_if_by_itself(
     monkeypatch.setattr(sys, "path", [str(program.parent), *sys.path[1:]])
     monkeypatch.setattr(sys, "argv", ["-m", "-m", "train_by_itself", "--lr", "1"])
     launching.main()
-    assert sys.modules["beside"].results == [
-        ("__main__", [str(program), "--lr", "1"], str(program.parent), op, True)
-    ]
+    assert sys.modules["beside"].results == [("__main__", [str(program), "--lr", "1"], str(program.parent), op, True)]

@@ -174,6 +174,7 @@ class UnknownContext:
 
 def test_a_function_compiled_by_inductor_may_enter_it_for_a_part(backend: CountingBackend, activations: save_on_disk) -> None:
     """What it calls there is compiled."""
+
     def compiled(context: Any) -> list[torch.Tensor]:
         layers = blocks()
 
@@ -204,9 +205,7 @@ def test_a_function_compiled_in_one_graph_cannot_enter_it(activations: save_on_d
 
 
 @pytest.mark.parametrize("way", ["torch's checkpoint", "checkpoint_on_disk"])
-def test_checkpointed_blocks_that_were_compiled_before_are_the_same_bits(
-    backend: CountingBackend, drive: Path, way: str
-) -> None:
+def test_checkpointed_blocks_that_were_compiled_before_are_the_same_bits(backend: CountingBackend, drive: Path, way: str) -> None:
     def compiled(activations: save_on_disk | None) -> list[torch.Tensor]:
         layers = blocks()
         for layer in layers:

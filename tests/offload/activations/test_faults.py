@@ -555,7 +555,8 @@ def test_what_several_killed_processes_leave_is_removed_and_what_a_live_one_has_
     where = [str(drive / name) for name in ("one", "two")[:paths]]
     interpreters.run("")  # so that there is an output to wait for
     child = interpreters.start(
-        PROGRAM + f"""
+        PROGRAM
+        + f"""
         children = []
         for number in range(4):
             read, write = os.pipe()
@@ -599,7 +600,8 @@ def test_what_several_killed_processes_leave_is_removed_and_what_a_live_one_has_
 @pytest.mark.slow
 def test_a_forked_child_is_told_and_its_parent_goes_on(interpreters: Interpreters, drive: Path) -> None:
     interpreters.run(
-        PROGRAM + f"""
+        PROGRAM
+        + f"""
         training = Training({str(drive)!r})
         def in_child(call, wanted):
             pid = os.fork()

@@ -139,9 +139,7 @@ def test_a_parameter_in_many_sub_groups_is_rounded_as_one(name: str, threads: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (kind, _) in OPTIMIZERS.items() if kind in ELEMENTWISE])
-def test_a_sub_group_is_stepped_in_portions_of_its_gradients(
-    name: str, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sub_group_is_stepped_in_portions_of_its_gradients(name: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In which gradients are missing too, also all of a portion."""
     optimizer_class, options = OPTIMIZERS[name]
     monkeypatch.setattr(partition, "PORTION", 600)

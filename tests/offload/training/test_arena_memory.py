@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from deepnvme.cache.block import Block, Memory
 from deepnvme.offload.training.blocks.arena_memory import ArenaMemory
-from deepnvme.transfer.block import Block, Memory
 
 MIB = 1 << 20
 

@@ -324,9 +324,7 @@ def test_a_training_that_clips_by_the_current_norm_goes_on_from_one_that_does_no
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("first", [False, True])
-def test_a_norm_that_is_not_finite_undoes_the_step(
-    drive: Path, model: Model, first: bool, bad: float, deferred: bool
-) -> None:
+def test_a_norm_that_is_not_finite_undoes_the_step(drive: Path, model: Model, first: bool, bad: float, deferred: bool) -> None:
     """So the batch can be left out, and neither the model nor the next step has anything of it."""
     reference = InMemory(model, MAX_NORM)
     with training_of(model, drive, deferred=deferred) as training:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from deepnvme.model.quantization import SCHEMES, Scheme, dequantize, is_worth_quantizing, quantize
 from deepnvme.offload import OffloadedTraining
-from deepnvme.quantization import SCHEMES, Scheme, dequantize, is_worth_quantizing, quantize
 
 from ...support.offloaded_training import assert_same_model
 
@@ -188,9 +188,7 @@ def test_frozen_parameters_beside_the_blocks_are_in_any_dtype(drive: Path, schem
 
 
 @pytest.mark.parametrize("scheme", [None, "int4"])
-def test_a_training_in_several_dtypes_is_resumed_with_the_same_bits(
-    drive: Path, tmp_path: Path, scheme: Scheme | None
-) -> None:
+def test_a_training_in_several_dtypes_is_resumed_with_the_same_bits(drive: Path, tmp_path: Path, scheme: Scheme | None) -> None:
     model = new()
     for block in model.blocks:
         freeze_linear(block)

@@ -196,9 +196,7 @@ def test_random_numbers_go_on_after_a_step_as_in_memory(drive: Path, model: Mode
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_block_is_read_once_for_all_micro_batches(
-    drive: Path, dropout: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_is_read_once_for_all_micro_batches(drive: Path, dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     get = TensorStore.get
 

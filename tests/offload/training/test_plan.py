@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from deepnvme.cache.block import Block
 from deepnvme.memory.chunks import PinnedChunk
 from deepnvme.offload import OffloadedTraining
 from deepnvme.offload.training.plan import BlockUse, ForwardCost, StepFigures, best_plan, block_traffic, usable_share
-from deepnvme.transfer.block import Block
 
 MIB = 1 << 20
 

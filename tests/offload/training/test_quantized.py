@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
+from deepnvme.model.quantization import SCHEMES, Scheme, dequantize, is_worth_quantizing, quantize
 from deepnvme.offload import OffloadedTraining
-from deepnvme.quantization import SCHEMES, Scheme, dequantize, is_worth_quantizing, quantize
 
 from ...faults.torture.interruption import Interruption
 from ...support.engines import failing

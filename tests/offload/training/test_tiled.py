@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from deepnvme.checkpoint.weight_locations import OpenFiles
 from deepnvme.memory.pool import BufferPool
+from deepnvme.model.quantization import QuantizedLayout, dequantize, quantize
 from deepnvme.offload import OffloadedTraining, TiledLinear, tile_large_layers, untiled_state_dict
 from deepnvme.offload.training.model_partition import partition_model
-from deepnvme.quantization import QuantizedLayout, dequantize, quantize
 from deepnvme.safetensors import save_file
 
 from ...faults.torture.interruption import Interruption

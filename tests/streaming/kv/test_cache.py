@@ -48,8 +48,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mistral, window of 9": lambda: decoder("Mistral", sliding_window=9),
     "gemma2, window of 8 in turns": lambda: decoder("Gemma2", sliding_window=8, head_dim=8),
     "qwen3, linear and full": lambda: decoder(
-        "Qwen3Next", num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
-        linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_hidden_layers=4,
+        "Qwen3Next",
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_hidden_layers=4,
     ),
 }
 
@@ -206,9 +214,7 @@ def test_a_read_that_fails_names_the_file_and_leaves_no_memory_behind(llama: Any
 
 
 @pytest.mark.slow
-def test_any_transfer_that_fails_is_told_of_once_and_no_token_is_wrong(
-    llama: Any, cache: OffloadedCache, drive: Path
-) -> None:
+def test_any_transfer_that_fails_is_told_of_once_and_no_token_is_wrong(llama: Any, cache: OffloadedCache, drive: Path) -> None:
     with Failing(drive, "read", "write") as failing:
         _each_fails(llama, cache, drive, failing)
 
@@ -348,6 +354,7 @@ def test_caches_in_one_path_do_not_disturb_each_other(llama: Any, drive: Path) -
 
 
 # What generation gives.
+
 
 def in_place(config: Any, drive: Path, place: dict[str, Any]) -> Any:
     return offloaded_cache(config, **place, **({"path": drive} if place["where"] == "nvme" else {}))

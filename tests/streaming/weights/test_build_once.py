@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from deepnvme.store.directory_lock import DirectoryLock
+from deepnvme.files.directory_lock import DirectoryLock
 from deepnvme.streaming import WeightStore
 from deepnvme.streaming.weights import build_once
 from deepnvme.streaming.weights.build_once import BUILDING, opened_or_built

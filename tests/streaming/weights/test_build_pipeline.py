@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme._model_structure import ExtentPlan
 from deepnvme.checkpoint import weight_locations
 from deepnvme.checkpoint.weight_locations import OpenFiles, Weights
 from deepnvme.engine import Engine, File
+from deepnvme.model.structure import ExtentPlan
 from deepnvme.safetensors import save_sharded
 from deepnvme.streaming import Location, WeightInfo, WeightStore
 from deepnvme.streaming.weights.build_pipeline import ExtentBuilder, write_extents

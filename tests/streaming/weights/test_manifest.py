@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepnvme._weight_differences import WeightInfo
-from deepnvme.quantization import ALIGNMENT
+from deepnvme.model.quantization import ALIGNMENT
+from deepnvme.model.weight_differences import WeightInfo
 from deepnvme.streaming.weights.manifest import (
     LARGEST,
     Extent,
@@ -39,7 +39,6 @@ from deepnvme.swap import CorruptManifest
 def test_a_manifest_that_is_none(drive: Path, data: bytes, match: str) -> None:
     with pytest.raises(CorruptManifest, match=match):
         decode(data, drive)
-
 
 
 BODY = '{"model":"","extents":[["e",0,null,[%s]]],"blocks":{},"ties":{},"origin":""}'

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from deepnvme._model_structure import REST, weights_by_name
-from deepnvme._weight_differences import WeightInfo
-from deepnvme.quantization import dequantize, quantize
+from deepnvme.model.quantization import dequantize, quantize
+from deepnvme.model.structure import REST, weights_by_name
+from deepnvme.model.weight_differences import WeightInfo
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, StoreMismatch, WeightStore

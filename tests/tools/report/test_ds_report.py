@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from deepnvme import drives
+from deepnvme.drives import mounts as drives
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, jit, packages
 from deepnvme.ops.op_builder.cuda import Found, GdsProbe
 from deepnvme.tools.report import directory_probes, machine_probes

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from deepnvme.config import AioConfig
-from deepnvme.drives import Drive, Kind, Mount, drive_of
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.mounts import Drive, Kind, Mount, drive_of
+from deepnvme.drives.profiles import DriveProfile
 from deepnvme.ops.op_builder import GDSBuilder
-from deepnvme.profiles import DriveProfile
 from deepnvme.tools.report import ds_report as report
 from deepnvme.tools.report.directory_probes import directory_facts
 from deepnvme.tools.report.facts import Fact
@@ -143,9 +143,7 @@ def test_it_is_found_out_without_torch(drive: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 
 
-def test_the_device_is_told_with_its_disks_and_their_kind(
-    drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_is_told_with_its_disks_and_their_kind(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = tmp_path / "md0" / "queue"
     sizes.mkdir(parents=True)
     (sizes / "logical_block_size").write_text("512\n")

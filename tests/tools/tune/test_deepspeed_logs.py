@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune.ds_nvme_tune import write_logs
 from deepnvme.tools.tune.folder import FolderFacts
 from deepnvme.tools.tune.results import Figures, Result, Search, Tuning

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune.figures import Percentiles, Spread, latency_between
 from deepnvme.tools.tune.job import Job, Measurement, Place, Sample
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.engine import Backend
 from deepnvme.tools.tune.halving import least_written, search, settings_per_round
 from deepnvme.tools.tune.job import Observation, Operation

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import pytest
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import folder, measuring, transfers, workers
 from deepnvme.tools.tune.job import EngineName, Job, Operation, Place
 from deepnvme.tools.tune.measuring import measure

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune.estimates import Difference
 from deepnvme.tools.tune.folder import FolderFacts
 from deepnvme.tools.tune.job import Operation

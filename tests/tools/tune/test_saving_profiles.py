@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import deepnvme
-from deepnvme.config import AioConfig
-from deepnvme.drives import Drive, Kind, Mount
-from deepnvme.profiles import DriveProfile
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.mounts import Drive, Kind, Mount
+from deepnvme.drives.profiles import DriveProfile
 from deepnvme.tools.tune import ds_nvme_tune as program
 from deepnvme.tools.tune.ds_nvme_tune import profiles_from
 
@@ -105,9 +105,7 @@ def test_what_was_found_reaches_the_engines_for_that_drive(ds_nvme_tune: Command
 
 
 @pytest.mark.usefixtures("tuned")
-def test_one_line_says_where_the_profile_is_and_what_it_governs(
-    ds_nvme_tune: Command, drive: Path, configuration: Path
-) -> None:
+def test_one_line_says_where_the_profile_is_and_what_it_governs(ds_nvme_tune: Command, drive: Path, configuration: Path) -> None:
     ran = ds_nvme_tune("--nvme_dir", drive, "--save_profile")
     (profile,) = stored(configuration)
     (line,) = ran.behind_the_announcement()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune.command_line import size, size_text
 from deepnvme.tune import Job, Order, Place
 

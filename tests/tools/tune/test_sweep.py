@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import ds_nvme_tune as program
 from deepnvme.tools.tune import tuner
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import transfers
 from deepnvme.tools.tune.job import EngineName, Job, Operation, Place
 from deepnvme.tools.tune.transfers import TransferBuffer, random_bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import transfers, tuner
 from deepnvme.tools.tune.bench import TrialBench
 from deepnvme.tools.tune.halving import search

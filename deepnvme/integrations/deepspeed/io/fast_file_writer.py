@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepnvme._files import naming_file
+from deepnvme.files.replacing import with_filename
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.tensor_bytes import memory_of
 
@@ -152,7 +152,7 @@ class FastFileWriter(io.RawIOBase):
             super().close()
             return
         # The file is always closed, so that no write goes to this descriptor when another file has its number.
-        with naming_file(self._file_path), self._file:
+        with with_filename(self._file_path), self._file:
             try:
                 super().close()  # calls flush()
             finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deepnvme.config import AioConfig
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.engine import Engine
 from deepnvme.memory.alignment import padded
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepnvme._descriptions import printable
+from deepnvme.telemetry.descriptions import printable
 
 _logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from deepnvme.cache.block import Block
+from deepnvme.cache.block_cache import Use
 from deepnvme.engine import Engine, without_python
 from deepnvme.memory.pool import BufferPool, buffer_pool
-from deepnvme.transfer.block import Block
-from deepnvme.transfer.block_cache import Use
 from deepnvme.transfer.gather import Transfers
 
 from .aio_config import SwapSizes, engine_of

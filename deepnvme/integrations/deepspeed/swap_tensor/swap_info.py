@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.serialization import load as torch_load  # torch.load may be deepnvme.load by now
 
-from deepnvme._files import replacing
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, check_pickle, records_of
+from deepnvme.files.replacing import replacing
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.tensor_bytes import dtype_named
 

@@ -6,11 +6,11 @@ import errno
 
 import torch
 
+from deepnvme.cache.block import Block
+from deepnvme.cache.block_cache import BlockCache
+from deepnvme.cache.block_memory import PooledMemory
 from deepnvme.engine import Engine, Future
 from deepnvme.memory.pool import BufferPool
-from deepnvme.transfer.block import Block
-from deepnvme.transfer.block_cache import BlockCache
-from deepnvme.transfer.block_memory import PooledMemory
 
 _BUSY_BYTES = 32 << 20
 """So much in transfer keeps a drive busy. More of what nobody waits for would only slow down what somebody does."""

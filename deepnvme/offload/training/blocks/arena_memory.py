@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from deepnvme.cache.block import Block, Memory
+from deepnvme.cache.block_memory import OwnMemory
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.pool import OutOfBuffers
 from deepnvme.offload.pinned_arena import PinnedArena
-from deepnvme.transfer.block import Block, Memory
-from deepnvme.transfer.block_memory import OwnMemory
 
 
 class ArenaMemory:

@@ -11,8 +11,8 @@ from torch import nn
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
+from deepnvme.model.quantization import QuantizedLayout, Scheme, dequantize, is_worth_quantizing, quantize
 from deepnvme.offload.pinned_arena import PinnedArena
-from deepnvme.quantization import QuantizedLayout, Scheme, dequantize, is_worth_quantizing, quantize
 from deepnvme.states.sub_group import BlockSection, lay_out
 
 from .versioned_block import VersionedBlock
@@ -72,16 +72,12 @@ class FrozenParameters(VersionedBlock):
 
     __slots__ = ("_lender", "_schemes", "_stored", "_values", "copy", "layout", "params")
 
-    def __init__(
-        self, index: str, params: Mapping[int, nn.Parameter], scheme: Scheme | None, lender: ParameterMemory
-    ) -> None:
+    def __init__(self, index: str, params: Mapping[int, nn.Parameter], scheme: Scheme | None, lender: ParameterMemory) -> None:
         self.params = dict(params)
         self.layout = lay_out([(number, "", param.detach()) for number, param in params.items()])
         """Where the parameters lie in memory."""
         self._schemes = {number: quantizes(scheme, param) for number, param in params.items()}
-        self._stored = lay_out(
-            [(number, "", _stored_like(self._schemes[number], param)) for number, param in params.items()]
-        )
+        self._stored = lay_out([(number, "", _stored_like(self._schemes[number], param)) for number, param in params.items()])
         super().__init__(index, self._stored.nbytes)
         self._lender = lender
         self._values: torch.Tensor | None = None

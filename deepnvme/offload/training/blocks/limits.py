@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
+from deepnvme.cache.block import Block
 from deepnvme.memory.alignment import padded
 from deepnvme.states.partition import SubGroupPlanner
 from deepnvme.states.sub_group import SubGroup
-from deepnvme.transfer.block import Block
 
 from .parameter_block import ParameterBlock
 

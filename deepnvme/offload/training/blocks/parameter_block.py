@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from deepnvme.model.quantization import Scheme
 from deepnvme.offload.activations.saved_tensor import View, view_of
 from deepnvme.offload.training.ranks import TrainingRanks
-from deepnvme.quantization import Scheme
 from deepnvme.states.sub_group import lay_out
 
 from .frozen_parameters import FrozenParameters, ParameterMemory, quantizes

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from deepnvme.cache.block import Block
+from deepnvme.cache.block_cache import BlockCache, Use
 from deepnvme.offload.activations.checkpointing import CheckpointedForward, is_checkpointed
 from deepnvme.offload.activations.saved_tensor import View, is_plain
-from deepnvme.transfer.block import Block
-from deepnvme.transfer.block_cache import BlockCache, Use
 
 from .frozen_parameters import FrozenParameters
 from .parameter_block import ParameterBlock

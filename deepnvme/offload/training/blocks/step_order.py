@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from deepnvme.transfer.block import Block
+from deepnvme.cache.block import Block
 
 
 class StepOrder:

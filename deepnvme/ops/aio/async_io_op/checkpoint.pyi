@@ -24,9 +24,7 @@ def pickle_walk(
         once as b"module\\nname", or None if unpickling might find others.
     """
 
-def zip_layout(
-    names: list[str], sizes: Buffer, crcs: Buffer, alignment: int
-) -> tuple[bytes, array[int], array[int], array[int]]:
+def zip_layout(names: list[str], sizes: Buffer, crcs: Buffer, alignment: int) -> tuple[bytes, array[int], array[int], array[int]]:
     """Place the records of a zip archive one after the other, and return all bytes besides their data.
 
     Args:

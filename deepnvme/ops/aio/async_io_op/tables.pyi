@@ -64,9 +64,7 @@ class RowBatch:
     ``[begin, begin + width)`` are copied to it. ``admit``: whether all rows that are read go into the cache.
     """
 
-    def __init__(
-        self, table: RowCache, rows: int, count: int, out: int, begin: int, width: int, admit: bool
-    ) -> None: ...
+    def __init__(self, table: RowCache, rows: int, count: int, out: int, begin: int, width: int, admit: bool) -> None: ...
     def look_up(self) -> None:
         """Copy what the cache has. To be called again, before :meth:`plan`, when more may have come."""
     def awaited_parts(self, other: RowBatch) -> list[int]:

@@ -262,9 +262,7 @@ class CommittingEmbeddings(Saving):
         for number in range(self._TABLES):
             first = number % len(self.directories)
             paths = [each / f"table{number}" for each in (*self.directories[first:], *self.directories[:first])]
-            bags.append(
-                EmbeddingOnDisk(self._ROWS, self._DIM, path=paths, optimizer=torch.optim.SparseAdam, memory_budget=0)
-            )
+            bags.append(EmbeddingOnDisk(self._ROWS, self._DIM, path=paths, optimizer=torch.optim.SparseAdam, memory_budget=0))
         self._bags, self._optimizer = bags, RowOptimizer(torch.nn.ModuleList(bags), lr=0.01)
         return self._optimizer
 

@@ -316,8 +316,6 @@ def _in_the_group(directory: Path, undo: contextlib.ExitStack) -> None:
         raise Wrong(f"{available_memory()} bytes are said to be available")
 
 
-
-
 MACHINES: dict[str, tuple[Callable[[Path, contextlib.ExitStack], Path], Setup, tuple[int, ...], bool]] = {
     # around the process; in it; error numbers allowed; whether something is refused
     "nothing missing": (_nothing, _nothing, (), False),

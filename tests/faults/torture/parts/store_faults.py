@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import deepnvme
-from deepnvme.store.directory_lock import StoreLocked
+from deepnvme.files.directory_lock import StoreLocked
 from deepnvme.swap import BufferPool, TensorStore
 from tests.native import EngineTestingBuilder
 

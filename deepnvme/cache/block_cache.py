@@ -1,0 +1,658 @@
+"""A cache of blocks whose next uses are known: read before they are used, written behind, some of them always in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn, Protocol
+
+import torch
+
+from deepnvme.cache.block import Block, Memory, State
+from deepnvme.cache.monitor import Monitor, Wait
+from deepnvme.memory.lease import Transfer
+from deepnvme.memory.pool import OutOfBuffers
+from deepnvme.telemetry.profiler_ranges import profiler_range
+
+
+class Backing(Protocol):
+    """Where blocks are when they are not in memory. Its methods start a transfer and return at once; they may raise OSError."""
+
+    def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start to fill the buffer, which has as many bytes as the block."""
+
+    def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start to store the buffer's bytes."""
+
+
+class BlockMemory(Protocol):
+    """Where blocks get their memory: slots or leases, up to a limit that only :meth:`grow` exceeds."""
+
+    limit: int
+    """Bytes for all blocks together, except for residents with separate memory."""
+    separate_residents: bool
+    """Whether residents have memory of their own, beside that of the others."""
+
+    def take(self, block: Block) -> Memory | None:
+        """Return memory for a block, or None if there is none. Never waits.
+
+        If ``separate_residents``, a resident gets separate memory.
+
+        Raises MemoryError or OutOfBuffers if the system has not so much memory to pin.
+        """
+
+    def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
+        """Return memory for a block beyond the limit. May wait for others, but not for ``held``, what blocks have.
+
+        Raises OutOfBuffers if there is none.
+        """
+
+
+class Use(NamedTuple):
+    """An expected use of a block, to be read ahead."""
+
+    block: Block
+    limit: int = sys.maxsize
+    """It is read ahead only if no more than this many bytes are used with it."""
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """A transfer, and what is known of its end."""
+
+    transfer: Transfer
+    ended: bool = False
+    error: BaseException | None = None
+
+
+class BlockCache(Monitor):
+    """Keeps blocks in memory while they are used, and reads and writes them in the background between uses.
+
+    Invariants:
+
+    - A block has at most one transfer. While it is used, it has none.
+    - Memory that is used or in transfer is not given to another block.
+    - A read that fails leaves its block without memory. The error is raised by the :meth:`acquire` that has started the read. An
+      error of reading ahead may be old when the block is used: it is read once more then, unless ``read_again`` is False.
+    - A write that fails leaves its block dirty, in memory. The error is raised by the next :meth:`acquire`, :meth:`create`
+      or :meth:`flush`, before that changes anything, and the write is tried again when the memory is wanted.
+    - The drive is kept busy with what is needed next: first what a caller waits for, then what is expected, in order, with as
+      many writes as make room for it; other writes only when the drive would be idle.
+    - An interrupt (Ctrl-C) comes during a wait, or when a change has been made as a whole: then a use has begun, or none has.
+      :meth:`recover`, :meth:`clear` and :meth:`release` end uses that an interrupted caller does not know of.
+
+    To be used by one thread at a time.
+
+    Args:
+        backing: Reads and writes blocks.
+        memory: Where blocks get their memory.
+        retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed.
+        retain_written: Whether blocks stay in memory that were changed, as others do. Otherwise they are dropped once they are
+            written, also if they are expected.
+        read_again: Whether a block whose reading ahead has failed is read once more when it is used. Otherwise that raises the
+            error.
+        write_bytes: Bytes that may be written at a time: :meth:`create` waits before there are more. What is written does not
+            count against the limit of expected uses then. None: writes are limited by the memory alone.
+        busy_bytes: So many bytes in transfer keep the drive busy. More are started only for what somebody waits for.
+        helper: Name of a thread that starts the next transfers while the caller computes; None to do without one.
+    """
+
+    def __init__(
+        self,
+        backing: Backing,
+        memory: BlockMemory,
+        *,
+        retain: bool = True,
+        retain_written: bool = True,
+        read_again: bool = True,
+        write_bytes: int | None = None,
+        busy_bytes: int = sys.maxsize,
+        helper: str | None = None,
+    ) -> None:
+        super().__init__(helper)
+        self.memory = memory
+        self.used = 0
+        """Bytes that blocks have of the memory's limit."""
+        self.bytes_read = 0
+        """Bytes of all reads started so far."""
+        self.bytes_written = 0
+        """Bytes of all writes started so far."""
+        self._backing = backing
+        self._retain, self._retain_written = retain, retain_written
+        self._read_again = read_again
+        self._write_bytes = write_bytes
+        self._busy_bytes = busy_bytes
+        self._held: dict[Block, bool] = {}  # blocks that have memory, in the order they got or used it -> whether it counts
+        self._transfers: dict[Block, _UnderWay] = {}
+        self._expected: dict[Block, int] = {}  # block -> its place among the expected uses
+        self._agenda: deque[Use] = deque()  # of the expected uses, those that are still to be read
+        self._to_write: deque[Block] = deque()  # when the drive has nothing better to do
+        self._wanted: Collection[Block] = ()  # by the call under way: their memory is not taken
+        self._grown: tuple[Block, Memory] | None = None  # for a block that is wanted
+        self._failures: list[BaseException] = []  # of writes
+
+    # Uses
+
+    def acquire(self, blocks: Iterable[Block], then: Iterable[Use] | None = None) -> None:
+        """Begin a use of each of these: have them in memory until they are released. Blocks while they are read.
+
+        Args:
+            blocks: Different blocks. The memory of a block that is in use already stays as it is.
+            then: What will be used next, as in :meth:`expect`; None to leave that as it is.
+
+        Raises:
+            OSError: From reading one of these blocks, or from an earlier write. Nothing is acquired then, and nothing lost.
+            OutOfBuffers: If there is not enough memory. Nothing is acquired then.
+        """
+        wanted = tuple(blocks)
+        begun: set[Block] = set()
+
+        def prepare() -> None:
+            self.raise_failure()
+            for block in wanted:
+                self._expected.pop(block, None)
+            if then is not None:
+                self._set_expected(then)
+
+        def step() -> Wait | None:
+            for block in wanted:
+                if block.state is State.ABSENT:
+                    if block in begun or not self._read_again:
+                        _raise_error(block)
+                    wait = self._allocate(block, self._read)
+                    if wait is not None:
+                        return wait
+                    begun.add(block)
+                    _raise_error(block)
+            wait = self._ending_of_any(wanted)
+            if wait is None:
+                for block in wanted:
+                    block.users += 1
+            return wait
+
+        self._obtain(wanted, step, prepare, timed=True)
+
+    def create(self, block: Block) -> None:
+        """Begin a use of a block whose content will be new. It keeps the old content if that is in memory. May block.
+
+        Raises:
+            OSError: From an earlier write, or one that had to make room. The use has not begun then.
+            OutOfBuffers: If there is not enough memory.
+        """
+
+        def step() -> Wait | None:
+            wait = self._ending_of(block)
+            if wait is None and block.state is State.ABSENT:
+                wait = self._writes_in_the_way(block) or self._allocate(block, Block.create)
+            if wait is None:
+                block.change()
+                block.users = block.users or 1
+            return wait
+
+        self._obtain((block,), step, self.raise_failure)
+
+    def release(self, blocks: Iterable[Block], *, changed: bool = False, write: bool = True) -> None:
+        """End a use of each of these. Never blocks. Blocks that are not in memory are ignored.
+
+        Args:
+            blocks: Blocks that were acquired or created.
+            changed: Whether their content was changed.
+            write: Whether to write dirty ones soon, unless they are resident. Otherwise that is done when their memory is needed.
+        """
+        with self._changing():
+            for block in blocks:
+                block.users = max(block.users - 1, 0)
+                if block in self._held:
+                    self._held[block] = self._held.pop(block)  # now the one used last
+                if changed and block.state in (State.CLEAN, State.DIRTY):
+                    block.change()
+                if write:
+                    self._write_soon(block)
+                self._drop_unless_kept(block)
+
+    def reject(self, blocks: Iterable[Block]) -> None:
+        """End a use of blocks whose memory has not their bytes any more: it is dropped, unless others use it. Never blocks."""
+        with self._changing():
+            for block in blocks:
+                block.users = max(block.users - 1, 0)
+                if block.users == 0:
+                    self._drop(block)
+
+    def discard(self, block: Block) -> None:
+        """Forget a block's content, in memory and on the drive. Waits for its transfer."""
+
+        def step() -> Wait | None:
+            wait = self._ending_of(block)
+            if wait is None:
+                block.users = 0
+                block.stored = False
+                self._drop(block)
+            return wait
+
+        self._until(step)
+
+    def recover(self) -> list[Block]:
+        """End all uses, and drop their blocks, after an interrupt that callers have not seen. Returns these blocks."""
+        with self._changing():
+            left = [block for block in self._held if block.users]
+            for block in left:
+                block.users = 0
+                self._drop(block)
+        return left
+
+    def end_uses(self) -> None:
+        """End all uses, after an interrupt that callers have not seen. Their blocks stay in memory. Never blocks."""
+        with self._changing():
+            for block in self._held:
+                block.users = 0
+                self._write_soon(block)
+
+    # What comes next, and what stays
+
+    def expect(self, uses: Iterable[Use]) -> None:
+        """Set what will be used next, in order, in place of what was set before: it is read ahead. Never blocks.
+
+        A block is not expected any more when it is acquired. Without ``retain``, clean blocks that are neither used nor among
+        these nor resident are dropped.
+        """
+        self._until(lambda: self._set_expected(uses))
+
+    def keep(self, resident: Mapping[Block, bool]) -> None:
+        """Set whether these blocks stay in memory, from their next use on. Never blocks."""
+        with self._changing():
+            for block, stays in resident.items():
+                block.resident = stays
+                self._drop_unless_kept(block)
+                self._write_soon(block)
+
+    def write(self, block: Block) -> None:
+        """Write a dirty block soon, unless it is used or resident. Never blocks."""
+        with self._changing():
+            self._write_soon(block)
+
+    def poll(self) -> None:
+        """Take note of transfers that have ended, and start more. Never blocks."""
+        self._until(lambda: None)
+
+    def settle(self, block: Block) -> None:
+        """Wait until a block is not in transfer. It is not read ahead any more."""
+
+        def step() -> Wait | None:
+            self._expected.pop(block, None)
+            return self._ending_of(block)
+
+        self._until(step)
+
+    def drain(self, timed: bool = False) -> None:
+        """Wait for all transfers, and start no others. With ``timed``, the wait is added to :attr:`seconds_waited`."""
+
+        def step() -> Wait | None:
+            self._set_expected(())
+            self._to_write.clear()
+            return self._ending_of_any(self._transfers)
+
+        self._until(step, timed=timed)
+
+    def flush(self, blocks: Iterable[Block], used: bool = False) -> None:
+        """Write those of the blocks that are dirty and not in use, and wait for it.
+
+        Args:
+            blocks: The blocks.
+            used: Whether those in use are written as well. Nobody may change them meanwhile.
+
+        Raises:
+            OSError: From writing. What failed stays in memory, and the call can be repeated.
+        """
+        self.drain(timed=True)
+        with self._changing():
+            self._failures.clear()  # what failed is still dirty
+            for block in blocks:
+                if block.state is State.DIRTY and (used or self._is_idle(block)):
+                    self._write(block)
+        self.drain(timed=True)
+        self.raise_failure()
+
+    def drop_clean(self) -> None:
+        """Drop from memory all blocks that the drive has as well, and that nobody uses. Waits for transfers."""
+        self.drain()
+        with self._changing():
+            for block in self._idle():
+                if block.state is State.CLEAN:
+                    self._drop(block)
+
+    def clear(self, keeping: Collection[Block] = ()) -> None:
+        """End all uses, wait for all transfers, and drop all blocks, also those not written. The cache can be used again.
+
+        Errors of writes are forgotten. Blocks that are ``keeping`` stay if they are in memory, those not written as well. An
+        interrupt of the wait leaves only blocks in transfer.
+        """
+        self._drop_all(keeping)
+        self.drain()
+        self._drop_all(keeping)
+
+    def _drop_all(self, keeping: Collection[Block]) -> None:
+        """Expect nothing, end all uses, and drop all blocks that are not in transfer."""
+        with self._changing():
+            self._set_expected(())
+            self._to_write.clear()
+            self._failures.clear()
+            for block in list(self._held):
+                block.users = 0
+                if block not in keeping and block not in self._transfers:
+                    self._drop(block)
+
+    # Steps
+
+    def _obtain(
+        self, wanted: tuple[Block, ...], step: Callable[[], Wait | None], prepare: Callable[[], None], timed: bool = False
+    ) -> None:
+        """Call ``prepare`` once, then repeat ``step`` until it returns None.
+
+        Meanwhile memory goes to ``wanted`` first, and is not taken from them.
+        """
+        try:
+            self._wanted = wanted
+            self._until(step, prepare, timed)
+        except BaseException:
+            for block in wanted:  # the next expectation drops them, unless they are part of it
+                self._expected.setdefault(block, sys.maxsize)
+            raise
+        finally:
+            if self._grown is not None:  # a wait that came after was interrupted
+                self._grown[1].release()
+            self._wanted, self._grown = (), None
+
+    def _awaited(self) -> Wait | None:
+        """Return the end of a write that frees memory, or else of any transfer; None if nothing is left to be read or written."""
+        if not (self._agenda or self._to_write):
+            return None
+        return self._memory_to_come() or self._ending_of_any(self._transfers)
+
+    def _starved(self) -> bool:
+        """Return whether more could be read ahead if a transfer ended that nobody waits for."""
+        if not self._agenda:
+            return False
+        unwanted = (block for block in self._transfers if block not in self._wanted and block not in self._expected)
+        return any(block.state is State.READING or self._comes_free(block) for block in unwanted)
+
+    def _collect_ended(self) -> None:
+        """Record the errors of the transfers that are done."""
+        for under_way in list(self._transfers.values()):
+            if not under_way.ended and under_way.transfer.done():
+                under_way.error = under_way.transfer.exception()
+                under_way.ended = True
+
+    def _apply_ended(self) -> None:
+        """Move the blocks whose transfers are known to have ended to their next state."""
+        for block, under_way in [item for item in self._transfers.items() if item[1].ended]:
+            del self._transfers[block]
+            error = under_way.error
+            if block.state is State.WRITING:
+                if error is not None:
+                    block.fail_writing()
+                    self._failures.append(error)
+                    continue
+                block.written()
+                self._drop_unless_kept(block, written=True)
+            elif error is not None:
+                self._release_memory(block, block.fail_reading(error))
+                if block not in self._expected and block not in self._wanted:
+                    block.error = None  # nobody wants it any more
+            else:
+                block.read()
+                self._drop_unless_kept(block)
+
+    def _start_transfers(self) -> None:
+        """Read ahead and write as far as memory and drive allow, once the blocks that a caller waits for have their memory."""
+        if all(block.in_memory for block in self._wanted):
+            self._read_ahead()
+            while self._to_write and self._bytes_in_transfer() < self._busy_bytes:
+                self._write_next()
+        self._start_helper()
+
+    def _read_ahead(self) -> None:
+        """Read what is expected as far as there is room, and make some for what is needed first."""
+        while self._agenda:
+            block, limit = self._agenda[0]
+            if block.state is State.ABSENT and block.stored and block.error is None and block in self._expected:
+                distance = self._distance(block)
+                nearer = any(self._distance(other) < distance for other in self._transfers if other.state is State.READING)
+                if nearer and self._bytes_in_transfer() >= self._busy_bytes:
+                    return
+                memory = self._spare_memory(block, limit)
+                if memory is None:
+                    self._write_for_room(distance, limit)
+                    return
+                self._hold(block)
+                self._read(block, memory)
+            self._agenda.popleft()
+
+    def _write_for_room(self, distance: int, limit: int) -> None:
+        """Start as many writes as make room for the blocks still to be read at this distance."""
+        missing = (use.block for use in self._agenda if self._distance(use.block) == distance)
+        lacking = sum(block.nbytes for block in missing if block.state is State.ABSENT and block.stored)
+        coming = sum(block.nbytes for block in self._transfers if self._comes_free(block))
+        lacking -= min(limit, self.memory.limit) - self.used + coming
+        while self._to_write and lacking > 0:
+            lacking -= self._write_next()
+
+    def _write_next(self) -> int:
+        """Start the first of the waiting writes. Returns how many bytes that are, 0 if it is not needed any more."""
+        block = self._to_write.popleft()
+        if block.state is not State.DIRTY or block.resident or not self._is_idle(block):
+            return 0
+        self._write(block)
+        return block.nbytes
+
+    # Transfers
+
+    def _read(self, block: Block, memory: Memory) -> None:
+        block.start_reading(memory)
+        try:
+            with profiler_range("start_read"):
+                self._transfers[block] = _UnderWay(self._backing.read(block, memory.buffer))
+        except Exception as error:
+            self._release_memory(block, block.fail_reading(error.with_traceback(None)))  # whose frames would keep memory alive
+        else:
+            self.bytes_read += block.nbytes
+
+    def _write(self, block: Block) -> None:
+        try:
+            with profiler_range("start_write"):
+                transfer = self._backing.write(block, block.memory.buffer)
+        except OSError as error:
+            self._failures.append(error.with_traceback(None))
+        else:
+            block.start_writing()
+            self._transfers[block] = _UnderWay(transfer)
+            self.bytes_written += block.nbytes
+
+    def _write_soon(self, block: Block) -> None:
+        """Note a dirty block to be written, unless it is used, resident or noted already."""
+        if block.state is State.DIRTY and not block.resident and self._is_idle(block) and block not in self._to_write:
+            self._to_write.append(block)
+
+    def _ending_of(self, block: Block) -> Wait | None:
+        return self._transfers[block].transfer.exception if block in self._transfers else None
+
+    def _is_write(self, wait: Wait) -> bool:
+        return any(block.state is State.WRITING and self._ending_of(block) == wait for block in self._transfers)
+
+    def _ending_of_any(self, blocks: Iterable[Block]) -> Wait | None:
+        return next(filter(None, map(self._ending_of, blocks)), None)
+
+    def _bytes_in_transfer(self) -> int:
+        return sum(block.nbytes for block in self._transfers)
+
+    def raise_failure(self) -> None:
+        """Raise the first error of earlier writes, if there is one that was not raised. Never blocks."""
+        if self._failures:
+            del self._failures[1:]
+            _raise(self._failures)
+
+    # Memory
+
+    def _allocate(self, block: Block, begin: Callable[[Block, Memory], None]) -> Wait | None:
+        """Give memory to a block that is needed now, and begin; or return what to wait for before there is any.
+
+        Raises OSError if a write that had to make room has failed.
+        """
+        grown_for, memory = self._grown or (None, None)
+        if grown_for is not block:
+            memory = self._taken(block)
+        while memory is None:
+            if self._drop_furthest():
+                memory = self._taken(block)
+                continue
+            self.raise_failure()
+            wait = self._memory_to_come()
+            if wait is not None:
+                return wait
+            last = self._least_needed()
+            if last is None:
+                others = (other for other in self._transfers if not other.users and other not in self._wanted)
+                return self._ending_of_any(others) or (lambda timeout: self._grow(block))
+            if last.state is State.DIRTY:
+                self._write(last)  # the next round waits for it, or raises why it could not be started
+        self._grown = None
+        self._hold(block)
+        begin(block, memory)
+        return None
+
+    def _grow(self, block: Block) -> None:
+        """Get memory beyond the limit for a block that is needed now. May wait for others who use the same memory."""
+        self._grown = block, self.memory.grow(block, [other.memory for other, counts in self._held.items() if counts])
+
+    def _taken(self, block: Block, limit: int = sys.maxsize) -> Memory | None:
+        """Return memory for a block if there is some, and no more than ``limit`` bytes are used with it."""
+        if self._counts(block):
+            beside = 0 if self._write_bytes is None else self._bytes_to_write()
+            if self.used + block.nbytes > self.memory.limit or self.used - beside + block.nbytes > limit:
+                return None
+        return self.memory.take(block)
+
+    def _bytes_to_write(self) -> int:
+        return sum(block.nbytes for block in self._held if block.state in (State.DIRTY, State.WRITING))
+
+    def _writes_in_the_way(self, block: Block) -> Wait | None:
+        """Return the end of a write if the block's own would be more than are allowed at a time."""
+        if self._write_bytes is None or self._bytes_to_write() + block.nbytes <= self._write_bytes:
+            return None
+        return self._memory_to_come()
+
+    def _spare_memory(self, block: Block, limit: int) -> Memory | None:
+        """Return memory that is free, or was held by a block needed later than this one; None if there is none."""
+        with contextlib.suppress(MemoryError, OutOfBuffers):  # which are for whoever needs it now
+            while (memory := self._taken(block, limit)) is None:
+                if not self._drop_furthest(beyond=self._distance(block)):
+                    return None
+            return memory
+        return None
+
+    def _memory_to_come(self) -> Wait | None:
+        """Return the end of a write that frees memory."""
+        return self._ending_of_any(block for block in self._transfers if self._comes_free(block))
+
+    def _comes_free(self, block: Block) -> bool:
+        """Return whether a block is being written, and its memory is needed for nothing else."""
+        return block.state is State.WRITING and not (block.users or block.resident or block in self._wanted)
+
+    def _drop_furthest(self, beyond: int | None = None) -> bool:
+        """Drop the clean block that is needed last, if that is further away than ``beyond``. Returns whether there was one."""
+        last, furthest = None, -1 if beyond is None else beyond
+        for block in self._held:
+            if block.state is State.CLEAN and not block.resident and self._is_idle(block):
+                distance = self._distance(block)
+                if distance > furthest:
+                    last, furthest = block, distance
+                    if distance == sys.maxsize:  # none is further away; there may be thousands to look at
+                        break
+        if last is None:
+            return False
+        self._drop(last)
+        return True
+
+    def _least_needed(self) -> Block | None:
+        """Return the idle block that costs least to remove from memory. It is no resident any more."""
+        idle = (block for block in self._idle() if self._held[block])
+        last = max(idle, key=lambda block: (not block.resident, self._distance(block)), default=None)
+        if last is not None:
+            last.resident = False
+        return last
+
+    def _idle(self) -> list[Block]:
+        """Return the blocks in memory that nobody uses or waits for."""
+        return [block for block in self._held if self._is_idle(block)]
+
+    def _is_idle(self, block: Block) -> bool:
+        return block.state in (State.CLEAN, State.DIRTY) and not block.users and block not in self._wanted
+
+    def _counts(self, block: Block) -> bool:
+        """Return whether memory for this block is part of the limit."""
+        return not (block.resident and self.memory.separate_residents)
+
+    def _drop_unless_kept(self, block: Block, written: bool = False) -> None:
+        """Drop a clean block that nobody uses, unless it is kept for later. Beyond the limit only residents are."""
+        if block.state is not State.CLEAN or not self._is_idle(block):
+            return
+        may_stay = self.used <= self.memory.limit and (self._retain_written or not written)
+        kept = block.resident or (may_stay and (self._retain or block in self._expected))
+        if not kept or self._held[block] != self._counts(block):  # that is, has memory of the wrong kind
+            self._drop(block)
+
+    def _drop(self, block: Block) -> None:
+        if block.in_memory:
+            self._release_memory(block, block.drop())
+
+    def _hold(self, block: Block) -> None:
+        """Record that a block has memory, and whether it counts against the limit."""
+        self._held[block] = self._counts(block)
+        if self._held[block]:
+            self.used += block.nbytes
+
+    def _release_memory(self, block: Block, memory: Memory) -> None:
+        if self._held.pop(block):
+            self.used -= block.nbytes
+        memory.release()
+
+    # Order
+
+    def _set_expected(self, uses: Iterable[Use]) -> None:
+        """Replace what is expected, and drop blocks that were kept for it alone."""
+        before = self._expected
+        self._agenda = deque(uses)
+        self._expected = {use.block: place for place, use in reversed(list(enumerate(self._agenda)))}
+        for block in before:  # others that need not stay are dropped when their use ends: there may be thousands that stay
+            if block not in self._expected:
+                block.error = None  # that reading it ahead has failed is of no interest any more
+                self._drop_unless_kept(block)
+
+    def _distance(self, block: Block) -> int:
+        """Return how far a block's next use is away, in any unit. Those with the largest distance are dropped first.
+
+        This is the place in what is expected; other blocks are beyond that. Of several the one used longest ago is dropped.
+        """
+        return self._expected.get(block, sys.maxsize)
+
+
+def _raise_error(block: Block) -> None:
+    """Raise what reading a block has ended with, if that was an error."""
+    if block.error is not None:
+        errors = [block.error]
+        block.error = None
+        _raise(errors)
+
+
+def _raise(errors: list[BaseException]) -> NoReturn:
+    """Raise an error, taken out of a list with nothing else.
+
+    No frame keeps it: its traceback would refer to itself, and all memory that its frames know would stay.
+    """
+    error = errors.pop()
+    try:
+        raise error
+    finally:
+        del error

@@ -1,0 +1,120 @@
+"""State that its caller and a helper thread change one at a time, and wait for transfers in between."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+from deepnvme._interrupts import defer_interrupts
+from deepnvme.telemetry.profiler_ranges import profiler_range
+
+Wait = Callable[[float | None], object]
+"""Returns when something has ended. May raise TimeoutError after so many seconds; None waits for as long as it takes."""
+
+_POLL_SECONDS = 0.0005
+"""Between looks at other transfers while one is waited for: well below the 5 ms that the smallest useful block takes."""
+
+
+class Monitor(ABC):
+    """All changes are made with the lock held and signals deferred. No code waits for a transfer meanwhile.
+
+    A method that has to wait is a step that :meth:`_until` repeats: it returns what to wait for, and the waiting is done outside.
+    So Ctrl-C never leaves a change half made: it comes during a wait, or after a change.
+
+    Args:
+        helper: Name of a thread that continues the work while no caller waits. It runs only while there is something to wait
+            for. None: there is no such thread, and callers look for more to do while they wait.
+    """
+
+    def __init__(self, helper: str | None) -> None:
+        self._lock = threading.Lock()
+        self._helper: threading.Thread | None = None
+        self._helper_name = helper
+        self.seconds_waited = 0.0
+        """Seconds of the waits that were timed."""
+        self.seconds_waited_to_write = 0.0
+        """Of these, the seconds of waits for a write to end."""
+
+    def helping(self) -> bool:
+        """Return whether this is the helper thread, which may hold the lock: a finalizer may run in it at any point."""
+        return self._helper is not None and threading.current_thread() is self._helper
+
+    @abstractmethod
+    def _collect_ended(self) -> None:
+        """Find out how transfers that are done have ended. Called without the lock: it may verify checksums."""
+
+    @abstractmethod
+    def _apply_ended(self) -> None:
+        """Record what :meth:`_collect_ended` has found out. Each step begins with it."""
+
+    @abstractmethod
+    def _start_transfers(self) -> None:
+        """Start what can be started. Each step ends with it."""
+
+    @abstractmethod
+    def _awaited(self) -> Wait | None:
+        """Return what to wait for before more can be started; None if nothing is left to be started."""
+
+    @abstractmethod
+    def _starved(self) -> bool:
+        """Return whether the end of another transfer than the one waited for would let more be started."""
+
+    @abstractmethod
+    def _is_write(self, wait: Wait) -> bool:
+        """Return whether this, which a step has returned, waits for a write to end."""
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change the state in the ``with`` body, then start what can be started."""
+        with defer_interrupts(), self._lock:
+            yield
+            self._start_transfers()
+
+    def _until(self, step: Callable[[], Wait | None], first: Callable[[], None] | None = None, timed: bool = False) -> None:
+        """Call ``first``, and repeat ``step`` until it returns None; between repetitions, wait for what it returns.
+
+        Raises what they raise. With ``timed``, the waits are added to ``seconds_waited``, and to ``seconds_waited_to_write``.
+        """
+        while True:
+            self._collect_ended()
+            with defer_interrupts(), self._lock:
+                self._apply_ended()
+                if first is not None:
+                    first()
+                    first = None
+                wait = step()
+                self._start_transfers()
+                if wait is None:
+                    return
+                starved = self._helper_name is None and self._starved()
+                to_write = self._is_write(wait)
+            begun = time.perf_counter()
+            name = "wait_write" if to_write else "wait_read"
+            with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError), profiler_range(name):
+                wait(_POLL_SECONDS if starved else None)
+            del wait  # a transfer that keeps its error would be kept by that error's traceback
+            seconds = time.perf_counter() - begun
+            self.seconds_waited += seconds if timed else 0.0
+            self.seconds_waited_to_write += seconds if timed and to_write else 0.0
+
+    def _start_helper(self) -> None:
+        """Start the helper thread if there is something for it to wait for. Call with the lock held."""
+        if self._helper_name is not None and self._helper is None and self._awaited() is not None:
+            self._helper = threading.Thread(target=self._help, name=self._helper_name)
+            self._helper.start()
+
+    def _help(self) -> None:
+        while True:
+            self._collect_ended()
+            with defer_interrupts(), self._lock:
+                self._apply_ended()
+                self._start_transfers()
+                wait = self._awaited()
+                if wait is None:
+                    self._helper = None
+                    return
+            wait(None)

@@ -1,0 +1,116 @@
+"""The ``aio`` block of a DeepSpeed JSON configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from deepnvme._lazy import public_names
+from deepnvme.engine import Backend
+from deepnvme.files.regular_files import open_regular
+from deepnvme.telemetry.sizes import byte_count
+
+__all__ = ["AioConfig"]
+
+__dir__ = public_names(__name__)
+
+_WORKERS = ("intra_op_parallelism", "thread_count", "num_threads")
+"""Names of the setting that says how many workers there are."""
+
+
+class AioConfig(BaseModel):
+    """Settings of an ``aio_handle``, with the names and defaults of DeepSpeed's ``aio`` block.
+
+    Follows DeepSpeed 0.19, ``runtime/swap_tensor/constants.py``. ``thread_count`` and ``num_threads`` are also accepted for
+    ``intra_op_parallelism``: DeepSpeed's older versions and its tutorial use them. An unknown key is an error, since a misspelt
+    key would otherwise silently leave its default in force.
+
+    Raises:
+        pydantic.ValidationError: A ValueError that names the key and the offending value.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    block_size: int = Field(default=1048576, ge=512, le=1 << 30)
+    """Most bytes of one block. A size such as "1MiB" or "512K" is accepted, too, and kept as a number."""
+    queue_depth: int = Field(default=8, ge=1, le=4096)
+    """Most blocks under way at a time, for each worker."""
+    intra_op_parallelism: int = Field(default=1, ge=1, le=256, validation_alias=AliasChoices(*_WORKERS))
+    """Number of workers for each drive."""
+    single_submit: bool = False
+    """Make one system call for each block."""
+    overlap_events: bool = True
+    """Accepted and reported, but without effect: the engine always overlaps."""
+    use_gds: bool = False
+    """Whether DeepSpeed is to use the ``gds`` op instead. Not an argument of ``aio_handle``."""
+    backend: Backend = "auto"
+    """Use only this backend of the engine. Not a DeepSpeed setting: DeepSpeed ignores it."""
+    poll: bool = False
+    """Ask drives that have poll queues for completions: see :class:`deepnvme.Engine`. Not a DeepSpeed setting either."""
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Most bytes in flight: what the settings cost in memory, besides CPU time."""
+        return self.block_size * self.queue_depth * self.intra_op_parallelism
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name_for_the_workers(cls, block: Any) -> Any:
+        """Refuse a block that gives the number of workers under several names."""
+        if isinstance(block, Mapping):
+            given = [name for name in _WORKERS if name in block]
+            if len(given) > 1:
+                raise ValueError(f"{' and '.join(given)} are names of the same setting; give one")
+        return block
+
+    @field_validator("block_size", mode="before")
+    @classmethod
+    def _bytes_of_a_size(cls, value: Any) -> Any:
+        """Return the bytes of a size that is a text, and other values as they are."""
+        return byte_count(value, "block_size") if isinstance(value, str) else value
+
+    @classmethod
+    def from_deepspeed(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> AioConfig:
+        """Return the settings in the ``aio`` block of a whole DeepSpeed configuration.
+
+        As in DeepSpeed, a missing or null block gives the defaults.
+
+        Args:
+            config: The configuration as a mapping, or the path of its JSON file.
+
+        Raises:
+            OSError: If the file cannot be read. json.JSONDecodeError: If the file is no JSON.
+            ValueError: If the configuration is no JSON object. pydantic.ValidationError: If the block is not valid.
+        """
+        if not isinstance(config, Mapping):
+            with open_regular(config) as file:
+                config = json.load(file)
+        if not isinstance(config, Mapping):
+            raise ValueError(f"a DeepSpeed configuration is a JSON object, got {type(config).__name__}")
+        block = config.get("aio")
+        return cls() if block is None else cls.model_validate(block)
+
+    def to_deepspeed(self) -> dict[str, dict[str, Any]]:
+        """Return ``{"aio": block}`` for a DeepSpeed JSON, from which :meth:`from_deepspeed` makes an equal configuration.
+
+        The keys ``use_gds``, ``backend`` and ``poll`` appear only if they are set. Without these, the block is also keyword
+        arguments of ``aio_handle``, both DeepSpeed's and this package's.
+        """
+        return {"aio": self.model_dump(exclude=self._unset({"use_gds", "backend", "poll"}))}
+
+    def handle_arguments(self) -> dict[str, Any]:
+        """Return keyword arguments for ``aio_handle``. DeepSpeed's takes them too, unless ``backend`` or ``poll`` is set."""
+        return self.model_dump(exclude={"use_gds"} | self._unset({"backend", "poll"}))
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Return the settings as keyword arguments for :class:`deepnvme.Engine`."""
+        same = {"block_size", "queue_depth", "single_submit", "backend", "poll"}
+        return {"num_threads": self.intra_op_parallelism, **self.model_dump(include=same)}
+
+    def _unset(self, names: set[str]) -> set[str]:
+        """Return those of the named settings that have their defaults."""
+        return names - self.model_dump(exclude_defaults=True).keys()

@@ -1,0 +1,313 @@
+"""Drive profiles: the settings that ``ds_nvme_tune`` has found for a drive, and engines that have them.
+
+Engines that this package makes for a file or directory get their settings from :func:`settings_for`. Only DeepSpeed's handles and
+swappers do not: they are given the ``aio`` block of its JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from deepnvme._lazy import public_names
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.mounts import Drive, drive_of
+from deepnvme.engine import Engine
+from deepnvme.files.regular_files import NotARegularSmallFile, read_regular
+from deepnvme.files.replacing import replacing, with_filename
+from deepnvme.telemetry.sizes import ByteCount, byte_count
+
+__all__ = [
+    "PROFILE_VARIABLE",
+    "AnyPath",
+    "DriveProfile",
+    "create_engine",
+    "default_settings",
+    "engine_for",
+    "profile_directory",
+    "profile_of",
+    "profiles_enabled",
+    "settings_for",
+]
+
+__dir__ = public_names(__name__)
+
+_logger = logging.getLogger(__name__)
+
+AnyPath = str | os.PathLike[str]
+PROFILE_VARIABLE = "DEEPNVME_PROFILE"
+"""The environment variable that switches profiles off (``off``) or on (``on``, the default)."""
+_MIN_QUEUE_DEPTH = 128
+"""Of engines whose settings the user has not given: see docs/tuning.md for why."""
+_MAX_FILE_BYTES = 1 << 16
+"""Most bytes that the file of a profile may have."""
+
+
+class DriveProfile(BaseModel):
+    """Settings for files on one drive, stored as a JSON file of its own.
+
+    A drive is identified by its mount point, the type of its file system and the models of its disks. Without models (virtio has
+    none) it is the mounted device, such as ``/dev/vda1``, whose name may change when the machine starts.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)  # what a newer version has noted besides does no harm
+
+    mount: str
+    """Directory on which the file system is mounted."""
+    filesystem: str
+    """Type of the file system, such as "ext4"."""
+    disk_models: str
+    """Models of the disks; the source of the mount if one of them has none."""
+    settings: AioConfig
+    """The settings. Without effect: ``use_gds`` and ``overlap_events``."""
+    read_gb_per_second: float | None = None
+    """10^9 bytes per second that were read with them; None if it was not measured."""
+    write_gb_per_second: float | None = None
+    """10^9 bytes per second that were written with them; None if it was not measured."""
+    measured_at: str = ""
+    """Date and time of the measurement, as ISO 8601; empty if unknown."""
+
+    @classmethod
+    def of(
+        cls,
+        drive: Drive,
+        settings: AioConfig,
+        read_gb_per_second: float | None = None,
+        write_gb_per_second: float | None = None,
+        measured_at: str = "",
+    ) -> DriveProfile:
+        """Return a profile of a drive. The arguments are its fields.
+
+        Raises:
+            ValueError: If the drive's mount is not known, or its mount point or name is not printable UTF-8.
+        """
+        if drive.mount is None:
+            raise ValueError("it is not known on which file system it is: /proc/self/mountinfo cannot be read")
+        mount = drive.mount
+        models = drive.models
+        for what, text in (("mount point", mount.point), ("disks", models)):
+            if not text.isprintable():  # undecoded bytes are surrogates, which no JSON file can hold
+                raise ValueError(f"a profile cannot name the {what} {text!r}: not printable UTF-8")
+        return cls(
+            mount=mount.point,
+            filesystem=mount.filesystem,
+            disk_models=models,
+            settings=settings,
+            read_gb_per_second=read_gb_per_second,
+            write_gb_per_second=write_gb_per_second,
+            measured_at=measured_at,
+        )
+
+    @property
+    def path(self) -> Path:
+        """The file that the profile is stored in."""
+        return _path_of(self.mount, self.filesystem, self.disk_models)
+
+    def save(self) -> Path:
+        """Store the profile, in place of an older one of the same drive. Blocks. Returns the path of its file.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        path = self.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        with with_filename(path, instead=True), replacing(path, new):
+            new.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+def profile_directory() -> Path:
+    """Return the directory of the profiles: ``deepnvme/drives`` under ``$XDG_CONFIG_HOME``, or ``~/.config`` if that is not set.
+
+    Raises:
+        RuntimeError: If neither that variable nor the user's home directory is known.
+    """
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "deepnvme" / "drives"
+
+
+def profiles_enabled() -> bool:
+    """Return whether profiles are used: unless the environment variable DEEPNVME_PROFILE is ``off``.
+
+    Raises:
+        ValueError: If the variable is neither ``on`` nor ``off`` nor empty.
+    """
+    value = os.environ.get(PROFILE_VARIABLE, "").lower()
+    if value not in ("", "on", "off"):
+        raise ValueError(f"{PROFILE_VARIABLE} must be on or off, got {value!r}")
+    return value != "off"
+
+
+def profile_of(drive: Drive) -> DriveProfile | None:
+    """Return the stored profile of a drive, whether or not profiles are used; None if there is none.
+
+    Raises:
+        ValueError: If its file cannot be read, is damaged, or has settings that this version does not know. The message says what
+            to do.
+    """
+    if drive.mount is None:
+        return None
+    try:
+        path = _path_of(drive.mount.point, drive.mount.filesystem, drive.models)
+    except RuntimeError:  # a user without a home directory has no profiles
+        return None
+    try:
+        return DriveProfile.model_validate_json(read_regular(path, _MAX_FILE_BYTES))
+    except (FileNotFoundError, NotADirectoryError):  # a service's home directory may be /dev/null
+        return None
+    except OSError as error:
+        # The directory is another user's, as after setuid().
+        if isinstance(error, PermissionError) and not os.access(path.parent, os.X_OK, effective_ids=True):
+            return None
+        raise ValueError(f"the drive profile cannot be read ({error}): remove it, or tune the drive again") from error
+    except (NotARegularSmallFile, ValidationError) as error:
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            place = map(str, first["loc"])
+            if first["type"] == "extra_forbidden":
+                what = f"the drive profile '{path}' has a setting that this version does not know ({': '.join(place)})"
+                raise ValueError(f"{what}: use a newer version, or tune the drive again") from error
+            reason = ": ".join((*place, first["msg"]))
+        raise ValueError(f"the drive profile '{path}' is damaged ({reason}): remove it, or tune the drive again") from error
+
+
+def default_settings(drive: Drive, concurrent_drives: int = 1) -> AioConfig:
+    """Return settings that suit the kind of drive, for one that was not tuned.
+
+    Args:
+        drive: The drive.
+        concurrent_drives: Number of drives that are to be used at the same time.
+    """
+    if drive.kind == "rotational":  # long transfers, and few of them, so that the head seldom moves from one file to another
+        return AioConfig(block_size=4 << 20, queue_depth=4)
+    # One worker saturates a drive of any kind. A RAID gets one for each of its disks, as long as half of the cores are left to
+    # whatever uses the tensors.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
+    return AioConfig(queue_depth=128, intra_op_parallelism=max(1, min(len(drive.disks), cores // 2 // concurrent_drives)))
+
+
+def settings_for(paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = None) -> AioConfig:
+    """Return the settings of the engine that files or directories get.
+
+    These are ``config``, or otherwise each drive's profile, or the default for its kind. An engine has one set of settings, which
+    it applies to each drive separately. If drives' settings differ, these are the largest block size, queue depth and number of
+    workers, the backend if all have the same (otherwise "auto"), and the options that all have.
+
+    Args:
+        paths: A file or directory, or several. They may not exist yet.
+        config: Settings that are used instead of profiles and defaults.
+
+    Raises:
+        TypeError: If ``config`` is something else than an AioConfig.
+        ValueError: If no path is given, or DEEPNVME_PROFILE has an unknown value.
+        OSError: If a path cannot be reached, for another reason than that it does not exist.
+    """
+    if config is not None:
+        if not isinstance(config, AioConfig):
+            raise TypeError(f"config must be an AioConfig, got {type(config).__name__}")
+        return config
+    if isinstance(paths, str | os.PathLike):  # otherwise a string would be taken for many paths, each of one letter
+        paths = [paths]
+    drives = list(dict.fromkeys(drive_of(Path(os.fsdecode(path))) for path in paths))
+    found = [_profile_settings(drive) or default_settings(drive, len(drives)) for drive in drives]
+    if not found:
+        raise ValueError("an engine needs a file or directory to look up the drive of")
+    backends = {each.backend for each in found}
+    return AioConfig(
+        block_size=max(each.block_size for each in found),
+        queue_depth=max(each.queue_depth for each in found),
+        intra_op_parallelism=max(each.intra_op_parallelism for each in found),
+        single_submit=all(each.single_submit for each in found),
+        poll=all(each.poll for each in found),
+        backend=backends.pop() if len(backends) == 1 else "auto",
+    )
+
+
+def engine_for(
+    paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = None, in_flight_bytes: ByteCount | None = None
+) -> Engine:
+    """Return a new engine with the settings that files or directories get by :func:`settings_for`.
+
+    It has queues and workers for each drive, whatever their number. A backend that a profile names, and that does not work any
+    more, is replaced by ``auto``, with a RuntimeWarning.
+
+    >>> with deepnvme.engine_for(["/mnt/nvme0", "/mnt/nvme1"]) as engine:
+    ...     engine.write(tensor, "/mnt/nvme0/tensor").result()
+
+    Args:
+        paths: A file or directory, or several. They may not exist yet.
+        config: Settings that are used instead of profiles and defaults. Without effect: ``use_gds`` and ``overlap_events``.
+        in_flight_bytes: Most bytes in flight for each worker, or a size such as "8MiB"; ignored with ``config``.
+            A limit lets transfers end one after the other, for a caller that waits for the first of them. None for no limit
+            besides the settings.
+
+    Raises:
+        TypeError: If ``config`` is something else than an AioConfig.
+        ValueError: If no path is given, or DEEPNVME_PROFILE has an unknown value.
+        OSError: If a path cannot be reached, for another reason than that it does not exist; or if the kernel refuses the backend
+            that ``config`` names.
+        RuntimeError: If the op cannot be built.
+    """
+    in_flight = None if in_flight_bytes is None else byte_count(in_flight_bytes, "in_flight_bytes", least=None)
+    return create_engine(settings_for(paths, config), from_user=config is not None, in_flight_bytes=in_flight)
+
+
+def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | None = None) -> Engine:
+    """Return a new engine with settings.
+
+    Profiles and defaults are tuned for large transfers. So unless the settings are the user's, the engine has their bytes in
+    flight (block size times queue depth, for each worker), but a queue of at least 128 for small transfers.
+
+    Args:
+        settings: The settings.
+        from_user: Whether the user gave them: then a backend that does not work is an error. Otherwise "auto" is used instead,
+            with a RuntimeWarning.
+        in_flight_bytes: Most bytes in flight for each worker; ignored with ``from_user``. None for no further
+            limit.
+
+    Raises:
+        OSError: If the kernel refuses the backend.
+        RuntimeError: If the op cannot be built.
+    """
+    arguments = settings.engine_arguments()
+    if not from_user:
+        most = settings.block_size * settings.queue_depth
+        arguments["in_flight_bytes"] = most if in_flight_bytes is None else min(most, in_flight_bytes)
+        arguments["queue_depth"] = max(settings.queue_depth, _MIN_QUEUE_DEPTH)
+    _logger.debug("engine settings, %s: %s", "given by the caller" if from_user else "of the drive", arguments)
+    try:
+        return Engine(**arguments)
+    except (OSError, RuntimeError, ValueError) as error:
+        if from_user or (settings.backend == "auto" and not settings.poll):
+            raise
+        named = settings.backend + ", polling," * settings.poll
+        text = f"backend {named} of the drive profile does not work ({error}): using auto; tune the drive again"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return Engine(**{**arguments, "backend": "auto", "poll": False})
+
+
+def _profile_settings(drive: Drive) -> AioConfig | None:
+    """Return the settings of a drive's profile; None if it has none or profiles are off. Warns of one that is not usable."""
+    if not profiles_enabled():
+        return None
+    try:
+        profile = profile_of(drive)
+    except ValueError as error:
+        warnings.warn(f"{error}; until then it is ignored", RuntimeWarning, stacklevel=2)
+        return None
+    return None if profile is None else profile.settings
+
+
+def _path_of(mount: str, filesystem: str, disk_models: str) -> Path:
+    """Return the path of a drive's profile: readable by its beginning, distinct by its end."""
+    digest = hashlib.sha256("\0".join((mount, filesystem, disk_models)).encode(errors="surrogateescape")).hexdigest()[:16]
+    readable = os.path.basename(mount).encode(errors="ignore")[:64].decode(errors="ignore")
+    return profile_directory() / f"{readable or 'root'}-{digest}.json"

@@ -1,0 +1,55 @@
+"""Errors that name their file, files replaced atomically, and directories flushed to stable storage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from deepnvme._interrupts import defer_interrupts
+
+
+@contextlib.contextmanager
+def with_filename(path: str | os.PathLike[str], instead: bool = False) -> Iterator[None]:
+    """Add ``path`` to an OSError raised in this block that names no file, such as one of a call on a descriptor.
+
+    Args:
+        path: The file.
+        instead: Also in place of what the error names, such as a temporary file beside this one.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and (instead or error.filename is None):
+            error.filename = os.fspath(path)
+            if error.filename2 is not None:
+                del error.filename2  # None would be printed as a second name
+        raise
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], new: str | os.PathLike[str]) -> Iterator[None]:
+    """Replace a file atomically by a new one, which is written in this block. If that fails, the new one is removed.
+
+    Args:
+        path: The file to replace; it may not exist.
+        new: The new file, on the same file system.
+    """
+    try:
+        yield
+        os.rename(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush the names in the directory to stable storage. Blocks. Raises OSError naming the directory."""
+    with with_filename(directory, instead=True), defer_interrupts():  # no object would close the descriptor after a Ctrl-C
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,214 @@
+"""Progress of long operations: reported to a function, or shown on a terminal or in a notebook.
+
+``DEEPNVME_PROGRESS=off`` in the environment silences all that was not asked for by ``progress=True``. Nothing is ever written to
+stdout, or to a log: where stderr is neither a terminal nor a notebook's, only the single lines of :func:`notice` appear.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal, Protocol
+
+from deepnvme.telemetry.descriptions import printable
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes (or steps) done so far and those in all."""
+ProgressOption = Progress | bool | None
+"""The ``progress`` argument: a function to report progress to. None to show it where somebody can see it, once the operation has
+taken two seconds; True to show it from the beginning; False for nothing."""
+Unit = Literal["bytes", "steps"]
+
+_SHOW_AFTER_SECONDS = 2.0
+"""Seconds after which progress is shown that was not asked for."""
+_CANNOT_WRITE = (OSError, ValueError)
+"""What writing raises where the terminal has gone away or the stream is closed. That fails no operation."""
+_REDRAW_INTERVAL_SECONDS = 0.1
+"""Least seconds between two states of a line in a notebook, which keeps every one that it is sent."""
+
+
+def count_bytes(progress: Progress | None, total: int) -> Callable[[int], None]:
+    """Return a function that adds up the bytes of finished parts and reports their sum.
+
+    The returned function takes the bytes of one part. It must be called from one thread only.
+
+    Args:
+        progress: Called with the bytes done so far and ``total``, after each part; None for nothing.
+        total: Bytes of all parts.
+    """
+    done = 0
+
+    def count(nbytes: int) -> None:
+        """Add the bytes of a finished part, and report the sum."""
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    return count
+
+
+@contextlib.contextmanager
+def shown_progress(progress: ProgressOption, what: str, unit: Unit = "bytes") -> Iterator[Progress | None]:
+    """Provide the function to report progress to, or None if there is nobody to see it.
+
+    What is shown is on stderr, which must be a terminal or a notebook's, and is removed at the end. With ``progress=None`` it
+    appears after two seconds, in the first process of a machine only, and not with ``DEEPNVME_PROGRESS=off``.
+
+    Args:
+        progress: What the user asked for.
+        what: Label of the bar.
+        unit: What is counted.
+    """
+    if callable(progress):
+        yield progress
+        return
+    if (silenced() or not _is_first_of_its_machine()) if progress is None else not progress:
+        yield None
+        return
+    make = _display()
+    if make is None:
+        yield None
+        return
+    shown: _Display | None = None
+    began = time.monotonic()
+    due = began + (0.0 if progress else _SHOW_AFTER_SECONDS)
+
+    def show(done: int, total: int) -> None:
+        """Show how far it is, if it is time for that."""
+        nonlocal shown
+        with contextlib.suppress(*_CANNOT_WRITE):
+            if shown is None:
+                # What is about to end is not worth showing any more.
+                if time.monotonic() < due or (progress is None and done >= total):
+                    return
+                shown = make(printable(what), unit, began)
+            shown.update(done, total)
+
+    try:
+        yield show
+    finally:
+        if shown is not None:
+            with contextlib.suppress(*_CANNOT_WRITE):
+                shown.close()
+
+
+def notice(text: str) -> None:
+    """Write one line to stderr, unless ``DEEPNVME_PROGRESS=off`` or stderr is closed."""
+    if sys.stderr is None or silenced():
+        return
+    with contextlib.suppress(*_CANNOT_WRITE):
+        print(f"deepnvme: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def silenced() -> bool:
+    """Return whether ``DEEPNVME_PROGRESS`` is "off" or "0": nothing is to be shown that was not asked for by an argument."""
+    return os.environ.get("DEEPNVME_PROGRESS", "").lower() in ("off", "0")
+
+
+class _Display(Protocol):
+    """What shows progress to somebody."""
+
+    def update(self, done: int, total: int) -> None:
+        """Show how far it is."""
+
+    def close(self) -> None:
+        """Remove what is shown, as the operation has ended."""
+
+
+def _speed(nbytes: int, seconds: float) -> str:
+    """Return the text about the average speed since the beginning; empty if that was only just now."""
+    return f"{nbytes / seconds / 1e9:.1f} GB/s" if seconds >= _REDRAW_INTERVAL_SECONDS and nbytes > 0 else ""
+
+
+def _display() -> Callable[[str, Unit, float], _Display] | None:
+    """Return what shows progress on this process's stderr; None if nobody would see it."""
+    if sys.stderr is None:
+        return None
+    if _in_notebook():
+        return _Line
+    with contextlib.suppress(*_CANNOT_WRITE):
+        return _Bar if sys.stderr.isatty() else None
+    return None
+
+
+def _in_notebook() -> bool:
+    """Return whether this is the kernel of a notebook (Jupyter, VS Code, Colab)."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def _is_first_of_its_machine() -> bool:
+    """Return whether this process is not one of several that torchrun has started and that would all draw on one terminal."""
+    return os.environ.get("LOCAL_RANK", "0") in ("", "0")
+
+
+class _Bar:
+    """A bar on a terminal."""
+
+    def __init__(self, what: str, unit: Unit, began: float) -> None:
+        from rich import progress as rich
+        from rich.console import Console
+
+        figures = (
+            (rich.DownloadColumn(), rich.TextColumn("{task.fields[speed]}"), rich.TimeRemainingColumn())
+            if unit == "bytes"
+            else (rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
+        )
+        columns = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn(), *figures)
+        # Redirected, what the program prints to stdout meanwhile would come out on stderr.
+        self._shown = rich.Progress(
+            *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        self._began = began
+        self._task = self._shown.add_task(what, total=None, speed="")
+        self._shown.start()
+
+    def update(self, done: int, total: int) -> None:
+        """Show how far it is."""
+        speed = _speed(done, time.monotonic() - self._began)
+        self._shown.update(self._task, completed=done, total=total, speed=speed)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._shown.stop()
+
+
+class _Line:
+    """A line in a notebook, rewritten by carriage returns: rich would need ipywidgets there, and warn where they are missing."""
+
+    def __init__(self, what: str, unit: Unit, began: float) -> None:
+        self._what, self._unit, self._began = what, unit, began
+        self._drawn = 0.0
+        self._width = 0
+
+    def update(self, done: int, total: int) -> None:
+        """Show how far it is."""
+        now = time.monotonic()
+        if now - self._drawn < _REDRAW_INTERVAL_SECONDS and done < total:
+            return
+        self._drawn = now
+        self._write(f"{self._what}: {self._figures(done, total, now)}")
+
+    def _figures(self, done: int, total: int, now: float) -> str:
+        """Return the text about how much is done, and how fast it goes."""
+        if self._unit == "steps":
+            return f"{done}/{total}"
+        share = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
+        return ", ".join(filter(None, (share, _speed(done, now - self._began))))
+
+    def _write(self, text: str) -> None:
+        """Write over what the line has shown."""
+        if sys.stderr is None:
+            return
+        print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)
+        self._width = len(text)
+
+    def close(self) -> None:
+        """Blank the line."""
+        self._write("")
+        self._write("")

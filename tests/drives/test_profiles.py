@@ -1,0 +1,325 @@
+"""Drive profiles: stored and found again by drive, and the settings that engines get by them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import deepnvme
+from deepnvme import AioConfig
+from deepnvme.drives import profiles
+from deepnvme.drives.mounts import Drive, Mount, drive_of
+from deepnvme.drives.profiles import DriveProfile, default_settings, engine_for, profile_of, settings_for
+from deepnvme.engine import Engine
+
+from ..support.drive_profiles import EngineSettings, default_for, engine_settings, engines_made
+
+pytestmark = pytest.mark.usefixtures("configuration")
+
+TUNED = AioConfig(block_size=262144, queue_depth=16, intra_op_parallelism=2, single_submit=True)
+
+
+def some_drive(*disks: str, kind: str = "nvme", point: str = "/mnt/nvme", filesystem: str = "ext4") -> Drive:
+    mount = Mount(point, filesystem, "/dev/nvme0n1", "rw")
+    return Drive(mount, tuple(Path(disk) for disk in disks), kind)  # type: ignore[arg-type]
+
+
+def tuned(path: Path, settings: AioConfig = TUNED) -> DriveProfile:
+    """Store a profile of the drive that a path is on."""
+    profile = DriveProfile.of(drive_of(path), settings, read_gb_per_second=3.05, measured_at="2026-11-01T12:00:00")
+    profile.save()
+    return profile
+
+
+# Storing.
+
+
+def test_a_stored_profile_is_found_again(drive: Path) -> None:
+    profile = tuned(drive)
+    assert profile_of(drive_of(drive)) == profile
+    assert profile_of(drive_of(drive / "not there yet")) == profile
+
+
+def test_a_new_profile_replaces_the_old_one_and_leaves_nothing_else(drive: Path, configuration: Path) -> None:
+    tuned(drive, AioConfig(queue_depth=4))
+    profile = tuned(drive)
+    assert profile_of(drive_of(drive)) == profile
+    assert [path.name for path in profiles.profile_directory().iterdir()] == [profile.path.name]
+    assert profile.path.is_relative_to(configuration)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        some_drive("/sys/block/nvme0n1", point="/mnt/other"),
+        some_drive("/sys/block/nvme0n1", filesystem="xfs"),
+        Drive(Mount("/mnt/nvme", "ext4", "/dev/nvme1n1", "rw"), (), "nvme"),
+    ],
+    ids=["mount point", "file system", "device"],
+)
+def test_a_drive_is_told_apart_by_its(other: Drive) -> None:
+    DriveProfile.of(some_drive("/sys/block/nvme0n1"), TUNED).save()
+    assert profile_of(some_drive("/sys/block/nvme0n1")) is not None
+    assert profile_of(other) is None
+
+
+def test_a_drive_is_recognised_when_the_kernel_numbers_its_disks_anew(tmp_path: Path) -> None:
+    def raid(*names: str) -> Drive:
+        for name in names:
+            (tmp_path / name / "device").mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / "device/model").write_text("Fast 4TB\n")
+        mount = Mount("/mnt/nvme", "xfs", f"/dev/{names[0]}", "rw")
+        return Drive(mount, tuple(tmp_path / name for name in names), "nvme")
+
+    profile = DriveProfile.of(raid("nvme0n1", "nvme1n1"), TUNED)
+    profile.save()
+    assert profile_of(raid("nvme2n1", "nvme3n1")) == profile
+    assert profile_of(raid("nvme2n1")) is None  # a disk less
+
+
+def test_a_drive_without_a_known_mount_has_no_profile() -> None:
+    unknown = Drive(None, (), "unknown")
+    assert profile_of(unknown) is None
+    with pytest.raises(ValueError, match="mountinfo"):
+        DriveProfile.of(unknown, TUNED)
+
+
+@pytest.mark.parametrize(
+    "drive",
+    [some_drive(point="/mnt/\udcff"), Drive(Mount("/mnt/nfs", "nfs4", "server:/\udcff", "rw"), (), "unknown")],
+    ids=["mount point", "source"],
+)
+def test_a_drive_whose_name_is_not_utf_8_has_no_profile(drive: Drive) -> None:
+    assert profile_of(drive) is None
+    with pytest.raises(ValueError, match="not printable UTF-8"):
+        DriveProfile.of(drive, TUNED)
+
+
+def test_a_directory_that_cannot_be_written_is_named(drive: Path, configuration: Path) -> None:
+    configuration.write_text("a file where the directory should be")
+    with pytest.raises(NotADirectoryError) as caught:
+        tuned(drive)
+    assert str(configuration) in str(caught.value.filename)
+
+
+def test_profiles_are_below_the_home_directory_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("", "not/absolute"):
+        monkeypatch.setenv("XDG_CONFIG_HOME", value)
+        assert profiles.profile_directory() == tmp_path / ".config/deepnvme/drives"
+
+
+def test_there_is_no_profile_where_there_is_no_home_directory(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    for home in ("/dev/null", "/nonexistent"):  # of services
+        monkeypatch.setenv("HOME", home)
+        assert profile_of(drive_of(drive)) is None
+        assert settings_for([drive]) == default_settings(drive_of(drive))
+
+
+# Settings.
+
+
+def test_an_engine_for_a_tuned_drive_has_the_settings_of_its_profile(drive: Path) -> None:
+    tuned(drive)
+    with engine_for([drive / "file.pt"]) as engine:
+        assert (engine.block_size, engine.in_flight_bytes, engine.num_threads) == (262144, 16 * 262144, 2)
+        assert engine.queue_depth == 128  # for small transfers, which a search for large ones says nothing of
+        engine.write(torch.arange(1000), drive / "file.pt").result()
+        read = torch.empty(1000, dtype=torch.int64)
+        engine.read(read, drive / "file.pt").result()
+        assert torch.equal(read, torch.arange(1000))
+
+
+def test_one_path_need_not_be_in_a_list(drive: Path) -> None:
+    tuned(drive)
+    assert settings_for(drive) == settings_for(str(drive)) == TUNED
+
+
+def test_given_settings_go_before_the_profile(drive: Path) -> None:
+    tuned(drive)
+    with engine_for([drive], AioConfig(queue_depth=3), in_flight_bytes=1) as engine:
+        assert (engine.block_size, engine.queue_depth, engine.num_threads) == (1048576, 3, 1)
+
+
+def test_the_environment_switches_profiles_off(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(drive)
+    monkeypatch.setenv("DEEPNVME_PROFILE", "off")
+    assert settings_for([drive]) == default_settings(drive_of(drive))
+    for value in ("on", "ON", ""):
+        monkeypatch.setenv("DEEPNVME_PROFILE", value)
+        assert settings_for([drive]) == TUNED
+
+
+def test_an_unknown_value_of_the_environment_variable_is_an_error(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPNVME_PROFILE", "of")
+    with pytest.raises(ValueError, match="DEEPNVME_PROFILE must be on or off, got 'of'"):
+        engine_for([drive])
+
+
+def test_drives_that_differ_share_an_engine_with_the_larger_of_each_setting(drive: Path, tmp_path: Path) -> None:
+    memory = Path("/dev/shm")
+    if drive_of(memory).kind != "memory":
+        pytest.skip("needs a tmpfs on /dev/shm")
+    tuned(drive, AioConfig(block_size=262144, queue_depth=64, backend="threads"))
+    tuned(memory, AioConfig(block_size=1 << 21, queue_depth=2, intra_op_parallelism=3, single_submit=True))
+    expected = AioConfig(block_size=1 << 21, queue_depth=64, intra_op_parallelism=3)
+    assert settings_for([drive, memory]) == settings_for([memory, drive]) == expected
+
+
+def test_bytes_in_flight_limit_the_queue_and_never_deepen_it(drive: Path) -> None:
+    tuned(drive)
+    for limit, most in ((1 << 20, 1 << 20), (1, 1), (1 << 30, 4 << 20)):
+        with engine_for([drive], in_flight_bytes=limit) as engine:
+            assert engine.in_flight_bytes == most
+
+
+def test_what_is_no_configuration_is_refused(drive: Path) -> None:
+    with pytest.raises(TypeError, match="config must be an AioConfig, got dict"):
+        engine_for([drive], {"queue_depth": 8})  # type: ignore[arg-type]
+
+
+def test_an_engine_for_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a file or directory"):
+        engine_for([])
+
+
+# What is damaged.
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"mount": 1}', "[]", "x" * 70000], ids=["empty", "cut", "type", "array", "large"])
+def test_a_damaged_profile_is_ignored_with_a_warning_that_names_it(drive: Path, content: str) -> None:
+    path = tuned(drive).path
+    path.write_text(content)
+    with pytest.raises(ValueError, match="tune the drive again"):
+        profile_of(drive_of(drive))
+    with pytest.warns(RuntimeWarning, match=path.name):
+        settings = settings_for([drive])
+    assert settings == default_settings(drive_of(drive))
+
+
+def test_a_profile_that_is_no_file_is_ignored_with_a_warning(drive: Path) -> None:
+    path = tuned(drive).path
+    path.unlink()
+    path.mkdir()
+    with pytest.warns(RuntimeWarning, match=path.name):
+        assert settings_for([drive]) == default_settings(drive_of(drive))
+
+
+def test_settings_out_of_range_are_damage(drive: Path) -> None:
+    path = tuned(drive).path
+    path.write_text(path.read_text().replace('"queue_depth": 16', '"queue_depth": 0'))
+    with pytest.warns(RuntimeWarning, match=r"damaged \(settings: queue_depth: Input should be greater than or equal to 1\)"):
+        settings_for([drive])
+
+
+def test_what_a_newer_version_has_noted_besides_the_settings_is_left_out(drive: Path) -> None:
+    profile = tuned(drive)
+    profile.path.write_text(profile.path.read_text().replace("{", '{"new": 1,', 1))
+    assert profile_of(drive_of(drive)) == profile
+
+
+def test_settings_of_a_newer_version_are_said_to_be_such(drive: Path) -> None:
+    path = tuned(drive).path
+    path.write_text(path.read_text().replace('"queue_depth"', '"new": 1, "queue_depth"'))
+    with pytest.warns(RuntimeWarning, match=r"a setting that this version does not know \(settings: new\): use a newer version"):
+        assert settings_for([drive]) == default_settings(drive_of(drive))
+
+
+def test_a_profile_that_cannot_be_read_is_ignored_with_what_to_do(drive: Path) -> None:
+    path = tuned(drive).path
+    path.unlink()
+    path.symlink_to(path.name)
+    with pytest.warns(RuntimeWarning, match="cannot be read .*: remove it, or tune the drive again; until then it is ignored"):
+        assert settings_for([drive]) == default_settings(drive_of(drive))
+
+
+def refuse_libaio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernel refuse libaio, and nothing else."""
+    real = Engine.__init__
+
+    def refusing(self: Engine, backend: str = "auto", *arguments: object, **settings: object) -> None:
+        if backend == "libaio":
+            raise OSError(38, "Function not implemented", "io_setup")
+        real(self, backend, *arguments, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "__init__", refusing)
+
+
+def test_a_backend_that_works_no_more_is_replaced_if_a_profile_names_it(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(drive, AioConfig(backend="libaio", queue_depth=5))
+    refuse_libaio(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="backend libaio of the drive profile does not work"):
+        engine = engine_for([drive])
+    with engine:
+        assert engine.in_flight_bytes == 5 << 20
+        assert engine.backend != "libaio"
+
+
+def test_a_backend_that_does_not_work_is_an_error_if_the_user_names_it(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_libaio(monkeypatch)
+    with pytest.raises(OSError, match="io_setup"):
+        engine_for([drive], AioConfig(backend="libaio"))
+
+
+# Defaults.
+
+
+def test_a_rotational_drive_gets_few_long_transfers() -> None:
+    settings = default_settings(some_drive("/sys/block/sda", kind="rotational"))
+    assert (settings.block_size, settings.queue_depth, settings.intra_op_parallelism) == (4 << 20, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("disks", "drives", "cores", "workers"),
+    [(1, 1, 64, 1), (8, 1, 64, 8), (8, 1, 8, 4), (8, 4, 16, 2), (8, 8, 2, 1), (0, 1, 64, 1)],
+)
+def test_a_raid_gets_a_worker_for_each_disk_as_long_as_half_of_the_cores_are_left(
+    monkeypatch: pytest.MonkeyPatch, disks: int, drives: int, cores: int, workers: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    raid = some_drive(*(f"/sys/block/nvme{number}n1" for number in range(disks)))
+    settings = default_settings(raid, drives)
+    assert (settings.block_size, settings.queue_depth, settings.intra_op_parallelism) == (1 << 20, 128, workers)
+
+
+def test_a_store_and_an_optimizer_take_the_profile_of_their_drive(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def engines(config: AioConfig | None) -> list[EngineSettings]:
+        with engines_made() as made:
+            with deepnvme.store.TensorStore(drive / "store", config=config) as store:
+                store.put("a", torch.ones(5)).result()
+            parameter = torch.nn.Parameter(torch.ones(5))
+            deepnvme.OffloadedOptimizer([parameter], torch.optim.Adam, nvme_path=drive / "states", config=config).close()
+        return made
+
+    tuned(drive)
+    assert engines(None) == [engine_settings(TUNED)] * 2
+    given = AioConfig(queue_depth=3)
+    assert engines(given) == [engine_settings(given)] * 2
+    monkeypatch.setenv("DEEPNVME_PROFILE", "off")
+    assert engines(None) == [engine_settings(default_for(drive))] * 2
+
+
+def test_a_store_is_given_an_engine_or_settings_and_not_both(drive: Path) -> None:
+    with Engine() as engine, pytest.raises(ValueError, match="either engine or config"):
+        deepnvme.store.TensorStore(drive / "store", engine=engine, config=TUNED)
+
+
+MAKES_AN_ENGINE = {
+    "engine.py",  # its example
+    "drives/profiles.py",
+    "integrations/deepspeed/swap_tensor/aio_config.py",  # with the settings of DeepSpeed's JSON
+    "streaming/kv/drive.py",  # for a cache in memory: it reads and writes nothing
+}
+
+
+def test_engines_are_made_by_their_drive_or_by_settings_that_the_user_gave() -> None:
+    root = Path(deepnvme.__file__).parent
+    making = {str(path.relative_to(root)) for path in root.rglob("*.py") if re.search(r"\bEngine\(", path.read_text())}
+    assert {name for name in making if "op_builder" not in name} == MAKES_AN_ENGINE
