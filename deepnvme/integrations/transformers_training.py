@@ -52,8 +52,6 @@ _OVERRIDDEN = {
     "_load_optimizer_and_scheduler": ("checkpoint",),
 }
 """Methods of ``Trainer``, with the names of their arguments that are used."""
-_NORM = "gradient_norm"
-"""What the state of a training has if steps are clipped by the norm of the one before."""
 
 
 def offload_training(
@@ -62,8 +60,9 @@ def offload_training(
     """Have a trainer train with its model's layers, their gradients and the optimizer's states on a drive, from now on.
 
     Losses, weights, logs and checkpoints are those of the trainer in memory, bit for bit; only that ``grad_norm`` is not logged
-    if gradients are not clipped. After ``train()`` the trainer's methods evaluate, save and train on as ever. The parameters are
-    in memory again after ``close(restore=True)`` of what is returned; the trainer cannot train any more then.
+    if gradients are not clipped, and that with gradient accumulation dropout draws other random numbers. After ``train()`` the
+    trainer's methods evaluate, save and train on as ever. The parameters are in memory again after ``close(restore=True)`` of
+    what is returned; the trainer cannot train any more then.
 
     Args:
         trainer: That has not trained yet, on the CPU. In several processes, as of ``torchrun``, each has a shard of the model on
@@ -71,8 +70,7 @@ def offload_training(
         nvme_path: As of :class:`deepnvme.offload.OffloadedTraining`.
         blocks: As of :class:`deepnvme.offload.OffloadedTraining`.
         **options: Others of :class:`deepnvme.offload.OffloadedTraining`: ``memory_budget``, ``activations``, ... The
-            optimizer and its options, ``micro_batches`` and ``max_norm`` are from the ``TrainingArguments``. With
-            ``clip_by="previous"``, which is not the trainer's own way, ``grad_norm`` is still the norm of its step.
+            optimizer and its options, ``micro_batches`` and ``max_norm`` are from the ``TrainingArguments``.
 
     Returns:
         The training, which is also ``trainer.offloaded_training``.
@@ -318,9 +316,7 @@ class _StepsOnTheDrive(Optimizer):
         training_state = self._trainer_state.current()
         state = training_state["optimizer"]
         index_of = {name: index for index, name in enumerate(_names(state))}
-        norm = {name: training_state[name] for name in (_NORM,) if name in training_state}  # no optimizer minds it
         return {
-            **norm,
             "state": dict(sorted((index_of[name], values) for name, values in state["state"].items())),
             "param_groups": [
                 {**group, "params": [index_of[name] for name in group["params"]]} for group in state["param_groups"]
@@ -337,9 +333,7 @@ class _StepsOnTheDrive(Optimizer):
         name_of = dict(zip(_names(state_dict), _names(now["optimizer"]), strict=True))
         states = {name_of[index]: values for index, values in state_dict["state"].items()}
         named = [{**theirs, "params": ours["params"]} for theirs, ours in zip(saved, groups, strict=True)]
-        self._training.load_state_dict(
-            {**now, "optimizer": {"state": states, "param_groups": named}, _NORM: state_dict.get(_NORM)}
-        )
+        self._training.load_state_dict({**now, "optimizer": {"state": states, "param_groups": named}})
 
 
 def _names(optimizer_state: Mapping[str, Any]) -> list[Any]:

@@ -6,11 +6,11 @@ from deepnvme.states import StepReport
 from .activations import ActivationReport, checkpoint_on_disk, save_on_disk
 from .optimizer import OffloadedOptimizer
 from .tiles import TiledEmbedding, TiledLinear, tile_large_layers, untiled_state_dict
-from .training import OffloadedTraining, TrainingPlan, TrainingReport, WriteEstimate
+from .training import OffloadedTraining, TrainingReport, WriteEstimate
 
 __all__ = [
     "ActivationReport", "OffloadedOptimizer", "OffloadedTraining", "StepReport", "TiledEmbedding", "TiledLinear",
-    "TrainingPlan", "TrainingReport", "WriteEstimate", "checkpoint_on_disk", "save_on_disk", "tile_large_layers",
+    "TrainingReport", "WriteEstimate", "checkpoint_on_disk", "save_on_disk", "tile_large_layers",
     "untiled_state_dict",
 ]  # fmt: skip
 

@@ -22,12 +22,11 @@ class PinnedArena:
 
     Args:
         nbytes: Bytes of the region, rounded down to whole pages.
-        region: Memory to lend, of at least as many bytes, in place of one that is pinned for it.
     """
 
-    def __init__(self, nbytes: int, region: memoryview | None = None) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes - nbytes % padded(1)
-        self._region: Any = region
+        self._region: Any = None
         self._extents = ExtentMap()
         self._ended: deque[_Loan] = deque()  # whose tensors are gone
         self._loans: dict[int, _Loan] = {}  # offset -> who has the part that begins there

@@ -125,63 +125,6 @@ def test_a_trainer_is_made_and_offloaded_again(drive: Path, tmp_path: Path) -> N
     again.offloaded_training.close()
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("max_grad_norm", [0, 0.1])
-def test_deferred_steps_learn_the_same(drive: Path, tmp_path: Path, max_grad_norm: float, accumulation: int) -> None:
-    """With evaluations and checkpoints between them."""
-    options = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": accumulation, "eval_strategy": "steps"}
-    options |= {"eval_steps": 2, "save_strategy": "steps", "save_steps": 3, "max_steps": 4}
-    trainer = train_both(drive, tmp_path, {"deferred": True, "memory_budget": 0}, **options)
-    assert_same_files(tmp_path / "trained/checkpoint-3", tmp_path / "known/checkpoint-3")
-    trainer.offloaded_training.close()
-
-
-class ClipsByPrevious(transformers.Trainer):
-    """Clips the gradients of a step by the norm of the one before, in memory."""
-
-    previous: torch.Tensor | None = None
-
-    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)  # changes nothing
-        by = norm if self.previous is None else self.previous
-        factor = torch.clamp(self.args.max_grad_norm / (by + 1e-6), max=1.0)
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad.mul_(factor)
-        self.previous = norm
-        return norm
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_clipping_by_the_norm_of_the_step_before(drive: Path, tmp_path: Path, accumulation: int, deferred: bool) -> None:
-    """The norm that is logged is the step's own. A checkpoint has it, and a trainer in memory may go on from that, too."""
-    options: dict[str, Any] = {"max_grad_norm": 0.1, "gradient_accumulation_steps": accumulation, "max_steps": 4}
-    known = trainer_of(tmp_path / "known", trainer_class=ClipsByPrevious, **options)
-    known.train()
-    offloading = {"clip_by": "previous", "deferred": deferred}
-    trainer = trainer_of(tmp_path / "trained", save_strategy="steps", save_steps=2, **options)
-    with offload(trainer, drive, **offloading) as training:
-        trainer.train()
-        assert logs(trainer) == logs(known)
-        assert len({log["grad_norm"] for log in logs(trainer) if "grad_norm" in log}) == 4
-        assert_same(training, known.model)
-    again = trainer_of(tmp_path / "again", **options)
-    with offload(again, drive, **offloading) as training:
-        again.train(resume_from_checkpoint=str(tmp_path / "trained/checkpoint-2"))
-        assert_same(training, known.model)
-    in_memory = trainer_of(tmp_path / "again", **options)
-    in_memory.train(resume_from_checkpoint=str(tmp_path / "trained/checkpoint-2"))
-    assert in_memory.state.global_step == 4
-
-
-def test_clipping_by_the_norm_of_the_step_before_needs_a_norm_to_clip_to(drive: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path / "trained", max_grad_norm=0)
-    with pytest.raises(ValueError, match='clip_by="previous" clips to max_norm'):
-        offload(trainer, drive, clip_by="previous")
-    assert type(trainer) is transformers.Trainer
-
-
 def test_the_last_step_of_an_epoch_may_have_fewer_batches(drive: Path, tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 2, "rows": 14}
     trainer = train_both(drive, tmp_path, **options)

@@ -3,10 +3,9 @@
 from deepnvme._lazy import public_names
 from deepnvme.telemetry.drive_wear import WriteEstimate
 
-from .plan import TrainingPlan
 from .report import TrainingReport
 from .training import OffloadedTraining
 
-__all__ = ["OffloadedTraining", "TrainingPlan", "TrainingReport", "WriteEstimate"]
+__all__ = ["OffloadedTraining", "TrainingReport", "WriteEstimate"]
 
 __dir__ = public_names(__name__)

@@ -15,7 +15,6 @@ from .blocks.parameter_uses import ParameterUses
 
 if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
-    from deepnvme.offload.activations.report import ActivationReport
     from deepnvme.offload.activations.store import ActivationStore
 
 
@@ -26,20 +25,15 @@ class TrainingActivations(save_on_disk):
         uses: Has the parameters in memory.
         paths: Directories.
         budget: Bytes of memory.
-        chosen: Whether a plan has chosen the budget, so that there is nothing to advise if the drive sets the pace.
         config: Settings of the engine.
     """
 
-    def __init__(self, uses: ParameterUses, paths: Sequence[Path], chosen: bool, config: AioConfig | None, budget: int) -> None:
+    def __init__(self, uses: ParameterUses, paths: Sequence[Path], budget: int, config: AioConfig | None) -> None:
         super().__init__(paths, memory_budget=budget, config=config)
-        self._uses, self._chosen = uses, chosen
+        self._uses = uses
 
     def _pack(self, store: ActivationStore, tensor: torch.Tensor) -> Packed:
         return self._uses.saved(tensor) or super()._pack(store, tensor)
-
-    def _warn_of(self, slow: ActivationReport) -> None:
-        if not self._chosen:
-            super()._warn_of(slow)
 
 
 def unpack(packed: Packed) -> torch.Tensor:

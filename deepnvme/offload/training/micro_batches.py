@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .blocks.parameter_block import ParameterBlock
-from .forward_random_numbers import ForwardRandomNumbers
 from .model import TrainedModel
 from .turns import Turn, take_turns
 
@@ -46,11 +45,29 @@ def micro_batches_of(args: Sequence[Any], kwargs: Mapping[str, Any], count: int)
     return found
 
 
+def draw_seeds(count: int) -> list[int]:
+    """Draw the seed of each micro-batch from torch's default generator.
+
+    So micro-batches draw the same random numbers whether they run one after the other or side by side.
+    """
+    return torch.randint(1 << 62, (count,), device="cpu").tolist()
+
+
+@contextlib.contextmanager
+def restoring_random_state() -> Iterator[None]:
+    """Give torch's default generator the state back that it had at the beginning of this context."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
 class SideBySide:
     """Runs the micro-batches of a step so that each block is used by all of them before the next one is: vertical accumulation.
 
     Each runs in a thread, which waits for its turn wherever the model or its backward is about to use another block. So gradients
-    are summed in the order in which they would be one after the other, and random numbers are those that would be drawn then.
+    are summed in the order in which they would be one after the other.
 
     Args:
         trained: The blocks.
@@ -58,18 +75,20 @@ class SideBySide:
     """
 
     def __init__(self, trained: TrainedModel, saved_tensors: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
-        self.random_numbers = ForwardRandomNumbers()
         self._trained, self._saved_tensors = trained, saved_tensors
         self._own = threading.local()
 
-    def run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+    def run(self, forwards: Sequence[Callable[[], torch.Tensor]], seeds: Sequence[int]) -> list[torch.Tensor]:
         """Run the forward, which returns the loss, and the backward of each micro-batch. Blocks.
+
+        Args:
+            forwards: One for each micro-batch.
+            seeds: Of the random numbers of each micro-batch.
 
         Returns:
             The losses, detached.
 
         Raises:
-            DrawsDiffer: If a forward drew another number of random numbers than expected. No block was stepped.
             OSError: From the drive.
         """
         losses: list[torch.Tensor] = [torch.empty(0)] * len(forwards)
@@ -79,17 +98,18 @@ class SideBySide:
                 self._own.place = _Place(turn)
                 with self._saved_tensors():
                     loss = forwards[index]()
-                    self.random_numbers.ended(index, torch.get_rng_state())
                     losses[index] = loss.detach()
                     loss.backward()  # type: ignore[no-untyped-call]
 
             return run
 
-        states = self.random_numbers.begin(len(forwards))
-        turns = [Turn(function(index), state) for index, state in enumerate(states)]
-        with self._trained.running(len(forwards), of=len(forwards)), self._trained.uses.calling_before_use(self._before_use):
+        turns = [Turn(function(index), seed) for index, seed in enumerate(seeds)]
+        with (
+            restoring_random_state(),
+            self._trained.running(len(forwards), of=len(forwards)),
+            self._trained.uses.calling_before_use(self._before_use),
+        ):
             take_turns(turns)
-        torch.set_rng_state(turns[-1].random_state)
         return losses
 
     def _before_use(self, block: ParameterBlock, in_backward: bool) -> None:

@@ -1,10 +1,27 @@
-"""The blocks of a model that is trained, and its steps: each made as a whole, or undone."""
+"""The blocks of a model that is trained, and its steps.
+
+Invariants:
+
+1. A step is made as a whole or not at all. What it writes goes beside the versions of the last completed step, and :meth:`commit`
+   makes all of it valid at once, in memory that no error can interrupt.
+2. ``_phase`` is IDLE or STEPPING while nothing has failed. An exception in a step sets it to UNDOING, until :meth:`undo` has
+   forgotten the versions that were not committed. Each public call begins with :meth:`finish_undo`.
+3. A block is stepped once in a step, by the last backward that gives it gradients, or after it if gradients are clipped.
+
+::
+
+                begin_step                  commit
+         IDLE ------------> STEPPING -------------------> IDLE
+                               | exception, abandon_step
+                               v            undo
+                            UNDOING --------------------> IDLE
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import enum
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,7 +37,7 @@ from deepnvme.states.versions import BlockVersions
 from .blocks.parameter_block import ParameterBlock
 from .blocks.parameter_uses import ParameterUses, ScheduledBlocks
 from .blocks.tied_gradients import TiedGradients
-from .blocks.trained_block import Groups, TrainedBlock
+from .blocks.trained_block import TrainedBlock
 from .ranks import TrainingRanks
 from .report import StepMeter
 
@@ -28,44 +45,19 @@ _KEPT_FREE = 64 << 20
 """Bytes of freed memory that the C library may keep between steps. It keeps gradients of blocks that are gone, in pieces."""
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """How the steps of a model are made."""
+class Phase(enum.Enum):
+    """Where a training is between two completed steps."""
 
-    micro_batches: int
-    """Forwards and backwards in a step."""
-    max_norm: float | None
-    """To clip gradients to; None to leave them as they are."""
-    clip_by_previous: bool
-    """Whether to clip by the norm of the gradients of the step before."""
-    deferred: bool
-    """Whether the end of a step leaves what it can to the next forward: blocks are stepped when they are used there, and the step
-    is committed in the backward that follows."""
-
-
-@dataclass
-class _LeftForLater:
-    """What a step has left to do in the next forward."""
-
-    blocks: dict[TrainedBlock, None]
-    """Those that are not stepped yet."""
-    factor: torch.Tensor | None
-    """What to multiply gradients with."""
-    groups: Groups
-    """The options of the step."""
-    buffers: BufferCopies
-    """As they were before the step."""
-    previous_norm: torch.Tensor | None
-    """As it was before the step."""
-    stepping: TrainedBlock | None = None
-    """That which is being stepped; or was, when that failed."""
+    IDLE = enum.auto()
+    """The last step is complete, and no other one has begun."""
+    STEPPING = enum.auto()
+    """Micro-batches of a step run, or were run."""
+    UNDOING = enum.auto()
+    """A step has failed, and what it has changed must still be undone."""
 
 
 class TrainedModel:
     """Steps the blocks of a model with the gradients that its backwards give.
-
-    A block is stepped in the last backward of a step as soon as it has all of its gradients, or after it if they are clipped by a
-    norm that is not known before.
 
     Args:
         model: The model.
@@ -77,7 +69,8 @@ class TrainedModel:
         meter: Is told when a step begins.
         ranks: The processes that make each step together.
         optimizer: Has the options of the optimizer in each step in its ``param_groups``.
-        options: How steps are made.
+        micro_batches: Forwards and backwards in a step.
+        max_norm: To clip gradients to; None to leave them as they are.
     """
 
     def __init__(
@@ -91,38 +84,27 @@ class TrainedModel:
         meter: StepMeter,
         ranks: TrainingRanks,
         optimizer: Optimizer,
-        options: StepOptions,
+        micro_batches: int,
+        max_norm: float | None,
     ) -> None:
         self.steps = 0
         """Number of completed steps."""
-        self.micro_batches = self._in_step = options.micro_batches
+        self.micro_batches = self._in_step = micro_batches
         self.micro_batches_run = 0
         """Micro-batches of the current step that were run."""
         self.blocks = tuple(blocks)
         self._rest = blocks[-1].parameters
-        self._meter, self._ranks = meter, ranks
-        self._schedule, self._versions, self._optimizer, self._options = schedule, versions, optimizer, options
+        self._meter, self._ranks, self._max_norm = meter, ranks, max_norm
+        self._schedule, self._versions, self._optimizer = schedule, versions, optimizer
         self._model, self._buffers = model, BufferCopies(model)
         self._scratch = torch.empty(max((block.scratch_bytes for block in blocks), default=0), dtype=torch.uint8, device="cpu")
+        self._phase = Phase.IDLE
         self._running = 0  # micro-batches that run now
-        self._left: _LeftForLater | None = None
-        self._committed_steps = 0
-        self._not_undone = False
         self._norm: torch.Tensor | None = None
-        self.previous_norm: torch.Tensor | None = None
-        """The norm of the last completed step, which the next one is clipped by; None for its own."""
         self._block_of: dict[torch.Tensor, TrainedBlock] = {param: block for block in blocks for param in block.trained}
         self._by_parameters = {block.parameters: block for block in blocks}
         self.uses = ParameterUses(
-            modules,
-            tiles,
-            self._by_parameters,
-            schedule,
-            self._forward_begins,
-            self._backward_begins,
-            self._backward_ends,
-            self.finish_undo,
-            self._failed_between_steps,
+            modules, tiles, self._by_parameters, schedule, self._backward_begins, self._backward_ends, self.finish_undo
         )
         self._tied = TiedGradients(
             {module: block for module, block in modules.items() if module in tiles},
@@ -137,18 +119,6 @@ class TrainedModel:
         """Have the parameters outside of the modules in memory from now on. Raises OSError."""
         self._schedule.cache.keep({self._rest: True})
         self.uses.begin(self._rest)
-
-    def change_memory(self, change: Callable[[], None]) -> None:
-        """Complete the last step, have no block in memory while a function is called, and go on.
-
-        Raises OSError from the drive, and what the function raises. The last step is as it was.
-        """
-        with self.undone_if_it_fails():
-            self.finish_deferred()
-            self.uses.reset()
-            self._schedule.cache.clear()
-            change()
-            self.uses.begin(self._rest)
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the model."""
@@ -174,7 +144,8 @@ class TrainedModel:
             self._in_step = self.micro_batches if of is None else of
         if self.micro_batches_run + count > self._in_step:
             raise RuntimeError(f"all {self._in_step} micro-batches of this step were run: call step()")
-        if self.micro_batches_run == 0:
+        if self._phase is Phase.IDLE:
+            self._phase = Phase.STEPPING
             self._meter.begin()
             self._schedule.order.begin_step()
             self._buffers.take()
@@ -189,6 +160,7 @@ class TrainedModel:
             self.uses.recording = False
         self.uses.end_backward()
         self.uses.end_all()
+        torch.clear_autocast_cache()  # autocast around several steps would go on with casts of earlier weights, and keep all
         with torch.no_grad():
             for block in self.blocks:
                 self._gradients_are_in(block)
@@ -199,7 +171,6 @@ class TrainedModel:
         block = self._block_of[param]
         if not self.uses.recording:
             raise RuntimeError("the backward has to run in micro_batch(), as the forward did")
-        self.finish_deferred()
         if block.stepped or block.arrived[param] == self._running:
             raise RuntimeError("there is one backward in each micro_batch(): give micro_batches for several, or sum the losses")
         block.arrived[param] += 1
@@ -211,16 +182,6 @@ class TrainedModel:
                 param.grad = param.grad.clone()
         if block.arrived.total() == self._running * len(block.trained):
             self.uses.completed(block.parameters)
-
-    @torch.no_grad()
-    def _forward_begins(self, parameters: ParameterBlock) -> None:
-        if self._step_if_left(self._by_parameters[parameters]) and parameters.ranks is not None:
-            self.uses.gather_again(parameters)
-
-    def _failed_between_steps(self) -> None:
-        if self._left is not None:
-            # The deferred step may be half made; and whichever rank has failed, all have to decide what becomes of it.
-            self._not_undone = True
 
     def _backward_begins(self, parameters: ParameterBlock) -> None:
         # Otherwise the gradients of other micro-batches are added when they are stored.
@@ -240,28 +201,24 @@ class TrainedModel:
             block.average_gradients(self._ranks)
             if not block.gradients.any:
                 return
-        last = self.micro_batches_run + self._running == self._in_step
-        if last and self._options.max_norm is not None:
+        if self.micro_batches_run + self._running < self._in_step:
+            block.gradients.store()
+        elif self._max_norm is None:
+            self._step_block(block)
+        else:
             block.gradients.load()
             block.gradients.measure()
-        if last and (self._options.max_norm is None or self.previous_norm is not None):
-            self._step_block(block, self._optimizer.param_groups, self._factor(self.previous_norm))
-        else:
             block.gradients.store()
         block.arrived.clear()
 
-    def _factor(self, norm: torch.Tensor | None) -> torch.Tensor | None:
-        """Return what to multiply gradients with to clip them by a norm, as ``torch.nn.utils.clip_grad_norm_`` does."""
-        max_norm = self._options.max_norm
-        return None if max_norm is None or norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-    def _step_block(self, block: TrainedBlock, groups: Groups, factor: torch.Tensor | None = None) -> None:
+    def _step_block(self, block: TrainedBlock, factor: torch.Tensor | None = None) -> None:
+        """Step a block with its gradients, multiplied by a factor if there is one. Raises OSError."""
         block.gradients.load()
         if factor is not None:
             block.gradients.scale(factor)
         self.uses.begin_change(block.parameters)
         try:
-            block.step(groups, self._scratch)
+            block.step(self._optimizer.param_groups, self._scratch)
         finally:
             self.uses.end_change(block.parameters)
         block.gradients.drop()
@@ -274,64 +231,17 @@ class TrainedModel:
 
         Raises:
             RuntimeError: If micro-batches are missing.
-            FloatingPointError: If the next step would be clipped by a norm that is not finite.
             OSError: From the drive.
         """
         self._check_all_were_run()
-        self.finish_deferred()
-        norm = None if self._options.max_norm is None else self.gradient_norm()
-        if self._options.clip_by_previous and norm is not None and not norm.isfinite():
-            raise FloatingPointError(
-                f"the norm of the gradients is {norm.item()}, by which no next step can be clipped: leave out this batch, since"
-                ' the step is undone, or train with clip_by="current"'
-            )
-        factor = self._factor(norm if self.previous_norm is None else self.previous_norm)
-        next_norm = norm if self._options.clip_by_previous else None
-        waiting = self._waiting()
-        groups = self._optimizer.param_groups
-        if self._options.deferred:
-            if self.blocks[-1] in waiting:
-                self._step_block(waiting.pop(), groups, factor)
-            with defer_interrupts():
-                # It is committed later. What is left for then is the same on all ranks.
-                self._ranks.agree_to_commit(self.steps + 1, ends=True)
-                copied = [dict(group) for group in groups]
-                self._left = _LeftForLater(dict.fromkeys(waiting), factor, copied, self._buffers, self.previous_norm)
-                self._buffers = BufferCopies(self._model)
-                self.steps += 1
-                self.previous_norm = next_norm
-                self._end_step()
-        else:
-            for block in reversed(waiting):  # the last ones' gradients are needed first by what is in memory still
-                self._step_block(block, groups, factor)
-            self.commit(self.steps + 1, next_norm)
+        factor = None
+        if self._max_norm is not None:  # as torch.nn.utils.clip_grad_norm_ does
+            factor = torch.clamp(self._max_norm / (self.gradient_norm() + 1e-6), max=1.0)
+        for block in reversed(self._waiting()):  # the last ones' gradients are needed first by what is in memory still
+            self._step_block(block, factor)
+        self.commit(self.steps + 1)
         self._optimizer.step()
         return_freed_memory(_KEPT_FREE)
-
-    def _end_step(self) -> None:
-        self.micro_batches_run, self._norm = 0, None
-        for block in self.blocks:
-            block.gradients.forget_norms()
-
-    @torch.no_grad()
-    def finish_deferred(self) -> None:
-        """Step the blocks that the last step has left for later, and commit it. Blocks; raises OSError."""
-        if self._left is not None:
-            for block in list(self._left.blocks):
-                self._step_if_left(block)
-            self.commit(self.steps, self.previous_norm)
-
-    def _step_if_left(self, block: TrainedBlock) -> bool:
-        """Step a block that the last step has left for later. Returns whether it had."""
-        left = self._left
-        if left is None or block not in left.blocks:
-            return False
-        left.stepping = block
-        self._step_block(block, left.groups, left.factor)
-        with defer_interrupts():
-            del left.blocks[block]
-            left.stepping = None
-        return True
 
     def _check_all_were_run(self) -> None:
         wanted = self._in_step if self.micro_batches_run else self.micro_batches
@@ -344,25 +254,27 @@ class TrainedModel:
         """Return the blocks that have gradients and were not stepped."""
         return [block for block in self.blocks if not block.stepped and block.gradients.any]
 
-    def commit(self, step: int, norm: torch.Tensor | None) -> None:
-        """Wait until what has changed is on the drive, and take it for the last completed step's, with this number.
+    def commit(self, step: int) -> None:
+        """Wait until what has changed is on the drive, and take it for the state of the last completed step.
 
         Args:
-            step: The number.
-            norm: What the next step is clipped by, if that is the norm of the one before.
+            step: The number of that step.
         """
         changed = [each for block in self.blocks for each in block.to_write()]
         self._schedule.cache.flush(changed, used=True)
         with defer_interrupts():
-            self._ranks.agree_to_commit(step, ends=self._left is None)
+            self._ranks.agree_to_commit(step)
             for block in self.blocks:
                 block.commit(self._optimizer.param_groups)
-            if self._left is None:  # otherwise the next step may be under way
-                self._end_step()
-            self._left = None
-            self.steps = self._committed_steps = step
-            self.previous_norm = norm if self._options.clip_by_previous else None
+            self.steps = step
+            self._end_step(Phase.IDLE)
         self._versions.tidy()
+
+    def _end_step(self, phase: Phase) -> None:
+        self._phase = phase
+        self.micro_batches_run, self._running, self._norm = 0, 0, None
+        for block in self.blocks:
+            block.gradients.forget_norms()
 
     @torch.no_grad()
     def gradient_norm(self) -> torch.Tensor:
@@ -373,7 +285,7 @@ class TrainedModel:
             OSError: From the drive.
         """
         self._check_all_were_run()
-        if self._options.max_norm is None:
+        if self._max_norm is None:
             raise RuntimeError("there are no gradients any more: without max_norm, blocks are stepped during the backward")
         if self._norm is None:
             norms: dict[torch.Tensor, torch.Tensor] = {}
@@ -403,7 +315,7 @@ class TrainedModel:
         except BaseException as error:
             try:
                 with defer_interrupts():
-                    self._ranks.report_failure(error)
+                    self._ranks.report_failure()
                     self.undo()
             except OSError as failed:
                 if hasattr(error, "add_note"):
@@ -413,65 +325,30 @@ class TrainedModel:
     @torch.no_grad()
     def finish_undo(self) -> None:
         """Undo a step that could not be undone when it failed. Raises OSError if it still cannot."""
-        if self._not_undone or (self._left is not None and self._left.stepping is not None):
+        if self._phase is Phase.UNDOING:
             self.undo()
 
     def abandon_step(self) -> None:
         """Go back to the last completed step, on all ranks, if micro-batches of another one were run. Raises OSError as undo."""
         if self.micro_batches_run:
-            self._ranks.report_failure(RuntimeError("the step was undone"))
+            self._ranks.report_failure()
             self.undo()
 
     def undo(self) -> None:
-        """Go back to the last completed step. Raises OSError if the drive cannot be read; to be called again then.
-
-        If that step has left something for later, it is done now; if that fails, the step is undone as well.
-        """
-        self._not_undone = True
+        """Go back to the last completed step. Raises OSError if the drive cannot be read; to be called again then."""
+        if self._phase is Phase.STEPPING:
+            self._buffers.put_back()
+        self._end_step(Phase.UNDOING)
         self._tied.reset()
         self.uses.reset()
         for block in self.blocks:
             block.drop_own_gradients()
-        if self.micro_batches_run or self._running:
-            self._buffers.put_back()
-        self._running = 0
-        self._end_step()
-        if not self._completed_deferred():
-            self._undo_to_committed()
-        self._not_undone = False
-
-    def _completed_deferred(self) -> bool:
-        """Return whether the last step has left something for later, and that could be done now."""
-        if self._left is None:
-            return False
-        for block in self.blocks:
-            if block not in self._left.blocks:
-                block.gradients.drop()
-            block.arrived.clear()
-        with self._ranks.expecting_new_failures():
-            try:
-                if not self._ranks.all_agree(self._left.stepping is None):
-                    return False
-                self.uses.begin(self._rest)
-                self.finish_deferred()
-            except Exception as error:
-                self._ranks.report_failure(error)
-                return False  # so that step is undone
-        return True
-
-    def _undo_to_committed(self) -> None:
-        for block in self.blocks:
             block.gradients.drop()
-        self.uses.reset()
         self._schedule.cache.clear()
         for block in self.blocks:
             block.undo()
-        if self._left is not None:
-            self._left.buffers.put_back()
-            self.previous_norm = self._left.previous_norm
-            self._left = None
-        self.steps = self._committed_steps
         self.uses.begin(self._rest)
+        self._phase = Phase.IDLE
 
     def check_absent(self) -> None:
         """Raise RuntimeError if other code has given values to parameters that are on the drive."""
@@ -480,14 +357,13 @@ class TrainedModel:
                 block.parameters.check_absent()
 
     def check_between_steps(self) -> None:
-        """Complete the last step.
+        """Undo a step that could not be undone before, and check that no step is under way.
 
         Raises:
             RuntimeError: Within a step; if other code has changed parameters that are on the drive.
             OSError: If a failed step still cannot be undone.
         """
-        with self.undone_if_it_fails():
-            self.finish_deferred()
+        self.finish_undo()
         self.check_absent()
         if self.micro_batches_run:
             raise RuntimeError("a step is under way: run its other micro-batches, and call step()")

@@ -20,8 +20,6 @@ from deepnvme.memory.alignment import padded
 from deepnvme.offload.activations.saved_tensor import is_distributed, may_share_memory
 from deepnvme.states.params import local_of
 
-from .forward_random_numbers import DrawsDiffer
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -54,14 +52,6 @@ class Purpose(IntEnum):
     """The ranks compare what each was given, in the form of a number."""
 
 
-class _Failure(IntEnum):
-    """Whether the sender of a message has failed."""
-
-    NONE = 0
-    FAILED = 1
-    DRAWS_DIFFER = 2
-
-
 class TrainingRanks:
     """The processes of a group, each with other batches and a shard of each parameter: some of its rows.
 
@@ -91,7 +81,6 @@ class TrainingRanks:
         self._message = array("i", bytes(4 * (3 + most_parameters)))
         self._messages = array("i", bytes(4 * self.count * len(self._message)))
         self._failure_is_known = False
-        self._failed_rank: int | None = None
 
     @property
     def several(self) -> bool:
@@ -189,10 +178,9 @@ class TrainingRanks:
 
         Raises:
             RankFailed: If another rank has failed.
-            DrawsDiffer: If its forward drew another number of random numbers than expected.
             RuntimeError: If a rank is about to exchange something else, or is gone.
         """
-        messages = self._exchange_messages(for_what, number, _Failure.NONE, values)
+        messages = self._exchange_messages(for_what, number, failed=False, values=values)
         if any(each[:2] != messages[0][:2] for each in messages):
             self._failure_is_known = True  # to all ranks, which have the same messages
             others = ", ".join(f"rank {rank}: {Purpose(each[0]).name} {each[1]}" for rank, each in enumerate(messages))
@@ -203,24 +191,20 @@ class TrainingRanks:
             )
         return [each[3 : 3 + len(values)] for each in messages]
 
-    def _exchange_messages(
-        self, for_what: Purpose, number: int, failure: _Failure, values: Sequence[int] = ()
-    ) -> list[list[int]]:
+    def _exchange_messages(self, for_what: Purpose, number: int, failed: bool, values: Sequence[int] = ()) -> list[list[int]]:
         length = len(self._message)
         padding = [0] * (length - 3 - len(values))
-        self._message[:] = array("i", [for_what, number, failure, *values, *padding])
+        self._message[:] = array("i", [for_what, number, failed, *values, *padding])
         with defer_interrupts():
             received, sent = (torch.frombuffer(each, dtype=torch.int32) for each in (self._messages, self._message))
             self._all_gather(received, sent)
             found = self._messages.tolist()
             messages = [found[begin : begin + length] for begin in range(0, len(found), length)]
-            failures = [each[2] for each in messages]
-            self._failed_rank = failures.index(_Failure.FAILED) if _Failure.FAILED in failures else None
+            failures = [bool(each[2]) for each in messages]
             if any(failures):
                 self._failure_is_known = True
-        if failure is _Failure.NONE and any(failures):
-            self.raise_failure()
-            raise DrawsDiffer
+        if any(failures) and not failed:
+            raise RankFailed(f"rank {failures.index(True)} failed, and its own error says why")
         return messages
 
     def check_alike(self, number: int, what: str) -> None:
@@ -236,11 +220,6 @@ class TrainingRanks:
                 self._failure_is_known = True
                 raise ValueError(f"{what} are not the same on all ranks")
 
-    def raise_failure(self) -> None:
-        """Raise RankFailed if a rank has told in the newest exchange that it has failed."""
-        if self._failed_rank is not None:
-            raise RankFailed(f"rank {self._failed_rank} failed, and its own error says why")
-
     def _all_gather(self, found: torch.Tensor, given: torch.Tensor) -> None:
         # The function has another name since torch 2.13, which warns of the older one.
         gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -250,24 +229,14 @@ class TrainingRanks:
         """From now on, treat an error of this rank as one that the others have not heard of."""
         self._failure_is_known = False
 
-    @contextlib.contextmanager
-    def expecting_new_failures(self) -> Iterator[None]:
-        """Within this context, report errors of this rank again; afterwards the earlier failure counts as known."""
-        self._failure_is_known = False
-        try:
-            yield
-        finally:
-            self._failure_is_known = True
-
-    def report_failure(self, error: BaseException) -> None:
+    def report_failure(self) -> None:
         """Tell the others that this rank has failed, unless they know of a failure. Blocks until all send a message.
 
         Has no effect if a rank is gone: the others then fail by themselves.
         """
         if self.several and not self._failure_is_known:
-            failure = _Failure.DRAWS_DIFFER if isinstance(error, DrawsDiffer) else _Failure.FAILED
             with contextlib.suppress(RuntimeError):
-                self._exchange_messages(Purpose.FAILURE, 0, failure)
+                self._exchange_messages(Purpose.FAILURE, 0, failed=True)
 
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
@@ -276,8 +245,8 @@ class TrainingRanks:
             yield
         except GeneratorExit:  # an interrupt came before the context was entered
             raise
-        except BaseException as error:
-            self.report_failure(error)
+        except BaseException:
+            self.report_failure()
             raise
 
     @contextlib.contextmanager
@@ -294,18 +263,15 @@ class TrainingRanks:
             self.all_agree(True)
             yield
 
-    def agree_to_commit(self, step: int, ends: bool) -> None:
-        """Wait until all ranks have reached the commit of a step. Raises like every exchange.
+    def agree_to_commit(self, step: int) -> None:
+        """Wait until all ranks have reached the commit of this step. Raises like every exchange.
 
-        Args:
-            step: Its number.
-            ends: Whether nothing is left to be done for which another rank would wait: what fails from now on is not reported,
-                until :meth:`expect_new_failures`.
+        No rank waits for another one in what follows, so failures are not reported until :meth:`expect_new_failures`.
         """
         if self.several:
             with self._exchanging():
                 self._synchronize(Purpose.COMMIT, step)
-                self._failure_is_known = ends
+                self._failure_is_known = True
 
     def all_agree(self, vote: bool) -> bool:
         """Return whether all ranks say yes. Raises like every exchange."""

@@ -41,7 +41,7 @@ class TrainingReport(ReportFigures):
     bytes_read: int
     """Bytes read of parameters, gradients and states."""
     bytes_written: int
-    """Bytes written of them, as far as writing was started before the step ended: deferred steps count in the next one."""
+    """Bytes written of them."""
     activations: ActivationReport | None
     """Of the activations; None if all of them stay in memory."""
     exchanging: float = 0.0

@@ -107,8 +107,6 @@ class TrainingState:
         }
         if quantized:
             found["quantized"] = quantized
-        if self._trained.previous_norm is not None:
-            found["gradient_norm"] = self._trained.previous_norm.clone()
         return found
 
     def _optimizer_state(self, names: Mapping[torch.Tensor, str]) -> dict[str, dict[str, Any]]:
@@ -176,8 +174,7 @@ class TrainingState:
                     group.update({key: value for key, value in options[names[group["params"][0]]].items() if key != "params"})
                 for block in self._trained.blocks:
                     self._load_block(block, names, model, state.get("quantized"), optimizer["state"])
-                norm = state.get("gradient_norm")
-                self._trained.commit(state["steps"], None if norm is None else torch.as_tensor(norm).clone())
+                self._trained.commit(state["steps"])
             except BaseException:
                 for group, values in zip(groups, before, strict=True):
                     group.clear()

@@ -18,16 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepnvme.cache.block_cache import BlockCache
-from deepnvme.cache.block_memory import PooledMemory
 from deepnvme.checkpoint.saving import save
 from deepnvme.drives.profiles import engine_for
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
-from deepnvme.memory.pool import BufferPool
 from deepnvme.model.quantization import SCHEMES, Scheme
 from deepnvme.offload.activations.checkpointing import is_checkpointed, keep_for_backward, recompute_on_backward
 from deepnvme.offload.activations.saved_tensor import KeptTensor
-from deepnvme.offload.activations.saving import save_on_disk
 from deepnvme.states.counted_io import CountedIO
 from deepnvme.states.partition import ELEMENTWISE, SubGroupPlanner
 from deepnvme.states.state_dict import OffloadedStates
@@ -35,7 +32,7 @@ from deepnvme.states.sub_group import SubGroup
 from deepnvme.states.versions import BlockVersions
 from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.telemetry.callers import stack_level
-from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people, state_text
+from deepnvme.telemetry.descriptions import path_list, representation, size_for_people, state_text
 from deepnvme.telemetry.drive_wear import WriteEstimate
 from deepnvme.telemetry.sizes import byte_count
 
@@ -43,19 +40,16 @@ from .absent_values import AbsentValues
 from .activations import TrainingActivations, unpack
 from .blocks.arena_memory import ArenaMemory
 from .blocks.frozen_parameters import ParameterMemory
-from .blocks.limits import BlockLimits, shortage
+from .blocks.limits import limit_of_blocks
 from .blocks.parameter_block import ParameterBlock
 from .blocks.parameter_uses import ScheduledBlocks
 from .blocks.tied_gradients import tied_parameters
 from .blocks.trained_block import TrainedBlock
-from .forward_random_numbers import DrawsDiffer
 from .initial_values import Checkpoint, InitialValues
-from .micro_batches import MicroBatch, SideBySide, micro_batches_of
-from .model import StepOptions, TrainedModel
+from .micro_batches import MicroBatch, SideBySide, draw_seeds, micro_batches_of, restoring_random_state
+from .model import TrainedModel
 from .model_partition import ModelPartition, partition_model
 from .one_training_per_model import close_training_of, register
-from .plan import TrainingPlan
-from .planner import TrainingPlanner
 from .ranks import TrainingRanks
 from .report import StepMeter, TrainingReport
 from .state import TrainingState
@@ -70,7 +64,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _PREFIX = "deepnvme-training"
-_ACTIVATIONS = ("auto", "memory", "nvme", "recompute")
+_ACTIVATIONS = ("memory", "nvme", "recompute")
 _WHOLE = 1 << 62
 """Elements of a sub-group: all of a block's."""
 _PART = 1 << 21
@@ -151,28 +145,22 @@ class OffloadedTraining:
             the results are the bits of a training with these values. None to keep all as they are.
         activations: "memory" to have them stay there, beside the budget; or "nvme" to have :class:`save_on_disk` keep those that
             ``activation_budget`` has no room for; or "recompute" to have only the blocks' inputs kept so, and the rest computed
-            again in the backward; or "auto" for what takes the least time: as "nvme", with some blocks computed again.
+            again in the backward.
         activation_budget: Bytes of the memory budget for activations, or a size such as "2GB", or a share of the available memory
-            such as "10%", as for ``memory_budget``, unless all stay in memory; None to have them chosen by what the third step
-            has measured, see :meth:`plan`, and a quarter until then.
+            such as "10%", as for ``memory_budget``, unless all stay in memory; None for a quarter of the memory budget.
         master_weights: Whether parameters in bfloat16 and float16 have a float32 weight in the states.
         micro_batches: Backwards in a step, whose gradients are summed.
         accumulation: "vertical" to have :meth:`step` run each block for all micro-batches before the next one, so that it is read
-            once for all of them; "horizontal" to run the micro-batches one after the other. The results are the same bits.
+            once for all of them; "horizontal" to run the micro-batches one after the other. The results are the same bits: either
+            way each micro-batch draws its random numbers, as of dropout, from a seed of its own, one of
+            ``torch.randint(1 << 62, (micro_batches,))`` at the beginning of the step.
         max_norm: To clip gradients to, as ``clip_grad_norm_`` does. Parameters are stepped after the last backward then.
-        clip_by: With ``max_norm``, which norm decides about the gradients of a step: "current" for their own, as in memory; or
-            "previous" for that of the gradients of the step before, so that blocks are stepped during the backward and no
-            gradient waits on the drive. The first step is clipped by its own. The norm is part of :meth:`state_dict`.
-        deferred: Whether :meth:`step` returns before all of it is on the drive, and leaves to the next forward what it can:
-            blocks whose gradients are clipped are stepped when they are used. The results are the same bits. If the drive then
-            fails, that step is undone too: see :attr:`steps`.
         param_groups: The trained parameters in groups with options of their own, as torch's optimizers take them. None for one
             group for each block, all with the same options.
         process_group: Processes that train the model together, as ``torch.distributed.group.WORLD``: each with other batches,
             whose gradients are averaged, and a shard of each block on its own drive. They have to make the same calls, and to run
             the same modules. All begin with the parameters and buffers of the first. The optimizer has to work element by
             element then, as AdamW and SGD do. None for one process.
-        pool: Where the memory of blocks is leased; None for a pinned region of its own.
         config: Settings of the engine; None for the profile of the drive.
         **optimizer_kwargs: The optimizer's.
 
@@ -200,21 +188,22 @@ class OffloadedTraining:
         master_weights: bool = False,
         micro_batches: int = 1,
         max_norm: float | None = None,
-        clip_by: str = "current",
-        deferred: bool = False,
         param_groups: Iterable[dict[str, Any]] | None = None,
         process_group: ProcessGroup | None = None,
-        pool: BufferPool | None = None,
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
+        _check_choices(parameters, activations, accumulation, micro_batches)
         memory_budget = budget_bytes(memory_budget, "memory_budget")
+        activation_bytes = memory_budget // 4
         if activation_budget is not None:
-            parse = byte_count if is_automatic(activation_budget) else budget_bytes  # None is what has it chosen
-            activation_budget = parse(activation_budget, "activation_budget")
-        _check_choices(parameters, activations, accumulation, micro_batches, max_norm, clip_by)
+            parse = byte_count if is_automatic(activation_budget) else budget_bytes
+            activation_bytes = parse(activation_budget, "activation_budget")
+        if activations == "memory":
+            activation_bytes = 0
         self.model = model
         self._optimizer_class, self._memory_budget = optimizer_class, memory_budget
+        self._vertical = accumulation == "vertical"
         self._closed = False
         self._closed_because = "this training is closed"
         self._process = os.getpid()
@@ -228,111 +217,104 @@ class OffloadedTraining:
         with self._ranks.reporting_failures():
             if self._ranks.several:
                 partition = sharded
-                _check_for_several(optimizer_class, activations, quantize)
-                activation_budget = memory_budget // 4 if activation_budget is None else activation_budget  # nothing is chosen
-            initial = InitialValues(model, checkpoint, self._ranks)
-            size = _PART if optimizer_class in ELEMENTWISE else _WHOLE
+                _check_for_several(optimizer_class, quantize)
             if quantize is not None and quantize not in SCHEMES:
                 raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {quantize!r}")
+            initial = InitialValues(model, checkpoint, self._ranks)
+            size = _PART if optimizer_class in ELEMENTWISE else _WHOLE
             planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, size)
             defaults = planner.defaults()
-            paths = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else list(nvme_path)
-            directories = [Path(os.path.abspath(os.fsdecode(each))) for each in paths]
             partition = initial.place(partition)
-            modules, params, rest = partition.modules, partition.params, partition.rest
-            self.optimizer = _OptimizerOptions(_grouped([*params, rest], param_groups), defaults)
+            self.optimizer = _OptimizerOptions(_grouped([*partition.params, partition.rest], param_groups), defaults)
             """Has the options of each step in its ``param_groups``: for a scheduler."""
-            self._dequantized = ParameterMemory(pool)
-            sharing = self._ranks if self._ranks.several else None
-            parameter_blocks = [
-                ParameterBlock(number, some, self._dequantized, quantize, None if some is rest else sharing)
-                for number, some in enumerate([*params, rest])
-            ]
-            sub_groups = self._sub_groups(parameter_blocks, planner)
-            self._engine = engine_for(directories, config)
-            try:
-                self._store, self._directories = open_own_store(directories, _PREFIX, self._engine, self._owner, collect=True)
-            except BaseException:
-                self._engine.close()
-                raise
-            self._io = CountedIO(self._store, verbose=False)
-            self._versions = BlockVersions(self._store)
+            self._open_drive(nvme_path, config)
+            stay = parameters == "memory"
+            trained_blocks = self._make_blocks(partition, planner, quantize, activation_bytes, stay)
             # A tile is one operation, of which only the input is saved anyway.
-            recomputable = [each for each in modules if not is_checkpointed(each) and each not in partition.tiles]
+            recomputable = [each for each in partition.modules if not is_checkpointed(each) and each not in partition.tiles]
             self._recomputed = recomputable if activations == "recompute" else []
             for module in self._recomputed:
                 recompute_on_backward(module)
-            if activations == "memory":
-                activation_budget = 0
-            first_activation_budget = memory_budget // 4 if activation_budget is None else activation_budget
-            stay = parameters == "memory"
-            values = [each.values_nbytes for each in parameter_blocks]
-            dequantized_bytes = values[-1] + max(values[:-1], default=0)
-            limits = BlockLimits(
-                sub_groups,
-                parameter_blocks,
-                planner,
-                memory_budget - dequantized_bytes,
-                stay,
-                self._ranks.several,
-                tied_parameters(partition.tiles),
-            )
-            limit = limits.beside(first_activation_budget)
-            memory = ArenaMemory(limit, self._io.record_ended) if pool is None else PooledMemory(pool, limit, shortage)
-            self._schedule = ScheduledBlocks(BlockCache(self._io, memory, helper="deepnvme-training"))
-            self._meter = StepMeter(self._io, self._schedule.cache, self._ranks)
-            blocks_of_model = [
-                TrainedBlock(parameter_block, stepping, self._schedule, self._versions)
-                for parameter_block, stepping in zip(parameter_blocks, sub_groups, strict=True)
-            ]
             self._trained = TrainedModel(
                 model,
-                partition.by_module([block.parameters for block in blocks_of_model]),
+                partition.by_module([block.parameters for block in trained_blocks]),
                 partition.tiles,
-                blocks_of_model,
+                trained_blocks,
                 self._schedule,
                 self._versions,
                 self._meter,
                 self._ranks,
                 self.optimizer,
-                StepOptions(micro_batches, max_norm, clip_by == "previous", deferred),
+                micro_batches,
+                max_norm,
             )
-            # Each backward but the last one adds to gradients, and those that are clipped by their own norm wait for it.
-            stores = micro_batches - 1 + (max_norm is not None and clip_by == "current")
-            self._estimate_writes = functools.partial(estimate_writes, blocks_of_model, planner, stores)
-            check = self._check_between_steps
-            states = OffloadedStates(_pieces(blocks_of_model), self._store, self._versions, check)
-            parts = [*modules, *partition.tied]
+            states = OffloadedStates(_pieces(trained_blocks), self._store, self._versions, self._check_between_steps)
+            parts = [*partition.modules, *partition.tied]
             self._state = TrainingState(model, self._trained, self.optimizer, planner, self._versions, states, parts, self._ranks)
-            chosen = activation_budget is None
-            self._make_saver = functools.partial(TrainingActivations, self._trained.uses, directories, chosen, config)
-            self._saver: save_on_disk | None = None
+            self._saver = None
             if activations != "memory":
-                self._saver = self._make_saver(first_activation_budget)
-            self._names = {module: name for name, module in model.named_modules() if module in set(modules)}
-            self._planner = TrainingPlanner(
-                memory_budget,
-                lambda activation_bytes: limits.beside(activation_bytes) if limits.suffices_beside(activation_bytes) else None,
-                activation_budget,
-                {each: name for each, name in self._names.items() if activations == "auto" and each in recomputable},
-                [self._names[each] for each in self._recomputed],
-                blocks_of_model,
-                self._schedule,
-                self._io,
-            )
-            self._rounds = 0  # how often the step has saved activations
-            self._memory = memory
+                self._saver = TrainingActivations(self._trained.uses, self._directories, activation_bytes, config)
             self._side_by_side = SideBySide(self._trained, self._saved_tensors)
-            self._vertical = accumulation == "vertical"
+            # Each backward but the last one adds to gradients, and those that are clipped wait for their norm.
+            stores = micro_batches - 1 + (max_norm is not None)
+            self._estimate_writes = functools.partial(estimate_writes, trained_blocks, planner, stores)
             try:
-                self._dequantized.reserve(dequantized_bytes)
                 self._to_drive(initial, partition, stay)
                 self._ranks.all_agree(True)  # the first one that is done does not go on before all are
-                _logger.info("the training in %s %s", printable(nvme_path), self.estimate_writes())
+                _logger.info("the training in %s %s", path_list(self._directories), self.estimate_writes())
             except BaseException:
                 self.close()
                 raise
             register(self, self._owner, self._close_for_successor)
+
+    def _open_drive(self, nvme_path: AnyPath | Sequence[AnyPath], config: AioConfig | None) -> None:
+        """Make the training's directories, and the store for its blocks. Raises OSError."""
+        paths = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else list(nvme_path)
+        directories = [Path(os.path.abspath(os.fsdecode(each))) for each in paths]
+        self._engine = engine_for(directories, config)
+        try:
+            self._store, self._directories = open_own_store(directories, _PREFIX, self._engine, self._owner, collect=True)
+        except BaseException:
+            self._engine.close()
+            raise
+        self._io = CountedIO(self._store, verbose=False)
+        self._versions = BlockVersions(self._store)
+
+    def _make_blocks(
+        self, partition: ModelPartition, planner: SubGroupPlanner, quantize: Scheme | None, activation_bytes: int, stay: bool
+    ) -> list[TrainedBlock]:
+        """Make the blocks of the model, and the cache that has them in memory.
+
+        Args:
+            partition: Which parameters each block has.
+            planner: Cuts them into sub-groups.
+            quantize: How frozen weights are quantised.
+            activation_bytes: Bytes of the memory budget for activations.
+            stay: Whether all parameters stay in memory.
+        """
+        sharing = self._ranks if self._ranks.several else None
+        self._dequantized = ParameterMemory()
+        parameter_blocks = [
+            ParameterBlock(number, params, self._dequantized, quantize, None if params is partition.rest else sharing)
+            for number, params in enumerate([*partition.params, partition.rest])
+        ]
+        sub_groups = self._sub_groups(parameter_blocks, planner)
+        limit = limit_of_blocks(
+            sub_groups,
+            parameter_blocks,
+            planner,
+            self._memory_budget - _values_bytes(parameter_blocks) - activation_bytes,
+            stay,
+            self._ranks.several,
+            tied_parameters(partition.tiles),
+        )
+        memory = ArenaMemory(limit, self._io.record_ended)
+        self._schedule = ScheduledBlocks(BlockCache(self._io, memory, helper="deepnvme-training"))
+        self._meter = StepMeter(self._io, self._schedule.cache, self._ranks)
+        return [
+            TrainedBlock(block, stepping, self._schedule, self._versions)
+            for block, stepping in zip(parameter_blocks, sub_groups, strict=True)
+        ]
 
     def _sub_groups(self, blocks: Sequence[ParameterBlock], planner: SubGroupPlanner) -> list[list[SubGroup]]:
         """Return what steps the parameters of each block, or their shards; nothing for a block without trained ones."""
@@ -351,6 +333,7 @@ class OffloadedTraining:
         """Write the model's parameters to the drive, and free their memory; blocks of them may stay in the cache."""
         cache = self._schedule.cache
         blocks = self._trained.blocks
+        self._dequantized.reserve(_values_bytes([block.parameters for block in blocks]))
         by_module = partition.by_module([block.parameters for block in blocks])
         initial.write(by_module, blocks[-1].parameters, cache)
         parts = [part for block in blocks for part in block.parameters.parts]
@@ -384,7 +367,7 @@ class OffloadedTraining:
 
     @_by_one_thread
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Make a step. Blocks until it is on the drive, unless steps are ``deferred``.
+        """Make a step. Blocks until it is on the drive.
 
         With arguments: run the model's forward and backward with them before. A single mapping, tuple or list is taken apart, as
         loaders of data give them. If there are several ``micro_batches``, tensors are divided along their first dimension, and
@@ -396,7 +379,6 @@ class OffloadedTraining:
         Raises:
             ValueError: If the arguments cannot be divided.
             RuntimeError: If there were fewer micro-batches than there should be; after :meth:`close`; in a forked child.
-            FloatingPointError: With ``clip_by="previous"``, if the norm of the gradients is not finite. The step was undone.
             OSError: From the drive. The step was undone.
         """
         micro_batches: list[MicroBatch] = []
@@ -408,7 +390,6 @@ class OffloadedTraining:
             losses = self._run([functools.partial(self._loss, each) for each in micro_batches]) if micro_batches else []
             self._trained.finish_step()
         self._meter.end(self.steps, None if self._saver is None else self._saver.report())
-        self._planner.end_step(self._meter.last, self._rounds)
         return _sum(losses) if losses else None
 
     def report(self) -> TrainingReport:
@@ -425,42 +406,6 @@ class OffloadedTraining:
         return self._estimate_writes()
 
     @_by_one_thread
-    def plan(self) -> TrainingPlan:
-        """Return how the memory is divided, which blocks are computed again, what a step should take, and by which measurements.
-
-        ``print(training.plan())`` shows it. What is left to choose is chosen after the third step, and again when a step saves
-        more activations than that was made for. Blocks while the drive is measured, for the first plan.
-
-        Raises:
-            RuntimeError: Before the end of the third step; after :meth:`close`; in a forked child.
-            OSError: From the drive.
-        """
-        return self._planner.plan()
-
-    def _begin_step(self) -> None:
-        """Follow a new plan, if there is one and this is the beginning of a step. Raises OSError."""
-        if self._trained.micro_batches_run == 0:
-            self._rounds = 0
-            plan = self._planner.begin_step(self._saver)
-            if plan is not None:
-                self._trained.change_memory(functools.partial(self._follow, plan))
-                self._planner.followed(plan)
-
-    def _follow(self, plan: TrainingPlan) -> None:
-        self._memory.set_limit(plan.block_bytes)
-        before, self._saver = self._saver, self._make_saver(plan.activation_bytes)
-        if before is not None:
-            before.close()
-        for module, name in self._names.items():
-            if name in plan.recomputed and module not in self._recomputed:
-                recompute_on_backward(module)
-                self._recomputed.append(module)
-                self._trained.uses.follow_recomputing(module)
-            elif name not in plan.recomputed and module in self._recomputed:
-                self._recomputed.remove(module)
-                keep_for_backward(module)
-
-    @_by_one_thread
     def run_micro_batches(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """Run the forward, which returns the loss, and the backward of each micro-batch of a step. Call :meth:`step` after it.
 
@@ -468,7 +413,7 @@ class OffloadedTraining:
         >>> training.step()
 
         These are all of the step's, however many ``micro_batches`` other steps have. With vertical accumulation, forwards run
-        side by side, each in a thread of its own, and may be called a second time.
+        side by side, each in a thread of its own.
 
         Returns:
             The losses, detached.
@@ -483,29 +428,24 @@ class OffloadedTraining:
             return self._run(forwards)
 
     def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        random_numbers = self._side_by_side.random_numbers
-        if self._vertical and len(forwards) > 1 and self._ranks.all_agree(random_numbers.predictable):
-            self._begin_step()
-            begin = torch.get_rng_state()
-            try:
-                with self._trained.undone_if_it_fails():
-                    losses = self._side_by_side.run(forwards)
-                    self._rounds = 1
-                    return losses
-            except DrawsDiffer:
-                self._ranks.raise_failure()
-                torch.set_rng_state(begin)
+        if len(forwards) == 1:
+            return [self._forward_and_backward(forwards[0], of=1)]
+        seeds = draw_seeds(len(forwards))
+        if self._vertical:
+            return self._side_by_side.run(forwards, seeds)
         losses = []
-        for forward in forwards:
-            with self._one_micro_batch(len(forwards)):
-                begin = torch.get_rng_state()
-                loss = forward()
-                end = torch.get_rng_state()
-                losses.append(loss.detach())
-                loss.backward()  # type: ignore[no-untyped-call]
-        if self._vertical and len(forwards) > 1 and random_numbers.predictable:
-            random_numbers.learn(begin, end)
+        for forward, seed in zip(forwards, seeds, strict=True):
+            with restoring_random_state():
+                torch.default_generator.manual_seed(seed)
+                losses.append(self._forward_and_backward(forward, of=len(forwards)))
         return losses
+
+    def _forward_and_backward(self, forward: Callable[[], torch.Tensor], of: int) -> torch.Tensor:
+        """Run one of ``of`` micro-batches. Returns the loss, detached."""
+        with self._one_micro_batch(of):
+            loss = forward()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
 
     def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         output = self.model(*micro_batch.args, **micro_batch.kwargs)
@@ -533,17 +473,14 @@ class OffloadedTraining:
 
     @contextlib.contextmanager
     def _one_micro_batch(self, of: int | None = None) -> Iterator[None]:
-        with self._claimed(), self._trained.undone_if_it_fails():
-            self._begin_step()
-            with self._trained.running(of=of), self._saved_tensors():
-                yield
-            self._rounds += 1
+        with self._claimed(), self._trained.undone_if_it_fails(), self._trained.running(of=of), self._saved_tensors():
+            yield
 
     @_by_one_thread
     def gradient_norm(self) -> torch.Tensor:
         """Return the 2-norm of all gradients, before they are clipped: between the last micro-batch and :meth:`step`. Blocks.
 
-        It is that of the step under way, also with ``clip_by="previous"``, and may not be finite.
+        It may not be finite.
 
         Raises:
             RuntimeError: At another time, or without ``max_norm``, since norms are not measured then.
@@ -630,7 +567,6 @@ class OffloadedTraining:
             "model": what ``model.state_dict()`` would be. "optimizer": "state" by the names of parameters, and "param_groups",
             whose "params" are names: what ``torch.distributed.checkpoint.state_dict`` uses. "steps": the number of steps.
             "quantized", only with ``quantize``: the bytes of quantised weights by name. "model" has the dequantised values.
-            "gradient_norm", only with ``clip_by="previous"``, after the first step: the norm that the next one is clipped by.
 
         Raises:
             RuntimeError: Within a step.
@@ -663,8 +599,7 @@ class OffloadedTraining:
         """Replace the model, the optimizer's states and options, and :attr:`steps`. One block at a time is in memory.
 
         Args:
-            state: As :meth:`state_dict` returns it. Its tensors may be mapped from a file. Without "gradient_norm", the next step
-                is clipped by its own norm.
+            state: As :meth:`state_dict` returns it. Its tensors may be mapped from a file.
 
         Raises:
             ValueError: If names, shapes or states are not those of the model and its optimizer, or a value cannot be quantised.
@@ -731,7 +666,6 @@ class OffloadedTraining:
             if self._saver is not None:
                 ending.callback(self._saver.close)
             self._trained.remove_hooks()
-            self._planner.remove_hooks()
             self._state.remove_hooks()
             for module in self._recomputed:
                 keep_for_backward(module)
@@ -767,9 +701,7 @@ class OffloadedTraining:
         raise TypeError("an OffloadedTraining owns files and cannot be copied or pickled; use state_dict()")
 
 
-def _check_choices(
-    parameters: str, activations: str, accumulation: str, micro_batches: int, max_norm: float | None, clip_by: str
-) -> None:
+def _check_choices(parameters: str, activations: str, accumulation: str, micro_batches: int) -> None:
     """Raise ValueError for an option that is none of its choices, or contradicts another."""
     if parameters not in ("memory", "nvme"):
         raise ValueError(f'parameters must be "memory" or "nvme", got {parameters!r}')
@@ -777,23 +709,23 @@ def _check_choices(
         raise ValueError(f"activations must be one of {', '.join(_ACTIVATIONS)}, got {activations!r}")
     if accumulation not in ("vertical", "horizontal"):
         raise ValueError(f'accumulation must be "vertical" or "horizontal", got {accumulation!r}')
-    if clip_by not in ("current", "previous"):
-        raise ValueError(f'clip_by must be "current" or "previous", got {clip_by!r}')
-    if clip_by == "previous" and max_norm is None:
-        raise ValueError('clip_by="previous" clips to max_norm: set it')
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be positive, got {micro_batches}")
 
 
-def _check_for_several(optimizer_class: type[Optimizer], activations: str, quantize: Scheme | None) -> None:
+def _check_for_several(optimizer_class: type[Optimizer], quantize: Scheme | None) -> None:
     """Raise ValueError for what several processes cannot do."""
     if optimizer_class not in ELEMENTWISE:
         names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
         raise ValueError(f"with a process_group the optimizer must be one of {names}, got {optimizer_class.__name__}")
-    if activations == "auto":
-        raise ValueError('activations="auto" is for one process, whose measurements decide: choose them with a process_group')
     if quantize is not None:
         raise ValueError(f"quantize={quantize!r} is for one process: leave it out with a process_group")
+
+
+def _values_bytes(blocks: Sequence[ParameterBlock]) -> int:
+    """Return the bytes that dequantised or gathered parameters need beside their blocks: the last block's, and another one's."""
+    *others, last = (block.values_nbytes for block in blocks)
+    return last + max(others, default=0)
 
 
 def _pieces(blocks: Iterable[TrainedBlock]) -> dict[torch.Tensor, list[tuple[SubGroup, int]]]:

@@ -20,19 +20,18 @@ class _Abandoned(BaseException):
 class Turn:
     """Runs a function from one pause to the next.
 
-    The function sees the autocast of the thread that makes this object, and draws random numbers as if it ran alone: the default
-    generator's state is its own, and during the pauses that of the others.
+    The function sees the autocast of the thread that makes this object. While it runs, the state of torch's default generator is
+    its own.
 
     Args:
         function: Given this object, calls :meth:`pause`.
-        random_state: Of torch's default generator, for the function to begin with.
+        seed: Of the random numbers that the function draws.
     """
 
-    def __init__(self, function: Callable[[Turn], None], random_state: torch.Tensor) -> None:
+    def __init__(self, function: Callable[[Turn], None], seed: int) -> None:
         self.done = False
         """Whether the function has ended."""
-        self.random_state = random_state
-        """Of the default generator, as the function has left it at its last pause, or its end."""
+        self._random_state = torch.Generator().manual_seed(seed).get_state()
         self._function = function
         self._go_on: SimpleQueue[bool] = SimpleQueue()
         self._paused: SimpleQueue[None] = SimpleQueue()
@@ -55,7 +54,7 @@ class Turn:
 
     def pause(self) -> None:
         """Let the others run. Called by the function, also by hooks of a backward that it runs."""
-        self.random_state = torch.get_rng_state()
+        self._random_state = torch.get_rng_state()
         self._paused.put(None)
         self._wait()
 
@@ -69,7 +68,7 @@ class Turn:
         if not self._go_on.get():
             self._go_on.put(False)  # to those that the function would call on its way out
             raise _Abandoned
-        torch.set_rng_state(self.random_state)
+        torch.set_rng_state(self._random_state)
 
     def _run(self) -> None:
         try:
@@ -81,7 +80,6 @@ class Turn:
         except BaseException as error:
             self._error = error
         finally:
-            self.random_state = torch.get_rng_state()
             self.done = True
             self._paused.put(None)
 

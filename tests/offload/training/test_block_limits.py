@@ -1,4 +1,4 @@
-"""BlockLimits: how much memory blocks have at least."""
+"""limit_of_blocks: how much memory blocks have at least."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deepnvme.offload.training.blocks.frozen_parameters import ParameterMemory
-from deepnvme.offload.training.blocks.limits import BlockLimits
+from deepnvme.offload.training.blocks.limits import limit_of_blocks
 from deepnvme.offload.training.blocks.parameter_block import ParameterBlock
 from deepnvme.offload.training.ranks import TrainingRanks
 from deepnvme.states.partition import SubGroupPlanner
@@ -24,11 +24,11 @@ class OneOfEight(TrainingRanks):
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_sum_of_the_gradients_of_tied_tiles_is_not_a_shard(tied: bool) -> None:
     param = nn.Parameter(torch.zeros(64, 1024))
-    memory = ParameterMemory(None)
+    memory = ParameterMemory()
     blocks = [ParameterBlock(0, [param], memory, ranks=OneOfEight()), ParameterBlock(1, [], memory)]
     planner = SubGroupPlanner(torch.optim.SGD, {"lr": 0.1}, False, 1 << 62)
     sub_groups = [planner.sub_groups_of([{"params": list(blocks[0].shards)}], 0, 0), []]
-    limits = BlockLimits(sub_groups, blocks, planner, 0, False, True, {param} if tied else ())
+    limit = limit_of_blocks(sub_groups, blocks, planner, 0, False, True, {param} if tied else ())
     shard = param.nbytes // 8
-    assert limits.beside(0) >= 2 * shard  # of the parameter and of its gradient
-    assert (limits.beside(0) >= param.nbytes + shard) is tied
+    assert limit >= 2 * shard  # of the parameter and of its gradient
+    assert (limit >= param.nbytes + shard) is tied

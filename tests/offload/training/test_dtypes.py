@@ -116,7 +116,7 @@ def test_all_dtypes_of_a_block_train_as_in_memory(drive: Path, masters: bool, ac
     trains_as_in_memory(model, InMemory(model, masters), drive, master_weights=masters, activations=activations)
 
 
-@pytest.mark.parametrize("options", [{"deferred": True}, {"parameters": "memory"}, {"memory_budget": 0}], ids=str)
+@pytest.mark.parametrize("options", [{"parameters": "memory"}, {"memory_budget": 0}], ids=str)
 @pytest.mark.parametrize("masters", [False, True])
 def test_other_ways_to_train(drive: Path, masters: bool, options: dict[str, Any]) -> None:
     model = new()

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from deepnvme.offload.activations.saved_tensor import may_share_memory
 from deepnvme.offload.training import OffloadedTraining
-from deepnvme.offload.training.forward_random_numbers import DrawsDiffer, ForwardRandomNumbers
 from deepnvme.offload.training.turns import Turn, take_turns
 from deepnvme.store.tensor_store import TensorStore
 
 from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
+from ...support.micro_batches import seeded_micro_batches
 from ...support.offloaded_training import assert_same_values, state_of
-from ...support.torch_versions import needs_torch, shares_are_counted
+from ...support.torch_versions import shares_are_counted
 
 WIDTH, ROWS = 48, 8
 TORCH = (str(Path(torch.__file__).parent),)
@@ -88,8 +88,9 @@ def test_micro_batches_side_by_side_have_the_bits_of_one_after_the_other(
             found.append(([loss for loss in losses if loss is not None], state_of(training)))
     torch.manual_seed(1)
     for step in range(4):
-        for part in batch(step, 24).chunk(parts):
-            (reference(part) * (1 / parts)).backward()
+        chunks = batch(step, 24).chunk(parts)
+        for number in seeded_micro_batches(parts):
+            (reference(chunks[number]) * (1 / parts)).backward()
         optimizer.step()
         optimizer.zero_grad()
     (vertical, after), (horizontal, expected) = found
@@ -109,8 +110,8 @@ def test_forwards_of_the_users_own_make_a_step(drive: Path, model: Model, accumu
             parts = batch(step).chunk(count)
             torch.manual_seed(step)
             expected = []
-            for part in parts:
-                expected.append(reference(part) / count)
+            for number in seeded_micro_batches(count):
+                expected.append(reference(parts[number]) / count)
                 expected[-1].backward()
             norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), torch.inf if max_norm is None else max_norm)
             optimizer.step()
@@ -235,49 +236,11 @@ def test_autocast_of_the_caller_holds_in_micro_batches(drive: Path, model: Model
                 losses += [training.step(batch(step)) for step in range(2)]
     torch.manual_seed(1)
     with torch.autocast("cpu", torch.bfloat16):
-        in_bfloat16 = sum(model(part).detach() / 4 for part in batch(0).chunk(4))
+        chunks = batch(0).chunk(4)
+        in_bfloat16 = sum(model(chunks[number]).detach() / 4 for number in seeded_micro_batches(4))
     assert torch.equal(losses[0], losses[2])  # type: ignore[arg-type]
     assert torch.equal(losses[1], losses[3])  # type: ignore[arg-type]
     assert torch.equal(losses[0], in_bfloat16)  # type: ignore[arg-type]
-
-
-def test_a_number_of_draws_that_changes_is_learnt(drive: Path, model: Model) -> None:
-    expected = []
-    for accumulation in ("horizontal", "vertical"):
-        with training_of(copy.deepcopy(model), drive, accumulation=accumulation) as training:
-            torch.manual_seed(1)
-            expected.append([training.step(batch(step, rows)) for step, rows in enumerate((8, 8, 16, 16, 8, 12, 8, 8))])
-    for horizontal, vertical in zip(*expected, strict=True):
-        assert torch.equal(horizontal, vertical)  # type: ignore[arg-type]
-
-
-@needs_torch(2, 7, "dropout that draws more numbers for more elements")
-def test_draws_that_keep_changing_are_warned_of(drive: Path, model: Model) -> None:
-    with training_of(model, drive) as training:
-        for step in range(3):
-            training.step(batch(step, 8 + 4 * step))
-        with pytest.warns(RuntimeWarning, match="how many random numbers"):
-            training.step(batch(3, 20))
-        for step in range(4, 8):
-            training.step(batch(step, 8 + 4 * step))
-        assert training.steps == 8
-
-
-def test_draws_are_counted() -> None:
-    numbers = ForwardRandomNumbers()
-    for count in (0, 1, 623, 624, 625, 5000):
-        before = torch.get_rng_state()
-        torch.rand(count)
-        after = torch.get_rng_state()
-        numbers.learn(before, after)
-        torch.set_rng_state(before)
-        first, second = numbers.begin(2)
-        assert torch.equal(first, before)
-        assert torch.equal(second, after)
-        numbers.ended(0, after)
-        if count:
-            with pytest.raises(DrawsDiffer):
-                numbers.ended(0, before)
 
 
 # Modules that are checkpointed by themselves
@@ -426,7 +389,7 @@ def test_ctrl_c_anywhere_leaves_the_step_before_or_the_one_after(drive: Path) ->
 
 
 def in_turns(*functions: Callable[[Turn], None]) -> None:
-    take_turns([Turn(function, torch.get_rng_state()) for function in functions])
+    take_turns([Turn(function, number) for number, function in enumerate(functions)])
 
 
 def test_functions_take_turns() -> None:

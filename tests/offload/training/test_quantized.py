@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.model.quantization import SCHEMES, Scheme, dequantize, is_worth_quantizing, quantize
 from deepnvme.offload import OffloadedTraining
 
@@ -23,6 +22,7 @@ from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
 from ...support.examples import examples
 from ...support.offloaded_training import assert_same_model, assert_same_values
+from ...support.pinned_memory import pinned_bytes
 
 WIDTH, RANK, BLOCKS, WORDS = 96, 4, 4, 80
 
@@ -136,9 +136,7 @@ def test_a_training_has_the_bits_of_one_in_memory_with_dequantised_weights(
     assert_same_values(model.state_dict(), expected.state_dict())
 
 
-@pytest.mark.parametrize(
-    "options", [{"parameters": "memory"}, {"deferred": True, "max_norm": 1e9}, {"micro_batches": 2}], ids=str
-)
+@pytest.mark.parametrize("options", [{"parameters": "memory"}, {"max_norm": 1e9}, {"micro_batches": 2}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_ways_to_train_see_the_same_weights(drive: Path, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """What they do is compared with the same training of a model that has the dequantised weights."""
@@ -237,27 +235,21 @@ def test_quantised_blocks_that_fit_into_the_budget_are_read_once(drive: Path) ->
 
 
 def test_packed_and_dequantised_weights_stay_within_the_budget(drive: Path) -> None:
-    pool = BufferPool(64 << 20)
+    before = pinned_bytes()
     model = new()
     one = sum(padded_to_page(each.nbytes) for each in model.blocks[0].parameters())
     budget = 6 * one
-    with training_of(model, drive, quantize="int8", memory_budget=budget, pool=pool) as training:
-        leased: list[int] = []
+    with training_of(model, drive, quantize="int8", memory_budget=budget) as training:
+        pinned: list[int] = []
         for block in model.blocks:
-            block.register_forward_hook(lambda *_: leased.append(pool.in_use))
-            block.narrow.up.register_full_backward_hook(lambda *_: leased.append(pool.in_use))
+            block.register_forward_hook(lambda *_: pinned.append(pinned_bytes() - before))
+            block.narrow.up.register_full_backward_hook(lambda *_: pinned.append(pinned_bytes() - before))
         for step in range(3):
             training.step(batch(step))
-        assert one < max(leased) <= budget
+        assert one < max(pinned) <= budget
     del training, model, block
     gc.collect()
-    assert pool.in_use == 0
-
-
-def test_a_pool_without_room_for_dequantised_weights_is_an_error(drive: Path) -> None:
-    with pytest.raises(OutOfBuffers, match="bytes"):
-        training_of(new(), drive, quantize="int8", pool=BufferPool(4096))
-    assert _bytes_on(drive) == 0
+    assert pinned_bytes() <= before
 
 
 def padded_to_page(nbytes: int) -> int:

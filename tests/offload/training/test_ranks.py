@@ -23,7 +23,6 @@ def test_ranks_train_as_micro_batches_in_one_process(count: int, drive: Path, in
             {"activations": "recompute"},
             {"activations": "nvme", "activation_budget": 1 << 16},
             {"parameters": "memory"},
-            {"deferred": True},
             {"accumulation": "horizontal"},
         ):
             print(options, file=sys.stderr)  # of the failure
@@ -167,7 +166,6 @@ def test_micro_batches_one_after_the_other_leave_all_ranks_alike(drive: Path, in
         """
         for options in (
             {"max_norm": 0.5},
-            {"max_norm": 0.5, "clip_by": "previous"},
             {},
         ):
             print(options, file=sys.stderr)  # of the failure

@@ -19,7 +19,6 @@ def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpret
         for options in (
             {},
             {"max_norm": 0.5},
-            {"deferred": True, "max_norm": 0.5},
             {"micro_batches": 2, "activations": "recompute"},
         ):
             print(options, file=sys.stderr)  # of the failure
@@ -50,7 +49,6 @@ def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpret
                         try:
                             with fault:
                                 steps(training, [2])
-                                training.state_dict()  # completes a deferred step
                         except (OSError, KeyboardInterrupt, ArithmeticError) as error:
                             assert rank == unable, error
                         except RankFailed as error:
@@ -59,7 +57,7 @@ def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpret
                             raise AssertionError(f"rank {rank} has made a step that rank {unable} could not make")
                         if handle is not None:
                             handle.remove()
-                        assert training.steps in (before, before - bool(options.get("deferred"))), (what, training.steps)
+                        assert training.steps == before, (what, training.steps)
                         steps(training, range(training.steps, before))
                 assert steps(training, range(2, 5)) == expected[2:]
         """,
@@ -200,7 +198,6 @@ def test_a_constructor_that_fails_on_one_rank_or_refuses_options_fails_on_all(dr
         """,
         """
         for options, said in (
-            ({"activations": "auto"}, 'activations="auto" is for one process'),
             ({"quantize": "int8"}, "quantize='int8' is for one process"),
         ):
             try:
@@ -338,38 +335,28 @@ def test_a_forward_between_steps_that_fails_on_one_rank_fails_on_all(drive: Path
     run(
         2,
         """
-        for options in (
-            {"deferred": False, "max_norm": 0.5, "memory_budget": 0},
-            {"deferred": True, "max_norm": 0.5, "memory_budget": 0},
-        ):
-            print(options, file=sys.stderr)  # of the failure
-            with trained(Model(layers=8), "expected", process_group=dist.group.WORLD, **options) as training:
-                expected = list(train(training, range(6)))
-            with trained(Model(layers=8), **options) as training:
-                assert list(train(training, range(2))) == expected[:2]
-                for unable in range(ranks):
-                    before = training.steps
-                    training.model.eval()
-                    fault = FailingDrive(lambda operation: operation == "read") if rank == unable else contextlib.nullcontext()
-                    try:
-                        with fault:
-                            evaluate(training.model)
-                    except OSError as error:
-                        assert rank == unable, error
-                    except RankFailed as error:
-                        assert rank != unable and f"rank {unable} failed" in str(error), error
-                    else:
-                        raise AssertionError("evaluated")
-                    if unable == 0:  # otherwise the next forward does it
-                        training.state_dict()  # completes a deferred step, or undoes it
-                    evaluate(training.model)
-                    assert training.steps in (before, before - int(options["deferred"]))
-                    found = torch.tensor(training.steps)
-                    dist.broadcast(found, 0)
-                    assert found.item() == training.steps
-                    training.model.train()
-                    steps = range(training.steps, before + 1)
-                    assert list(train(training, steps)) == [expected[step] for step in steps]
+        options = {"max_norm": 0.5, "memory_budget": 0}
+        with trained(Model(layers=8), "expected", process_group=dist.group.WORLD, **options) as training:
+            expected = list(train(training, range(6)))
+        with trained(Model(layers=8), **options) as training:
+            assert list(train(training, range(2))) == expected[:2]
+            for unable in range(ranks):
+                training.model.eval()
+                fault = FailingDrive(lambda operation: operation == "read") if rank == unable else contextlib.nullcontext()
+                try:
+                    with fault:
+                        evaluate(training.model)
+                except OSError as error:
+                    assert rank == unable, error
+                except RankFailed as error:
+                    assert rank != unable and f"rank {unable} failed" in str(error), error
+                else:
+                    raise AssertionError("evaluated")
+                evaluate(training.model)
+                training.model.train()
+                step = training.steps
+                assert step == 2 + unable
+                assert list(train(training, [step])) == [expected[step]]
         """,
         drive=drive,
         interpreters=interpreters,

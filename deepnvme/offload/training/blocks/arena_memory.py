@@ -28,12 +28,6 @@ class ArenaMemory:
         self.limit = self._arena.nbytes
         """Bytes of blocks."""
 
-    def set_limit(self, nbytes: int) -> None:
-        """Have a region of another size. The one before is freed when nothing of it is in use any more."""
-        self._drop_ended()
-        self._arena = PinnedArena(nbytes)
-        self.limit = self._arena.nbytes
-
     def take(self, block: Block) -> Memory | None:
         """Return a part of the region, or None if there is no room. Never waits. Raises OutOfBuffers like :meth:`grow`."""
         lent = self._arena.lend(block.nbytes)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from deepnvme.memory.alignment import padded
-from deepnvme.memory.lease import Lease
-from deepnvme.memory.pool import BufferPool
 from deepnvme.model.quantization import QuantizedLayout, Scheme, dequantize, is_worth_quantizing, quantize
 from deepnvme.offload.pinned_arena import PinnedArena
 from deepnvme.states.sub_group import BlockSection, lay_out
@@ -22,24 +19,14 @@ class ParameterMemory:
     """Memory for parameters that are not as the drive has them: dequantised weights, or whole ones gathered from shards.
 
     It is one region, and more only if the blocks used at a time need more.
-
-    Args:
-        pool: Leases the region; None for memory of its own.
     """
 
-    def __init__(self, pool: BufferPool | None) -> None:
-        self._pool = pool
-        self._lease: Lease | None = None
+    def __init__(self) -> None:
         self._arena = PinnedArena(0)
 
     def reserve(self, nbytes: int) -> None:
-        """Have a region of so many bytes. Blocks while a pool has too little; raises OutOfBuffers if it never will have."""
-        if self._pool is None or not nbytes:
-            self._arena = PinnedArena(nbytes)
-        else:
-            self._lease = self._pool.lease(nbytes)
-            region: Any = self._lease.buffer.numpy()
-            self._arena = PinnedArena(nbytes, memoryview(region))
+        """Have a region of this size. Raises OutOfBuffers."""
+        self._arena = PinnedArena(nbytes)
 
     def lend(self, nbytes: int) -> torch.Tensor:
         """Return bytes that are lent again when no tensor over them is left. Raises OutOfBuffers."""
@@ -52,9 +39,6 @@ class ParameterMemory:
     def close(self) -> None:
         """Give the region back, when no tensor over it is left."""
         self._arena = PinnedArena(0)
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
 
 
 class FrozenParameters(VersionedBlock):

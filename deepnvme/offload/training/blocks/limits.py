@@ -1,4 +1,4 @@
-"""How much of a training's memory its blocks may have, beside gradients and activations."""
+"""How much of a training's memory its blocks may have, beside gradients that arrive and scratch memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from deepnvme.cache.block import Block
 from deepnvme.memory.alignment import padded
 from deepnvme.states.partition import SubGroupPlanner
 from deepnvme.states.sub_group import SubGroup
@@ -14,63 +13,48 @@ from deepnvme.states.sub_group import SubGroup
 from .parameter_block import ParameterBlock
 
 
-class BlockLimits:
-    """How much of the memory blocks may have.
+def limit_of_blocks(
+    sub_groups: Sequence[Sequence[SubGroup]],
+    blocks: Sequence[ParameterBlock],
+    planner: SubGroupPlanner,
+    budget: int,
+    parameters_stay: bool,
+    several_ranks: bool,
+    tied: Collection[nn.Parameter] = (),
+) -> int:
+    """Return the bytes that blocks may have in memory: what the budget leaves, and at least what any block needs.
 
     Args:
         sub_groups: What steps each block.
         blocks: The blocks; the last one stays in memory.
         planner: Estimates the states.
-        budget: Bytes for blocks and activations.
+        budget: Bytes for blocks, gradients that arrive, and scratch memory.
         parameters_stay: Whether all parameters stay in memory.
         several_ranks: Whether other processes have shards of the blocks.
         tied: Parameters of several tiles, whose gradients are summed as whole ones.
     """
-
-    def __init__(
-        self,
-        sub_groups: Sequence[Sequence[SubGroup]],
-        blocks: Sequence[ParameterBlock],
-        planner: SubGroupPlanner,
-        budget: int,
-        parameters_stay: bool,
-        several_ranks: bool,
-        tied: Collection[nn.Parameter] = (),
-    ) -> None:
-        parameters = [sum(padded(part.nbytes) for part in block.parts) for block in blocks]
-        gradients = [sum(padded(param.nbytes) for param in block.params if param.requires_grad) for block in blocks]
-        stored = [
-            sum(
-                padded((param if param in tied else shard).nbytes)
-                for param, shard in zip(block.params, block.shards, strict=True)
-                if param.requires_grad
-            )
-            for block in blocks
-        ]
-        exchanged = [2 * padded(param.nbytes) for block in blocks for param in block.params if several_ranks]
-        states = [[planner.estimate(each) for each in some] for some in sub_groups]
-        largest_states = [max(some, default=0) for some in states]
-        scratch = max((each.full_gradient_bytes for some in sub_groups for each in some), default=0)
-        averages = max(stored) if several_ranks else 0
-        # In torch's memory: gradients of a block and the one before, of what is in no block, and those converted to float32. With
-        # other ranks also the averages of a block, and of the largest parameter twice, for what they send of its gradient and for
-        # what is gathered.
-        in_use = gradients[-1] + 2 * max(gradients[:-1], default=0) + scratch
-        self._free = budget - in_use - averages - max(exchanged, default=0)
-        one = max((sum(sizes) for sizes in zip(parameters[:-1], stored[:-1], largest_states[:-1], strict=True)), default=0)
-        staying = sum(parameters) if parameters_stay else parameters[-1]
-        self._least = staying + max(one, stored[-1] + largest_states[-1])
-        self._most = sum(parameters) + sum(stored) + sum(map(sum, states))
-
-    def suffices_beside(self, activation_bytes: int) -> bool:
-        """Return whether enough is left for any block if activations have so many bytes."""
-        return self._free - activation_bytes >= self._least
-
-    def beside(self, activation_bytes: int) -> int:
-        """Return the bytes of blocks if activations have so many: those that are left, and at least what any block needs."""
-        return min(max(self._free - activation_bytes, self._least), self._most)
-
-
-def shortage(held: int, block: Block) -> str:
-    """Return what to say of blocks that have leased ``held`` bytes when another one finds no memory."""
-    return f"the blocks in memory have leased {held} bytes and {block.name} needs {block.nbytes} more"
+    parameters = [sum(padded(part.nbytes) for part in block.parts) for block in blocks]
+    gradients = [sum(padded(param.nbytes) for param in block.params if param.requires_grad) for block in blocks]
+    stored = [
+        sum(
+            padded((param if param in tied else shard).nbytes)
+            for param, shard in zip(block.params, block.shards, strict=True)
+            if param.requires_grad
+        )
+        for block in blocks
+    ]
+    exchanged = [2 * padded(param.nbytes) for block in blocks for param in block.params if several_ranks]
+    states = [[planner.estimate(each) for each in some] for some in sub_groups]
+    largest_states = [max(some, default=0) for some in states]
+    scratch = max((each.full_gradient_bytes for some in sub_groups for each in some), default=0)
+    averages = max(stored) if several_ranks else 0
+    # In torch's memory: gradients of a block and the one before, of what is in no block, and those converted to float32. With
+    # other ranks also the averages of a block, and of the largest parameter twice, for what they send of its gradient and for
+    # what is gathered.
+    in_use = gradients[-1] + 2 * max(gradients[:-1], default=0) + scratch
+    free = budget - in_use - averages - max(exchanged, default=0)
+    one = max((sum(sizes) for sizes in zip(parameters[:-1], stored[:-1], largest_states[:-1], strict=True)), default=0)
+    staying = sum(parameters) if parameters_stay else parameters[-1]
+    least = staying + max(one, stored[-1] + largest_states[-1])
+    most = sum(parameters) + sum(stored) + sum(map(sum, states))
+    return min(max(free, least), most)

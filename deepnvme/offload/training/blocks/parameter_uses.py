@@ -102,11 +102,9 @@ class ParameterUses:
         tiles: Modules that are tiles of a layer.
         blocks: All blocks.
         schedule: Has them in memory.
-        begun_in_forward: Called with each block whose use in a forward has begun.
         begun_in_backward: Called with each block whose use in a backward has begun.
         ended_in_backward: Called with each block whose use in a backward is about to end.
         begins_between_steps: Called before a forward outside of a step uses its first block.
-        failed_between_steps: Called when such a forward cannot use a block, in this process or another.
     """
 
     def __init__(
@@ -115,21 +113,17 @@ class ParameterUses:
         tiles: Collection[nn.Module],
         blocks: Iterable[ParameterBlock],
         schedule: ScheduledBlocks,
-        begun_in_forward: Callable[[ParameterBlock], None],
         begun_in_backward: Callable[[ParameterBlock], None],
         ended_in_backward: Callable[[ParameterBlock], None],
         begins_between_steps: Callable[[], None],
-        failed_between_steps: Callable[[], None],
     ) -> None:
         self.recording = False
         """Whether a forward with gradients may run: one whose saved tensors go through :meth:`saved`."""
         self._blocks = tuple(blocks)
-        self._block_of = dict(modules)
         self._absent = {address for block in self._blocks for address in block.absent_addresses()}
         self._schedule = schedule
-        self._begun_in_forward = begun_in_forward
         self._begun_in_backward, self._ended_in_backward = begun_in_backward, ended_in_backward
-        self._begins_between_steps, self._failed_between_steps = begins_between_steps, failed_between_steps
+        self._begins_between_steps = begins_between_steps
         self._in_use: dict[ParameterBlock, None] = {}  # those in memory for a use
         self._in_forward: list[ParameterBlock] = []
         self._in_backward: dict[ParameterBlock, None] = {}  # the newest last
@@ -156,10 +150,6 @@ class ParameterUses:
             for inner in module.modules():
                 if inner is not module and not params.isdisjoint(inner.parameters(recurse=False)):
                     self._handles.append(inner.register_forward_pre_hook(functools.partial(self._begin_inner_forward, block)))
-
-    def follow_recomputing(self, module: nn.Module) -> None:
-        """Have a module's block in memory whenever that is computed again, since it is checkpointed now."""
-        self._follow_recomputing(module, self._block_of[module])
 
     def _follow_recomputing(self, module: nn.Module, block: ParameterBlock) -> None:
         forward: CheckpointedForward = vars(module)["forward"]
@@ -205,11 +195,6 @@ class ParameterUses:
             block.attach()
             self._in_use[block] = None
         block.holds += 1
-
-    def gather_again(self, block: ParameterBlock) -> None:
-        """Gather a block in use again, since its shards were stepped. Blocks. Raises OSError, RuntimeError."""
-        self._gather(block)
-        block.attach()
 
     def _gather(self, block: ParameterBlock) -> None:
         begun: list[Block] = []
@@ -299,23 +284,12 @@ class ParameterUses:
         self._call_before_use(block, in_backward=False)
         if computed_again:
             self._end_complete(block)
-        if self.recording:  # in a step, where failures are told to the other processes, and undone
-            self._use_in_forward(block, computed_again)
-            return
-        if not self._in_forward:
+        if not self.recording and not self._in_forward:
             self._begins_between_steps()
-        try:
-            with contextlib.nullcontext() if block.ranks is None else block.ranks.reporting_new_failures():
-                self._use_in_forward(block, computed_again)
-        except BaseException:
-            self._failed_between_steps()
-            raise
-
-    def _use_in_forward(self, block: ParameterBlock, computed_again: bool) -> None:
-        self.begin(block)
+        ranks = None if self.recording else block.ranks  # a step tells the others of any failure
+        with contextlib.nullcontext() if ranks is None else ranks.reporting_new_failures():
+            self.begin(block)
         self._in_forward.append(block)
-        if not computed_again:
-            self._begun_in_forward(block)
 
     def _begin_inner_forward(self, block: ParameterBlock, module: nn.Module, *_: object) -> None:
         """Have a block in memory when a part of it is computed again by itself, since that part is checkpointed."""
