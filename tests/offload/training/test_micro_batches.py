@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -351,6 +353,23 @@ def test_a_drive_that_fails_undoes_the_step(drive: Path, model: Model, kind: str
             expected.step(batch(number))
             assert_same_values(state_of(training), state_of(expected))
     assert failures >= 2
+
+
+@pytest.mark.parametrize("activations", ["memory", "recompute"])
+def test_a_training_whose_step_has_failed_is_freed(drive: Path, activations: str) -> None:
+    """The graph of the failed step, which the error's traceback keeps, refers to the training."""
+    for number in range(0, 9, 3):
+        model = Model()
+        training = training_of(model, drive, activations=activations, memory_budget=0)
+        training.step(batch(0))
+        with failing("read", number, 12), pytest.raises(OSError):
+            training.step(batch(1))
+        training.close(restore=True)
+        references = [weakref.ref(training), weakref.ref(model)]
+        del model, training
+        for _ in range(2):  # the second time what only the graph had kept
+            gc.collect()
+        assert [reference() for reference in references] == [None, None]
 
 
 def test_ctrl_c_anywhere_leaves_the_step_before_or_the_one_after(drive: Path) -> None:
