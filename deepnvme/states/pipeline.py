@@ -147,8 +147,8 @@ class SubGroupPipeline:
             self._release(sub_group)
         else:
             self._unplaced[sub_group] = made
-            del made
             self._place_made(sub_group)
+            made.clear()  # frees the tensors, since the caller still has the list
             give_back_heap()
         self._cache.poll()  # a write may have ended during the step: its memory is for the next read
         self._io.record_ended()

@@ -227,9 +227,28 @@ class OffloadedTraining:
             partition = initial.place(partition)
             self.optimizer = _OptimizerOptions(_grouped([*partition.params, partition.rest], param_groups), defaults)
             """Has the options of each step in its ``param_groups``: for a scheduler."""
-            self._open_drive(nvme_path, config)
+            sharing = self._ranks if self._ranks.several else None
+            self._dequantized = ParameterMemory()
+            parameter_blocks = [
+                ParameterBlock(number, params, self._dequantized, quantize, None if params is partition.rest else sharing)
+                for number, params in enumerate([*partition.params, partition.rest])
+            ]
+            sub_groups = self._sub_groups(parameter_blocks, planner)
             stay = parameters == "memory"
-            trained_blocks = self._make_blocks(partition, planner, quantize, activation_bytes, stay)
+            limit = limit_of_blocks(
+                sub_groups,
+                parameter_blocks,
+                planner,
+                memory_budget - _values_bytes(parameter_blocks) - activation_bytes,
+                stay,
+                self._ranks.several,
+                tied_parameters(partition.tiles),
+            )
+            self._open_drive(nvme_path, config, limit)
+            trained_blocks = [
+                TrainedBlock(block, stepping, self._schedule, self._versions)
+                for block, stepping in zip(parameter_blocks, sub_groups, strict=True)
+            ]
             # A tile is one operation, of which only the input is saved anyway.
             recomputable = [each for each in partition.modules if not is_checkpointed(each) and each not in partition.tiles]
             self._recomputed = recomputable if activations == "recompute" else []
@@ -267,8 +286,8 @@ class OffloadedTraining:
                 raise
             register(self, self._owner, self._close_for_successor)
 
-    def _open_drive(self, nvme_path: AnyPath | Sequence[AnyPath], config: AioConfig | None) -> None:
-        """Make the training's directories, and the store for its blocks. Raises OSError."""
+    def _open_drive(self, nvme_path: AnyPath | Sequence[AnyPath], config: AioConfig | None, limit: int) -> None:
+        """Make the training's directories, the store for its blocks, and a cache of ``limit`` bytes. Raises OSError."""
         paths = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else list(nvme_path)
         directories = [Path(os.path.abspath(os.fsdecode(each))) for each in paths]
         self._engine = engine_for(directories, config)
@@ -279,42 +298,9 @@ class OffloadedTraining:
             raise
         self._io = CountedIO(self._store, verbose=False)
         self._versions = BlockVersions(self._store)
-
-    def _make_blocks(
-        self, partition: ModelPartition, planner: SubGroupPlanner, quantize: Scheme | None, activation_bytes: int, stay: bool
-    ) -> list[TrainedBlock]:
-        """Make the blocks of the model, and the cache that has them in memory.
-
-        Args:
-            partition: Which parameters each block has.
-            planner: Cuts them into sub-groups.
-            quantize: How frozen weights are quantised.
-            activation_bytes: Bytes of the memory budget for activations.
-            stay: Whether all parameters stay in memory.
-        """
-        sharing = self._ranks if self._ranks.several else None
-        self._dequantized = ParameterMemory()
-        parameter_blocks = [
-            ParameterBlock(number, params, self._dequantized, quantize, None if params is partition.rest else sharing)
-            for number, params in enumerate([*partition.params, partition.rest])
-        ]
-        sub_groups = self._sub_groups(parameter_blocks, planner)
-        limit = limit_of_blocks(
-            sub_groups,
-            parameter_blocks,
-            planner,
-            self._memory_budget - _values_bytes(parameter_blocks) - activation_bytes,
-            stay,
-            self._ranks.several,
-            tied_parameters(partition.tiles),
-        )
         memory = ArenaMemory(limit, self._io.record_ended)
         self._schedule = ScheduledBlocks(BlockCache(self._io, memory, helper="deepnvme-training"))
         self._meter = StepMeter(self._io, self._schedule.cache, self._ranks)
-        return [
-            TrainedBlock(block, stepping, self._schedule, self._versions)
-            for block, stepping in zip(parameter_blocks, sub_groups, strict=True)
-        ]
 
     def _sub_groups(self, blocks: Sequence[ParameterBlock], planner: SubGroupPlanner) -> list[list[SubGroup]]:
         """Return what steps the parameters of each block, or their shards; nothing for a block without trained ones."""

@@ -821,6 +821,34 @@ def test_memory_does_not_grow_by_the_states_that_are_saved_or_loaded(drive: Path
     ).check()
 
 
+@pytest.mark.slow
+def test_the_memory_in_which_the_first_step_makes_states_is_given_back(drive: Path, interpreters: Interpreters) -> None:
+    interpreters.run(
+        f"""
+        import deepnvme
+        torch.set_num_threads(1)
+
+        def own_memory():
+            with open("/proc/self/status") as status:
+                figures = dict(line.split(":") for line in status)
+            return sum(sign * int(figures[name].split()[0]) << 10 for name, sign in (("RssAnon", 1), ("VmLck", -1)))
+
+        numel = 1 << 22  # of a sub-group, whose states are 48 MiB
+        params = [torch.nn.Parameter(torch.ones(numel, dtype=torch.bfloat16)) for _ in range(4)]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer = deepnvme.OffloadedOptimizer(
+            params, torch.optim.AdamW, nvme_path={str(drive / "states")!r}, sub_group_size=numel, fused=True, master_weights=True,
+        )
+        before = own_memory()
+        optimizer.step()
+        grown = own_memory() - before
+        assert grown < 24 << 20, grown >> 20
+        optimizer.close()
+        """,
+    ).check()
+
+
 # What it says, and how it ends.
 
 

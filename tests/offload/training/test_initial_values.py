@@ -205,6 +205,7 @@ def test_a_reset_that_leaves_something_out_is_told_of(drive: Path, kind: str, me
         with torch.no_grad():
             return nn.Sequential(nn.Linear(4, 4), Forgetful(kind))
 
+    gc.collect()
     before = pinned_bytes()
     model = on_meta(make)
     given = [model[int(index)] for index in blocks]
@@ -389,6 +390,7 @@ def test_a_buffer_that_no_checkpoint_has_and_nothing_can_reset_is_named(drive: P
 def test_an_error_of_the_drive_leaves_nothing_behind(drive: Path, operation: str, device: str) -> None:
     path = saved(untied(Model()), drive, "safetensors")
     failed = 0
+    gc.collect()
     before = pinned_bytes()
     for first in range(0, 60, 4):
         try:
