@@ -187,17 +187,13 @@ class Engine:
         num_threads: Number of workers for each drive, 1 to 256. One saturates most drives; more share the copying of misaligned
             tensors.
         single_submit: Make one system call for each block.
-        poll: Ask the drive for completions instead of sleeping until it interrupts: quicker for small blocks, but every worker
-            keeps a core busy while it has direct transfers under way, and these cannot be cancelled. Needs io_uring, and a
-            drive with poll queues. Where the drive or the file system refuses, transfers go on as without, which
-            ``stats().fallbacks`` counts and a warning says. Tried with emulated drives only: what it gains is not measured.
         in_flight_bytes: No further block is started for as long as a worker has this many bytes under way, at least 1; or a size
             such as "8MiB". So large blocks can be few, and small ones as many as the queue is deep. None for no limit besides
             the queue's depth.
 
     Raises:
         TypeError: For a number of bytes that is none.
-        ValueError: For a setting out of range, and for ``poll`` where the backend is not io_uring.
+        ValueError: For a setting out of range.
         OSError: With the kernel's errno, for a backend that it refuses.
         RuntimeError: If the op cannot be built.
     """
@@ -209,16 +205,13 @@ class Engine:
         queue_depth: int = 128,
         num_threads: int = 1,
         single_submit: bool = False,
-        poll: bool = False,
         in_flight_bytes: ByteCount | None = None,
     ) -> None:
         self._process = os.getpid()
         nbytes = byte_count(block_size, "block_size", least=None)
         in_flight = None if in_flight_bytes is None else byte_count(in_flight_bytes, "in_flight_bytes", least=None)
         self._op = load_async_io()
-        self._native: NativeEngine = self._op.Engine(
-            backend, nbytes, queue_depth, num_threads, single_submit, poll, in_flight
-        )  # fmt: skip
+        self._native: NativeEngine = self._op.Engine(backend, nbytes, queue_depth, num_threads, single_submit, in_flight)
 
     @property
     def backend(self) -> str:

@@ -204,19 +204,19 @@ def handle(op: ModuleType) -> Any:
 
 @pytest.fixture
 def faulty(testing: ModuleType) -> Iterator[Callable[..., Any]]:
-    """Makes an engine on the backend named; keyword arguments are its settings, a gate, a journal, drive_by_folder, poll,
+    """Makes an engine on the backend named; keyword arguments are its settings, a gate, a journal, drive_by_folder,
     or fields of Faults."""
     made = []
 
     def make(backend: str, *, block_size: int = 4096, queue_depth: int = 32, num_threads: int = 1, **more: Any) -> Any:
         gate, journal = more.pop("gate", None), more.pop("journal", None)
-        by_folder, poll, single_submit = (more.pop(name, False) for name in ("drive_by_folder", "poll", "single_submit"))
+        by_folder, single_submit = (more.pop(name, False) for name in ("drive_by_folder", "single_submit"))
         in_flight_bytes = more.pop("in_flight_bytes", None)
         faults = testing.Faults()
         for name, value in more.items():
             setattr(faults, name, value)
         settings = (backend, block_size, queue_depth, num_threads, single_submit)
-        made.append(testing.faulty_engine(*settings, faults, gate, journal, by_folder, poll, in_flight_bytes))
+        made.append(testing.faulty_engine(*settings, faults, gate, journal, by_folder, in_flight_bytes))
         return made[-1]
 
     yield make

@@ -19,7 +19,22 @@ import pytest
 import deepnvme
 
 ROOT = Path(deepnvme.__file__).parents[1]
-PACKAGES = ["deepnvme", *(each.name for each in pkgutil.walk_packages(deepnvme.__path__, "deepnvme.") if each.ispkg)]
+WITHOUT_PUBLIC_NAMES = {
+    f"deepnvme.{name}"
+    for name in (
+        "cache", "checkpoint.dcp", "checkpoint.formats", "files", "model", "streaming.kv", "streaming.weights", "telemetry",
+        "tools", "transfer",
+    )
+}  # fmt: skip
+"""Packages whose modules only this package imports: no ``dir`` of a public package shows them."""
+PACKAGES = [
+    "deepnvme",
+    *(
+        each.name
+        for each in pkgutil.walk_packages(deepnvme.__path__, "deepnvme.")
+        if each.ispkg and each.name not in WITHOUT_PUBLIC_NAMES
+    ),
+]
 SUBMODULES = {
     "deepnvme": {
         "checkpoint", "integrations", "io", "memory", "nn", "offload", "ops", "profiles", "report", "safetensors", "store",

@@ -67,10 +67,10 @@ std::int64_t worker_count(std::int64_t intra_op_parallelism, const py::object& n
 }
 
 EngineOptions checked_options(std::int64_t block_size, std::int64_t queue_depth, bool single_submit,
-                              std::int64_t intra_op_parallelism, std::string backend, bool poll) {
+                              std::int64_t intra_op_parallelism, std::string backend) {
     if (intra_op_parallelism < 1)
         throw py::value_error("intra_op_parallelism must be in [1, 256], got " + std::to_string(intra_op_parallelism));
-    return {std::move(backend), block_size, queue_depth, intra_op_parallelism, single_submit, poll};
+    return {std::move(backend), block_size, queue_depth, intra_op_parallelism, single_submit};
 }
 
 py::object new_cpu_locked_tensor(std::int64_t num_elem, py::handle example) {
@@ -93,7 +93,7 @@ bool free_cpu_locked_tensor(py::handle tensor) {
 
 int transfer_alone(Direction direction, py::handle buffer, py::handle filename, std::int64_t block_size, std::int64_t queue_depth,
                    bool single_submit, bool overlap_events, bool validate) {
-    AioHandle handle(checked_options(block_size, queue_depth, single_submit, 1, "auto", false), overlap_events);
+    AioHandle handle(checked_options(block_size, queue_depth, single_submit, 1, "auto"), overlap_events);
     handle.finish(direction, buffer, filename, 0, validate);
     return 0;
 }
@@ -116,10 +116,10 @@ AioHandle::AioHandle(std::unique_ptr<Engine> engine, bool overlap_events)
     : session_(std::move(engine)), overlap_events_(overlap_events) {}
 
 EngineOptions handle_options(py::handle block_size, py::handle queue_depth, bool single_submit, py::handle intra_op_parallelism,
-                             const py::object& num_threads, std::string backend, bool poll) {
+                             const py::object& num_threads, std::string backend) {
     const auto workers = worker_count(integer_of(intra_op_parallelism, "intra_op_parallelism"), num_threads);
     return checked_options(integer_of(block_size, "block_size"), integer_of(queue_depth, "queue_depth"), single_submit, workers,
-                           std::move(backend), poll);
+                           std::move(backend));
 }
 
 int AioHandle::start(Direction direction, py::handle buffer, py::handle filename, std::int64_t offset, bool validate) {
@@ -277,14 +277,14 @@ py::class_<AioHandle> define_handle(py::module_& module, const char* name) {
 void bind_handle(py::module_& module) {
     define_handle(module, "aio_handle")
         .def(py::init([](py::handle block_size, py::handle queue_depth, bool single_submit, bool overlap_events,
-                         py::handle intra_op_parallelism, const py::object& num_threads, std::string backend, bool poll) {
+                         py::handle intra_op_parallelism, const py::object& num_threads, std::string backend) {
                  return std::make_unique<AioHandle>(handle_options(block_size, queue_depth, single_submit, intra_op_parallelism,
-                                                                   num_threads, std::move(backend), poll),
+                                                                   num_threads, std::move(backend)),
                                                     overlap_events);
              }),
              "block_size"_a = kHandleBlockSize, "queue_depth"_a = kHandleQueueDepth, "single_submit"_a = false,
              "overlap_events"_a = false, "intra_op_parallelism"_a = 1, py::kw_only(), "num_threads"_a = py::none(),
-             "backend"_a = "auto", "poll"_a = false);
+             "backend"_a = "auto");
 
     const auto alone = [](Direction direction) {
         return [direction](py::handle buffer, py::handle filename, py::handle block_size, py::handle queue_depth, bool single_submit,

@@ -35,7 +35,7 @@ private:
 // What Python sees of it but for its constructor, whose arguments handle_options takes apart. Throws ValueError and TypeError.
 py::class_<AioHandle> define_handle(py::module_& module, const char* name);
 EngineOptions handle_options(py::handle block_size, py::handle queue_depth, bool single_submit, py::handle intra_op_parallelism,
-                             const py::object& num_threads, std::string backend = "auto", bool poll = false);
+                             const py::object& num_threads, std::string backend = "auto");
 
 inline constexpr std::int64_t kHandleBlockSize = 1 << 20;
 inline constexpr std::int64_t kHandleQueueDepth = 128;

@@ -160,15 +160,15 @@ void bind_engine(py::module_& module) {
     const EngineOptions defaults;
     py::class_<Session>(module, "Engine", py::module_local())
         .def(py::init([](std::string backend, py::handle block_size, py::handle queue_depth, py::handle num_threads,
-                         bool single_submit, bool poll, const py::object& in_flight_bytes) {
+                         bool single_submit, const py::object& in_flight_bytes) {
                  return std::make_unique<Session>(EngineOptions{std::move(backend), integer_of(block_size, "block_size"),
                                                                 integer_of(queue_depth, "queue_depth"),
-                                                                integer_of(num_threads, "num_threads"), single_submit, poll,
+                                                                integer_of(num_threads, "num_threads"), single_submit,
                                                                 optional_integer_of(in_flight_bytes, "in_flight_bytes")});
              }),
              "backend"_a = defaults.backend, "block_size"_a = defaults.block_size, "queue_depth"_a = defaults.queue_depth,
              "num_threads"_a = defaults.num_threads, "single_submit"_a = defaults.single_submit,
-             "poll"_a = defaults.poll, "in_flight_bytes"_a = py::none())
+             "in_flight_bytes"_a = py::none())
         .def_property_readonly("backend", [](const Session& self) { return self.engine().backend(); })
         .def_property_readonly("block_size", [](const Session& self) { return self.engine().options().block_size; })
         .def_property_readonly("queue_depth", [](const Session& self) { return self.engine().options().queue_depth; })

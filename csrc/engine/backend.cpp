@@ -4,7 +4,7 @@ namespace deepnvme {
 
 const std::vector<BackendChoice>& backend_choices() {
     static const std::vector<BackendChoice> choices{
-        {"io_uring", make_uring_backend, make_polling_backend},
+        {"io_uring", make_uring_backend},
         {"libaio", make_libaio_backend},
         {"threads", make_thread_backend},
     };

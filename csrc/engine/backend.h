@@ -26,7 +26,6 @@ struct Operation {
     std::uint64_t offset;  // bytes into the file
     void* device_file = nullptr;  // what DeviceIo::open gave, if the memory is a device's
     int device = -1;
-    bool polled = false;  // ask the drive for its completion, if the backend can: only for direct reads and writes
 };
 
 struct Completion {
@@ -74,16 +73,12 @@ using BackendFactory = std::function<std::unique_ptr<Backend>(unsigned capacity)
 struct BackendChoice {
     std::string name;
     BackendFactory make;
-    BackendFactory make_polling = nullptr;  // one that heeds Operation::polled; empty where there is none
 };
 
 // In order of preference.
 const std::vector<BackendChoice>& backend_choices();
 
 std::unique_ptr<Backend> make_uring_backend(unsigned capacity);
-// The same for operations that are not polled. One that is, and that the drive or file system does not poll for, completes with
-// -EOPNOTSUPP, and nothing has been transferred.
-std::unique_ptr<Backend> make_polling_backend(unsigned capacity);
 std::unique_ptr<Backend> make_libaio_backend(unsigned capacity);
 std::unique_ptr<Backend> make_thread_backend(unsigned capacity);
 // The same, for operations on device memory as well. Those do not go through the others.

@@ -118,11 +118,8 @@ Engine::Engine(EngineOptions options)
     std::string tried;
     for (const auto& choice : backend_choices()) {
         if (options_.backend != "auto" && options_.backend != choice.name) continue;
-        const BackendFactory& make = options_.poll ? choice.make_polling : choice.make;
-        if (!make && options_.backend == "auto") continue;
-        if (!make) throw std::invalid_argument("poll needs the backend io_uring or auto, got '" + choice.name + "'");
         try {
-            start(choice.name, make);
+            start(choice.name, choice.make);
             return;
         } catch (const IoError& error) {
             if (options_.backend != "auto") throw;
@@ -130,9 +127,6 @@ Engine::Engine(EngineOptions options)
             tried += (tried.empty() ? "" : "; ") + choice.name + ": " + error.what();
         }
     }
-    if (options_.poll && options_.backend == "auto")
-        throw std::invalid_argument("poll needs io_uring, which does not work here" + (tried.empty() ? "" : " (" + tried + ")") +
-                                    "; leave poll out");
     if (!tried.empty()) throw std::runtime_error("no backend works here: " + tried);
     std::string names = "auto";
     for (const auto& choice : backend_choices()) names += ", " + choice.name;
@@ -164,7 +158,6 @@ void Engine::start(const std::string& name, const BackendFactory& make_backend) 
     constexpr auto kNoLimit = std::numeric_limits<std::int64_t>::max();
     worker.in_flight_bytes = static_cast<std::uint64_t>(options_.in_flight_bytes.value_or(kNoLimit));
     worker.single_submit = options_.single_submit;
-    worker.poll = options_.poll;
     worker.staging_size = limits_.staging_size;
     worker.staging_slots = slots(kStagingPerDrive);
     worker.device_slots = slots(kDeviceStagingPerWorker);

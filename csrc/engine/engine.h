@@ -31,7 +31,6 @@ struct EngineOptions {
     std::int64_t queue_depth = 128;        // blocks under way per worker, [1, 4096]
     std::int64_t num_threads = 1;          // workers for each drive, [1, 256]
     bool single_submit = false;            // one system call a block
-    bool poll = false;                     // ask drives for completions in place of interrupts, where they can be asked
     std::optional<std::int64_t> in_flight_bytes = std::nullopt;  // under way per worker, after which no further block is started
 
     // Bytes of blocks of full size.
@@ -154,7 +153,7 @@ public:
     // Count in the statistics that something slower is used, and why.
     void note_fallback(const std::string& reason) { fallbacks_.add(reason); }
 
-    // Of all engines of this process: why direct I/O, or polling, could not be used, once for each file system.
+    // Of all engines of this process: why direct I/O could not be used, once for each file system.
     static std::vector<std::string> take_warnings();
 
 private:

@@ -50,7 +50,6 @@ struct Parameters {
 static_assert(sizeof(Parameters) == 120);
 
 // IORING_SETUP_*, of Parameters::flags
-constexpr std::uint32_t kSetupIoPoll = 1u << 0;         // completions are polled for; direct transfers only
 constexpr std::uint32_t kSetupCoopTaskrun = 1u << 8;    // Linux 5.19: a completion does not interrupt the thread
 constexpr std::uint32_t kSetupSingleIssuer = 1u << 12;  // Linux 6.0: only one thread submits
 constexpr std::uint32_t kSetupDeferTaskrun = 1u << 13;  // Linux 6.1: completions are posted when the thread waits for some

@@ -12,8 +12,6 @@ namespace deepnvme {
 
 namespace {
 
-constexpr std::uint32_t kSingleIssuerDeferred = io_uring::kSetupSingleIssuer | io_uring::kSetupDeferTaskrun;
-
 }  // namespace
 
 Ring::Mapping::Mapping(int fd, std::size_t size, std::int64_t offset) {
@@ -28,17 +26,16 @@ Ring::Mapping::~Mapping() {
     if (address_) ::munmap(address_, size_);
 }
 
-Ring::Ring(unsigned entries, bool defer, bool polled) {
+Ring::Ring(unsigned entries) {
     // One thread submits and reaps, so completions need not interrupt it: they come with its next system call, or when it
     // waits. The best first; a kernel says EINVAL to what it does not know. Why this order: docs/engine.md.
-    constexpr std::array kSetUps{
-        kSingleIssuerDeferred, io_uring::kSetupSingleIssuer | io_uring::kSetupCoopTaskrun, io_uring::kSetupCoopTaskrun, 0u};
+    constexpr std::array kSetUps{io_uring::kSetupSingleIssuer | io_uring::kSetupDeferTaskrun,
+                                 io_uring::kSetupSingleIssuer | io_uring::kSetupCoopTaskrun, io_uring::kSetupCoopTaskrun, 0u};
     io_uring::Parameters parameters;
     int error = EINVAL;
     for (const std::uint32_t flags : kSetUps) {
-        if (flags == kSingleIssuerDeferred && !defer) continue;
         parameters = {};
-        parameters.flags = flags | (polled ? io_uring::kSetupIoPoll : 0);
+        parameters.flags = flags;
         const long fd = ::syscall(io_uring::kSysSetup, entries, &parameters);
         error = fd < 0 ? errno : 0;
         fd_ = Fd(static_cast<int>(fd));

@@ -17,10 +17,9 @@ namespace deepnvme {
 
 class Ring {
 public:
-    // `entries`: submissions that can be queued; the kernel rounds it up to a power of two. `defer`: let the kernel hold
-    // completions back until the thread waits; ready() does not count those. `polled`: the drive is polled for completions, by each
-    // submit() with `get_events`. Throws IoError where the kernel refuses.
-    Ring(unsigned entries, bool defer, bool polled = false);
+    // `entries`: submissions that can be queued; the kernel rounds it up to a power of two. It may hold completions back until the
+    // thread waits; ready() does not count those. Throws IoError where the kernel refuses.
+    explicit Ring(unsigned entries);
     ~Ring();
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
@@ -46,7 +45,7 @@ public:
     }
 
     // Submit the queued entries, then block until at least `wait_for` completions are ready; 0 does not block. `get_events`: post
-    // completions that are held back, or poll the drive, even if `wait_for` is 0. Returns how many were submitted, or -errno.
+    // completions that are held back, even if `wait_for` is 0. Returns how many were submitted, or -errno.
     int submit(unsigned wait_for = 0, bool get_events = false) noexcept;
 
     // Pass each ready completion to `take`, oldest first. One for which it returns false stays in the ring, and the rest with it.

@@ -136,7 +136,7 @@ private:
 
     std::int64_t perform_on_device(const Operation& operation) const noexcept {
         try {
-            const auto& [kind, fd, index, length, memory, offset, file, device, polled] = operation;
+            const auto& [kind, fd, index, length, memory, offset, file, device] = operation;
             return kind == Operation::Kind::read ? device_io_->read(file, device, memory, length, offset)
                                                  : device_io_->write(file, device, memory, length, offset);
         } catch (const IoError& error) {  // there is no context any more

@@ -26,7 +26,7 @@ constexpr std::uint64_t kCancel = ~std::uint64_t{2};
 
 // One entry more than operations is for the poll that listens for wake(). The kernel makes the completion queue twice as long, with
 // room for the completion of a cancel beside each operation's.
-UringBackend::UringBackend(unsigned capacity, bool defer) : under_way_by_index_(capacity), ring_(capacity + 1, defer) {
+UringBackend::UringBackend(unsigned capacity) : under_way_by_index_(capacity), ring_(capacity + 1) {
     require_operations();
     listen();
     // A seccomp filter or an older kernel may allow io_uring_setup and refuse the rest: found out now.
@@ -93,7 +93,7 @@ bool UringBackend::stop() noexcept {
 // Block as reap() does. Returns how many operations ended. Throws nothing: errors are kept for the next flush or reap.
 std::size_t UringBackend::wait(std::span<Completion> completions) noexcept {
     if (!listening_ && poll_error_ == 0) listen();
-    const bool at_hand = ready() && ring_.queued() == 0;
+    const bool at_hand = ring_.ready() > 0 && ring_.queued() == 0;
     const int entered = at_hand ? 0 : ring_.submit(/*wait_for=*/1);
     std::size_t count = 0;
     const unsigned seen = ring_.collect([&](const io_uring::CompletionEntry& ended) {

@@ -15,9 +15,7 @@ namespace deepnvme {
 
 class UringBackend final : public Backend {
 public:
-    // `defer`: whether completions may be held back until reap() waits for some; then ready() does not know of them. Throws
-    // IoError.
-    explicit UringBackend(unsigned capacity, bool defer = true);
+    explicit UringBackend(unsigned capacity);  // throws IoError
 
     std::string_view name() const noexcept override { return "io_uring"; }
 
@@ -27,9 +25,6 @@ public:
     bool cancel(Operation& operation) noexcept override;
     bool stop() noexcept override;
     void wake() noexcept override { event_.signal(); }
-
-    // Whether a completion is ready, so that reap() does not block. Does not see deferred ones.
-    bool ready() noexcept { return ring_.ready() > 0; }
 
 private:
     struct UnderWay {

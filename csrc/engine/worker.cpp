@@ -51,8 +51,7 @@ Worker::Worker(Queue& queue, const BackendFactory& make_backend, WorkerOptions o
       slots_(options.queue_depth),
       completions_(options.queue_depth),
       staging_(options.staging_size, options.staging_slots, options.page_size),
-      device_staging_(options.staging_size, options.device_slots, options.page_size, /*for_devices=*/true),
-      poll_(options.poll) {
+      device_staging_(options.staging_size, options.device_slots, options.page_size, /*for_devices=*/true) {
     // So that nothing below allocates once operations are under way.
     free_.reserve(options.queue_depth);
     ready_.reserve(options.queue_depth);
@@ -250,7 +249,6 @@ bool Worker::prepare(const Block& block) {
     slot.piece = block.piece;
     slot.device_file = route == Route::gds ? request.device_file.get() : nullptr;
     slot.device = route == Route::gds ? *request.device : -1;
-    slot.polled = poll_ && request.kind != Request::Kind::sync && route != Route::buffered && route != Route::gds;
     if (staging && slot.kind == Operation::Kind::write) {
         std::memset(staging + block.length, 0, slot.padding);  // a lease is whole pages, so there is room for it
         if (request.device) {
@@ -350,7 +348,6 @@ void Worker::complete(Slot& slot, std::int64_t result, Clock::time_point reaped)
         ++slot.attempts;
         return retry(slot);
     }
-    if (result == -EOPNOTSUPP && slot.polled) return go_unpolled(slot);
     if (result == -EINVAL && slot.route != Route::buffered && slot.route != Route::gds) {
         // Some file systems accept O_DIRECT when opening and refuse it at the first transfer.
         try {
@@ -462,20 +459,6 @@ void Worker::go_buffered(Slot& slot) {
         return end_slot(slot);
     }
     slot.route = Route::buffered;
-    slot.polled = false;
-    retry(slot);
-}
-
-// All of the worker's transfers from now on: they are of one drive.
-void Worker::go_unpolled(Slot& slot) {
-    if (std::exchange(poll_, false)) {
-        try {
-            events_.fallback(slot.request->file(), "are not polled for",
-                             "polling was refused: the drive has no poll queues, or the file system does not poll");
-        } catch (const std::bad_alloc&) {  // nobody hears of it; what is slower is the same
-        }
-    }
-    slot.polled = false;
     retry(slot);
 }
 

@@ -3,8 +3,8 @@
 // The invariant: the worker blocks only in Backend::reap, and only when it can start nothing: its slots, its staging or the bytes
 // that may be under way are all in use, or the queue is empty. Then what completes wakes it, or what has been copied from or to a
 // device; the next request, as the queue knows that it sleeps; and its alarm, when a pause ends before a block is tried again.
-// (Without memory to go on, it sleeps for a millisecond. A backend that polls does not block while it polls.) Everything but the queue, the requests and the counters belongs to the one thread, with the
-// exception of cancel_marked().
+// (Without memory to go on, it sleeps for a millisecond.) Everything but the queue, the requests and the counters belongs to the
+// one thread, with the exception of cancel_marked().
 //
 // No exception ends the thread. A backend that breaks is stopped, which cancels what is under way and waits for it; if even that
 // fails, the system may go on using memory, so the requests concerned keep theirs for good, and so does the worker (lost()).
@@ -34,7 +34,6 @@ struct WorkerOptions {
     std::uint32_t queue_depth;
     std::uint64_t in_flight_bytes;  // no further block is started while as many are under way
     bool single_submit;
-    bool poll;                    // have direct transfers polled for, where that is possible
     std::uint32_t staging_size;   // bytes in a slot
     std::uint32_t staging_slots;
     std::uint32_t page_size;
@@ -113,7 +112,6 @@ private:
     void retry_later(Slot& slot, int error, std::initializer_list<std::string_view> detail = {});
     void end_pauses();
     void go_buffered(Slot& slot);
-    void go_unpolled(Slot& slot);
     static Block block_of(const Slot& slot) noexcept;
     void fail(const Block& block, int error, std::initializer_list<std::string_view> detail = {}) noexcept;
     void end_slot(Slot& slot);
@@ -140,7 +138,6 @@ private:
     int refusal_ = 0;            // errno: why the backend took no more when last offered something
     bool drained_ = false;       // the queue had nothing when last asked, and will wake the backend when it has
     bool lost_ = false;
-    bool poll_;                  // until a polled transfer is refused
     pid_t id_ = 0;  // of the thread
     std::atomic<bool> cancels_{false};  // marked requests may have blocks that nobody has asked the backend to cancel
 

@@ -10,13 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme._polling import TRANSFER_POLL_SECONDS
 from deepnvme.telemetry.profiler_ranges import profiler_range
 
 Wait = Callable[[float | None], object]
 """Returns when something has ended. May raise TimeoutError after so many seconds; None waits for as long as it takes."""
-
-_POLL_SECONDS = 0.0005
-"""Between looks at other transfers while one is waited for: well below the 5 ms that the smallest useful block takes."""
 
 
 class Monitor(ABC):
@@ -95,7 +93,7 @@ class Monitor(ABC):
             begun = time.perf_counter()
             name = "wait_write" if to_write else "wait_read"
             with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError), profiler_range(name):
-                wait(_POLL_SECONDS if starved else None)
+                wait(TRANSFER_POLL_SECONDS if starved else None)
             del wait  # a transfer that keeps its error would be kept by that error's traceback
             seconds = time.perf_counter() - begun
             self.seconds_waited += seconds if timed else 0.0

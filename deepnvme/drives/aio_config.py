@@ -49,8 +49,6 @@ class AioConfig(BaseModel):
     """Whether DeepSpeed is to use the ``gds`` op instead. Not an argument of ``aio_handle``."""
     backend: Backend = "auto"
     """Use only this backend of the engine. Not a DeepSpeed setting: DeepSpeed ignores it."""
-    poll: bool = False
-    """Ask drives that have poll queues for completions: see :class:`deepnvme.Engine`. Not a DeepSpeed setting either."""
 
     @property
     def in_flight_bytes(self) -> int:
@@ -97,18 +95,18 @@ class AioConfig(BaseModel):
     def to_deepspeed(self) -> dict[str, dict[str, Any]]:
         """Return ``{"aio": block}`` for a DeepSpeed JSON, from which :meth:`from_deepspeed` makes an equal configuration.
 
-        The keys ``use_gds``, ``backend`` and ``poll`` appear only if they are set. Without these, the block is also keyword
-        arguments of ``aio_handle``, both DeepSpeed's and this package's.
+        The keys ``use_gds`` and ``backend`` appear only if they are set. Without these, the block is also keyword arguments of
+        ``aio_handle``, both DeepSpeed's and this package's.
         """
-        return {"aio": self.model_dump(exclude=self._unset({"use_gds", "backend", "poll"}))}
+        return {"aio": self.model_dump(exclude=self._unset({"use_gds", "backend"}))}
 
     def handle_arguments(self) -> dict[str, Any]:
-        """Return keyword arguments for ``aio_handle``. DeepSpeed's takes them too, unless ``backend`` or ``poll`` is set."""
-        return self.model_dump(exclude={"use_gds"} | self._unset({"backend", "poll"}))
+        """Return keyword arguments for ``aio_handle``. DeepSpeed's takes them too, unless ``backend`` is set."""
+        return self.model_dump(exclude={"use_gds"} | self._unset({"backend"}))
 
     def engine_arguments(self) -> dict[str, Any]:
         """Return the settings as keyword arguments for :class:`deepnvme.Engine`."""
-        same = {"block_size", "queue_depth", "single_submit", "backend", "poll"}
+        same = {"block_size", "queue_depth", "single_submit", "backend"}
         return {"num_threads": self.intra_op_parallelism, **self.model_dump(include=same)}
 
     def _unset(self, names: set[str]) -> set[str]:

@@ -226,7 +226,6 @@ def settings_for(paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = 
         queue_depth=max(each.queue_depth for each in found),
         intra_op_parallelism=max(each.intra_op_parallelism for each in found),
         single_submit=all(each.single_submit for each in found),
-        poll=all(each.poll for each in found),
         backend=backends.pop() if len(backends) == 1 else "auto",
     )
 
@@ -286,12 +285,11 @@ def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | N
     try:
         return Engine(**arguments)
     except (OSError, RuntimeError, ValueError) as error:
-        if from_user or (settings.backend == "auto" and not settings.poll):
+        if from_user or settings.backend == "auto":
             raise
-        named = settings.backend + ", polling," * settings.poll
-        text = f"backend {named} of the drive profile does not work ({error}): using auto; tune the drive again"
+        text = f"backend {settings.backend} of the drive profile does not work ({error}): using auto; tune the drive again"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return Engine(**{**arguments, "backend": "auto", "poll": False})
+        return Engine(**{**arguments, "backend": "auto"})
 
 
 def _profile_settings(drive: Drive) -> AioConfig | None:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from deepnvme._polling import PROCESS_POLL_SECONDS
 from deepnvme.files.replacing import with_filename
 from deepnvme.telemetry.callers import caller
 
@@ -384,7 +385,7 @@ def _owner(descriptor: int) -> LockOwner | None:
         try:
             return LockOwner(**json.loads(os.pread(descriptor, 1 << 16, 0)))  # without "kind": an earlier version's
         except (ValueError, TypeError):
-            time.sleep(0.01)  # not written yet, or only in part
+            time.sleep(PROCESS_POLL_SECONDS)  # not written yet, or only in part
     return None
 
 

@@ -45,6 +45,27 @@ def replacing(path: str | os.PathLike[str], new: str | os.PathLike[str]) -> Iter
         raise
 
 
+def replace_durably(path: Path, data: bytes) -> None:
+    """Replace a file by one with these bytes, atomically and durably. Blocks.
+
+    After a crash at any point the path refers to the old file or to the new one, and the file is whole. A crash can leave
+    ``path.new`` behind, which the next replacement overwrites. Callers hold a lock, since two replacements would share that file.
+
+    Raises:
+        OSError: Naming ``path``. The old file is still there, unless the message says that it was replaced.
+    """
+    new = path.with_name(path.name + ".new")
+    with with_filename(path, instead=True), replacing(path, new), open(new, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        sync_directory(path.parent)  # makes the new name durable
+    except OSError as error:
+        text = f"{error.strerror}: it was replaced, but its directory could not be flushed: after a crash it may be the old one"
+        raise OSError(error.errno, text, str(path)) from error
+
+
 def sync_directory(directory: Path) -> None:
     """Flush the names in the directory to stable storage. Blocks. Raises OSError naming the directory."""
     with with_filename(directory, instead=True), defer_interrupts():  # no object would close the descriptor after a Ctrl-C

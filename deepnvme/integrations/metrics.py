@@ -13,25 +13,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from deepnvme._lazy import public_names
+from deepnvme.telemetry.report_figures import ReportFigures
 
-__all__ = ["PREFIX", "LoggableReport", "lightning_callback", "log_metrics", "log_with_trainer"]
+__all__ = ["PREFIX", "lightning_callback", "log_metrics", "log_with_trainer"]
 
 __dir__ = public_names(__name__)
 
 PREFIX = "deepnvme/"
 
 
-class LoggableReport(Protocol):
-    """Any report or statistics of this package."""
-
-    def as_dict(self, prefix: str = "") -> dict[str, int | float]:
-        """Return its numbers by name."""
-
-
-def log_metrics(writer: Any, step: int, report: LoggableReport, *, prefix: str = PREFIX) -> None:
+def log_metrics(writer: Any, step: int, report: ReportFigures, *, prefix: str = PREFIX) -> None:
     """Log all numbers of a report.
 
     Args:
@@ -59,7 +53,7 @@ def log_metrics(writer: Any, step: int, report: LoggableReport, *, prefix: str =
         raise TypeError(f"a writer has a method add_scalar, log_metrics or log; {type(writer).__name__} has none of them")
 
 
-def log_with_trainer(trainer: Any, report: Callable[[], LoggableReport], *, prefix: str = PREFIX) -> None:
+def log_with_trainer(trainer: Any, report: Callable[[], ReportFigures], *, prefix: str = PREFIX) -> None:
     """Have the logs of a ``Trainer`` of transformers include the numbers of a report: wherever ``report_to`` sends them.
 
     >>> training = deepnvme.integrations.transformers.offload_training(trainer, "/mnt/nvme/training")
@@ -89,7 +83,7 @@ def log_with_trainer(trainer: Any, report: Callable[[], LoggableReport], *, pref
     trainer.callback_handler.callbacks.insert(0, ReportCallback())
 
 
-def lightning_callback(report: Callable[[], LoggableReport], *, every: int = 50, prefix: str = PREFIX) -> Any:
+def lightning_callback(report: Callable[[], ReportFigures], *, every: int = 50, prefix: str = PREFIX) -> Any:
     """Return a callback for Lightning's ``Trainer`` that logs the numbers of a report with all of the trainer's loggers.
 
     >>> trainer = lightning.pytorch.Trainer(callbacks=[lightning_callback(lambda: module.optimizer.report())])

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from deepnvme.drives.mounts import unescaped
 from deepnvme.files.regular_files import lines_of
 
-MEMINFO = Path("/proc/meminfo")
-NODES = Path("/sys/devices/system/node")
 PROCESS = Path("/proc/self")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
@@ -22,7 +22,7 @@ def available_memory() -> int:
     it is needed, such as cached file pages, counts as available.
     """
     limited = [left for left in map(_left_in, _memory_groups(PROCESS)) if left is not None]
-    return min([meminfo("MemAvailable"), *limited])
+    return min([_left_on_machine(), *limited])
 
 
 def _memory_groups(process: Path) -> Iterator[Path]:
@@ -67,29 +67,10 @@ def _left_in(group: Path) -> int | None:
     return None
 
 
-def meminfo(field: str) -> int:
-    """Return one line of /proc/meminfo: in bytes if the kernel gives kB, else as a count; 0 if there is no such line.
-
-    If /proc is not mounted, or shows only processes, the lines of the NUMA nodes in /sys are summed. These have no MemAvailable,
-    so free memory and cached files are returned for it. Without /sys too, MemAvailable is the free memory, and all other fields
-    but MemTotal are 0.
-    """
-    if lines := lines_of(MEMINFO):
-        return _sum(field, lines)
-    # Each line begins with "Node 0", say, and goes on as in /proc/meminfo.
-    if lines := [line.split(maxsplit=2)[2] for file in NODES.glob("node*/meminfo") for line in lines_of(file)]:
-        parts = ("MemFree", "Active(file)", "Inactive(file)") if field == "MemAvailable" else (field,)
-        return sum(_sum(part, lines) for part in parts)
-    name = {"MemTotal": "SC_PHYS_PAGES", "MemAvailable": "SC_AVPHYS_PAGES"}.get(field)
-    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") if name else 0
-
-
-def _sum(field: str, lines: list[str]) -> int:
-    """Return the sum of a field over all lines that have it."""
-    total = 0
-    for line in lines:
-        name, value = line.split(":", 1)
-        if name == field:
-            number, *unit = value.split()
-            total += int(number) * (1024 if unit else 1)
-    return total
+def _left_on_machine() -> int:
+    """Return how many bytes the machine has available; where /proc is not mounted, how many are free."""
+    try:
+        available: int = psutil.virtual_memory().available
+        return available
+    except (OSError, KeyError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -19,6 +19,7 @@ from deepnvme.telemetry.descriptions import decimal_size
 from deepnvme.telemetry.drive_wear import terabytes_per_day
 from deepnvme.telemetry.report_figures import ReportFigures
 from deepnvme.telemetry.stopwatch import Stopwatch
+from deepnvme.transfer.gather import Transfers
 
 _logger = logging.getLogger(__name__)
 
@@ -254,13 +255,12 @@ class CountedIO:
             def seconds(move: Callable[[str, torch.Tensor], StoreFuture[Any]]) -> float:
                 """Move all parts at once by ``move``, and return the seconds it took. Blocks. Raises the first OSError."""
                 begun = time.perf_counter()
-                transfers: list[StoreFuture[Any]] = []
+                transfers = Transfers()
                 try:
-                    transfers.extend(map(move, names, parts))
+                    transfers.add(map(move, names, parts))
+                    transfers.result()
                 finally:  # also of those before one that could not begin: the memory is lent to others next
-                    errors = [error for transfer in transfers if (error := transfer.exception()) is not None]
-                if errors:
-                    raise errors[0]
+                    transfers.exception()
                 return time.perf_counter() - begun
 
             with self.aside():

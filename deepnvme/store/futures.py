@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
+from deepnvme._polling import TRANSFER_POLL_SECONDS
 from deepnvme.engine import Future
 from deepnvme.telemetry.descriptions import representation, size_for_people
 
@@ -17,7 +18,6 @@ Result = TypeVar("Result")
 Further = TypeVar("Further")
 Failure = tuple[OSError, Sequence[Any]]
 """An error, and what the transfers that failed with it were for."""
-_POLL_SECONDS = 0.001
 _SWEPT_FROM = 64
 """Number of operations under way from which those that have ended are settled, although nobody has waited for them."""
 
@@ -171,7 +171,7 @@ class Operation:
                     return
             if time.monotonic() > deadline:
                 raise TimeoutError("the transfers have not all been started")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(TRANSFER_POLL_SECONDS)
 
 
 class StoreFuture(Generic[Result]):

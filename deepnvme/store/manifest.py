@@ -11,16 +11,23 @@ import contextlib
 import errno
 import json
 import os
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from deepnvme.files.regular_files import read_regular
-from deepnvme.files.replacing import replacing, sync_directory, with_filename
+from deepnvme.files.manifest import (
+    LONGEST_LINE,
+    json_object,
+    number,
+    numbers,
+    read_manifest,
+    second_line,
+    string,
+    two_lines,
+)
+from deepnvme.files.replacing import replace_durably, with_filename
 
-Parsed = TypeVar("Parsed")
 MANIFEST_NAME = "deepnvme-store.json"
 """Name of the manifest in the store's first directory."""
 MEMBERSHIP_NAME = "deepnvme-store.member.json"
@@ -30,8 +37,6 @@ _KIND = "deepnvme tensor store", 1
 
 _LARGEST = 256 << 20
 """Most bytes of a manifest: enough for two million tensors. JSON of other people could take thirty times that in memory."""
-_LONGEST_LINE = 64 << 10
-"""Most bytes of a manifest's first line, and of a membership."""
 
 
 class CorruptManifest(OSError):
@@ -100,7 +105,7 @@ def publish(directory: Path, manifest: StoreManifest) -> None:
             f"the manifest of {len(manifest.tensors)} tensors would have {len(data)} bytes, at most {_LARGEST} are allowed:"
             " use several stores"
         )
-    _replace(directory / MANIFEST_NAME, data)
+    replace_durably(directory / MANIFEST_NAME, data)
 
 
 def load(directory: Path) -> StoreManifest | None:
@@ -110,41 +115,16 @@ def load(directory: Path) -> StoreManifest | None:
         CorruptManifest: If it is damaged.
         OSError: From reading.
     """
-    return _loaded(directory / MANIFEST_NAME, _LARGEST, lambda data: _manifest(second_line(_KIND, data)))
-
-
-def two_lines(kind: tuple[str, int], fields: Mapping[str, Any]) -> bytes:
-    """Return a manifest in JSON: one line with its format, version and the CRC-32 of the other, and one with the fields."""
-    body = json.dumps(fields, separators=(",", ":")).encode()  # in ASCII, which can escape half of a surrogate pair
-    head = json.dumps({"format": kind[0], "version": kind[1], "crc32": zlib.crc32(body)}).encode()
-    return b"%b\n%b\n" % (head, body)
-
-
-def second_line(kind: tuple[str, int], data: bytes) -> Any:
-    """Return the fields of a manifest that :func:`two_lines` has made, after checking its format, version and CRC-32.
-
-    Args:
-        kind: The format and version that it has to have.
-        data: The manifest.
-
-    Raises:
-        ValueError: If it is damaged, or of another format or version.
-        RecursionError: If it is nested too deeply.
-    """
-    head, _, body = data.partition(b"\n")
-    facts = _parsed(head)
-    found = facts.get("format"), facts.get("version")
-    if found != kind:
-        raise ValueError(f"expected format and version {kind}, got {found}")
-    body = body.rstrip(b"\n")
-    if facts.get("crc32") != zlib.crc32(body):
-        raise ValueError(f"expected CRC-32 {facts.get('crc32')!r}, found {zlib.crc32(body)}")
-    return json.loads(body)  # from_json of pydantic_core refuses names with half of a surrogate pair
+    with contextlib.suppress(FileNotFoundError):
+        return read_manifest(
+            directory / MANIFEST_NAME, _LARGEST, lambda data: _manifest(second_line(_KIND, data)), CorruptManifest
+        )
+    return None
 
 
 def join(directory: Path, membership: StoreMembership) -> None:
     """Write the directory's membership, replacing any other, atomically and durably."""
-    _replace(directory / MEMBERSHIP_NAME, json.dumps(asdict(membership)).encode() + b"\n")
+    replace_durably(directory / MEMBERSHIP_NAME, json.dumps(asdict(membership)).encode() + b"\n")
 
 
 def membership(directory: Path) -> StoreMembership | None:
@@ -154,7 +134,9 @@ def membership(directory: Path) -> StoreMembership | None:
         CorruptManifest: If it is damaged.
         OSError: From reading.
     """
-    return _loaded(directory / MEMBERSHIP_NAME, _LONGEST_LINE, _membership)
+    with contextlib.suppress(FileNotFoundError):
+        return read_manifest(directory / MEMBERSHIP_NAME, LONGEST_LINE, _membership, CorruptManifest)
+    return None
 
 
 def remove(directory: Path) -> None:
@@ -165,19 +147,9 @@ def remove(directory: Path) -> None:
                 os.unlink(path)
 
 
-def _loaded(path: Path, most: int, parse: Callable[[bytes], Parsed]) -> Parsed | None:
-    """Return what ``parse`` makes of a file of at most ``most`` bytes; None if there is no file. Raises CorruptManifest."""
-    try:
-        return parse(read_regular(path, most))
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError) as error:
-        raise CorruptManifest(path, str(error)) from error
-
-
 def _membership(data: bytes) -> StoreMembership:
     """Parse a membership. Raises ValueError or RecursionError."""
-    fields = _parsed(data)
+    fields = json_object(data)
     try:
         more = str(fields.get("directory", "")), str(fields.get("previous", ""))
         return StoreMembership(str(fields["store"]), int(fields["index"]), str(fields["first"]), *more)
@@ -198,48 +170,3 @@ def _tensor(dtype: Any, shape: Any, parts: Any, checksums: Any) -> StoredTensor:
     """Return a tensor of which the manifest says these. Raises TypeError or ValueError if they are something else."""
     places = tuple((directory, offset, length) for directory, offset, length in map(numbers, parts))
     return StoredTensor(string(dtype), numbers(shape), places, None if checksums is None else numbers(checksums))
-
-
-def string(value: Any) -> str:
-    """Return a value of JSON that has to be a string. Raises TypeError if it is something else."""
-    if type(value) is not str:
-        raise TypeError(f"expected a string, got {type(value).__name__}")
-    return value
-
-
-def numbers(value: Any) -> tuple[int, ...]:
-    """Return a list of JSON as numbers. Raises TypeError if it is not a list of integers, each at least 0."""
-    if type(value) is not list:
-        raise TypeError(f"expected a list, got {type(value).__name__}")
-    return tuple(map(number, value))
-
-
-def number(value: Any) -> int:
-    """Return a value of JSON that has to be an integer, not negative. Raises TypeError if it is something else."""
-    if type(value) is not int or value < 0:
-        raise TypeError(f"expected an integer of at least 0, got {value!r:.100}")
-    return value
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    """Return the JSON object in one line. Raises ValueError or RecursionError."""
-    if len(line) > _LONGEST_LINE:
-        raise ValueError(f"its first line has {len(line)} bytes, at most {_LONGEST_LINE} are allowed")
-    fields = json.loads(line)
-    if not isinstance(fields, dict):
-        raise ValueError("expected an object")
-    return fields
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Replace the file's contents, atomically and durably."""
-    new = path.with_name(path.name + ".new")
-    with with_filename(path, instead=True), replacing(path, new), open(new, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        sync_directory(path.parent)  # makes the new name durable
-    except OSError as error:
-        text = f"{error.strerror}: it was replaced, but its directory could not be flushed: after a crash it may be the old one"
-        raise OSError(error.errno, text, str(path)) from error

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepnvme._polling import TRANSFER_POLL_SECONDS
 from deepnvme.cache.block import Block, Memory
 from deepnvme.cache.block_memory import OwnMemory
 from deepnvme.memory.alignment import padded
@@ -19,8 +20,6 @@ from deepnvme.memory.pool import OutOfBuffers, pinned
 
 LINGER_SECONDS = 0.5
 """How long a thread that is done with memory may take to let go of it."""
-_POLL_SECONDS = 0.0005
-"""Between looks whether somebody has let go of memory."""
 
 
 class Slots(ABC):
@@ -61,7 +60,7 @@ class Slots(ABC):
             if time.monotonic() > deadline:
                 raise OutOfBuffers(f"no memory to read {block.name!r} into: all {limit} bytes hold what somebody keeps a view of")
             gc.collect()  # tracebacks keep what they saw, in cycles
-            time.sleep(_POLL_SECONDS)
+            time.sleep(TRANSFER_POLL_SECONDS)
         return slot
 
 

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from deepnvme.files.directory_lock import refers_to
-from deepnvme.files.regular_files import NotARegularSmallFile, read_regular
-from deepnvme.files.replacing import replacing, sync_directory, with_filename
+from deepnvme.files.manifest import read_manifest
+from deepnvme.files.replacing import replace_durably, with_filename
 from deepnvme.memory.tensor_bytes import dtype_named
 
 from .layout import Column, State, TableLayout, columns_of
@@ -150,16 +149,10 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) 
         identity=epochs.identity,
         previous=list(epochs.previous),
     )
-    text = fields.model_dump_json(indent=1) + "\n"
-    if len(text.encode()) > _MOST_BYTES:
-        raise ValueError(f"the table's manifest may have {_MOST_BYTES} bytes, and would have {len(text.encode())}")
-    path = directories[0] / MANIFEST_NAME
-    new = path.with_suffix(".new")
-    with replacing(path, new), with_filename(new), open(new, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(directories[0])
+    data = fields.model_dump_json(indent=1).encode() + b"\n"
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"the table's manifest may have {_MOST_BYTES} bytes, and would have {len(data)}")
+    replace_durably(directories[0] / MANIFEST_NAME, data)
 
 
 class ManifestWatch:
@@ -191,17 +184,18 @@ def load_manifest(directory: Path) -> tuple[TableLayout, Epochs]:
         FileNotFoundError: If there is no table in the directory.
         CorruptTable: If the manifest is damaged.
     """
-    path = directory / MANIFEST_NAME
-    try:
-        fields = _Fields.model_validate_json(read_regular(path, _MOST_BYTES))
-        if fields.kind != (_KIND if fields.identity else _KIND_WITHOUT_IDENTITY):
-            raise ValueError(f"it says that it is {fields.kind!r}, and not {_KIND!r}")
-        columns = tuple(Column(name, dtype_named(dtype), tuple(shape), offset) for name, dtype, shape, offset in fields.columns)
-        values, *states = columns
-        if columns != columns_of(values.dtype, values.shape, {each.name: State(each.dtype, each.shape) for each in states}):
-            raise ValueError("its columns do not follow one another")
-    except (NotARegularSmallFile, ValidationError, ValueError) as error:
-        raise CorruptTable(path, str(error)) from error
+    return read_manifest(directory / MANIFEST_NAME, _MOST_BYTES, _parse, CorruptTable)
+
+
+def _parse(data: bytes) -> tuple[TableLayout, Epochs]:
+    """Return what a manifest says. Raises ValueError if it is damaged."""
+    fields = _Fields.model_validate_json(data)
+    if fields.kind != (_KIND if fields.identity else _KIND_WITHOUT_IDENTITY):
+        raise ValueError(f"it says that it is {fields.kind!r}, and not {_KIND!r}")
+    columns = tuple(Column(name, dtype_named(dtype), tuple(shape), offset) for name, dtype, shape, offset in fields.columns)
+    values, *states = columns
+    if columns != columns_of(values.dtype, values.shape, {each.name: State(each.dtype, each.shape) for each in states}):
+        raise ValueError("its columns do not follow one another")
     files = tuple(Path(each) / ROWS_NAME for each in fields.directories)
     layout = TableLayout(files, fields.rows, columns, 0, fields.version_bytes, fields.chunk)
     epochs = Epochs(

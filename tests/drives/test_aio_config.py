@@ -27,7 +27,6 @@ def test_an_unknown_key_is_refused_by_name(key: str) -> None:
     ("queue_depth", 0), ("queue_depth", 4097), ("queue_depth", "deep"),
     ("intra_op_parallelism", 0), ("intra_op_parallelism", 257), ("thread_count", 0), ("num_threads", -1),
     ("single_submit", "perhaps"), ("single_submit", 2), ("overlap_events", None), ("use_gds", "yes please"),
-    ("poll", 2),
 ])  # fmt: skip
 def test_a_bad_value_is_refused_with_key_and_value(key: str, value: Any) -> None:
     with pytest.raises(ValidationError) as caught:
@@ -43,7 +42,7 @@ def test_a_block_size_may_be_written_with_a_unit(text: str, size: int) -> None:
 def test_the_defaults_are_deepspeeds() -> None:
     assert AioConfig().model_dump() == {
         "block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True,
-        "use_gds": False, "backend": "auto", "poll": False,
+        "use_gds": False, "backend": "auto",
     }  # fmt: skip
 
 
@@ -80,17 +79,10 @@ def test_it_makes_an_engine() -> None:
 
 @pytest.mark.parametrize("config", [
     AioConfig(), AioConfig(block_size=65536, queue_depth=4, intra_op_parallelism=2, single_submit=True, overlap_events=False),
-    AioConfig(backend="threads"), AioConfig(poll=True), AioConfig(use_gds=True),
+    AioConfig(backend="threads"), AioConfig(use_gds=True),
 ], ids=str)  # fmt: skip
 def test_what_deepspeed_is_given_is_the_same_configuration(config: AioConfig) -> None:
     assert AioConfig.from_deepspeed(json.loads(json.dumps(config.to_deepspeed()))) == config
-
-
-def test_polling_reaches_engines_and_handles(op: ModuleType) -> None:
-    config = AioConfig(poll=True, backend="threads")
-    for make, arguments in ((deepnvme.Engine, config.engine_arguments()), (op.aio_handle, config.handle_arguments())):
-        with pytest.raises(ValueError, match=r"poll needs the backend io_uring or auto, got 'threads'"):
-            make(**arguments)
 
 
 def test_deepspeed_is_given_no_key_that_its_handle_lacks() -> None:

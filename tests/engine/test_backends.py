@@ -117,19 +117,6 @@ with deepnvme.Engine("io_uring") as engine:
 """)  # fmt: skip
 
 
-def test_polling_is_refused_where_the_kernel_refuses_io_uring(interpreters: Any) -> None:
-    run_filtered(interpreters, """
-refuse("io_uring_setup")
-try:
-    deepnvme.Engine(poll=True)
-except ValueError as error:
-    assert str(error).startswith("poll needs io_uring, which does not work here"), error
-    assert str(error).endswith("; leave poll out"), error
-else:
-    raise AssertionError("no error")
-""")  # fmt: skip
-
-
 def test_every_backend_says_whether_it_works(op: ModuleType) -> None:
     assert list(op.backends()) == ["io_uring", "libaio", "threads"]
     assert op.backends()["threads"] is None

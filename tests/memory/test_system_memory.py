@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from deepnvme.memory import system_memory
@@ -55,7 +57,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
     directory.mkdir()
     monkeypatch.setattr(system_memory, "PROCESS", directory)
     monkeypatch.setattr(system_memory, "CONTROL_GROUPS", directory / "groups")
-    monkeypatch.setattr(system_memory, "meminfo", {"MemAvailable": 64 * GIB}.get)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
     return System(directory)
 
 
@@ -116,32 +118,17 @@ def test_without_proc_the_groups_mounted_in_the_usual_place_count(system: System
     assert available_memory() == 2 * GIB
 
 
-def test_without_proc_the_machines_memory_is_that_of_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(system_memory, "NODES", tmp_path)
-    for node in range(2):
-        (tmp_path / f"node{node}").mkdir()
-        lines = {"MemTotal": "900 kB", "MemFree": "100 kB", "Active(file)": "20 kB", "Inactive(file)": "3 kB"}
-        text = "".join(f"Node {node} {name}: {value}\n" for name, value in {**lines, "HugePages_Free": "7"}.items())
-        (tmp_path / f"node{node}" / "meminfo").write_text(text)
-    assert system_memory.meminfo("MemAvailable") == 2 * 123 * 1024
-    assert system_memory.meminfo("MemTotal") == 2 * 900 * 1024
-    assert system_memory.meminfo("HugePages_Free") == 14
-    assert system_memory.meminfo("Hugepagesize") == 0
-
-
-def test_without_proc_and_sys_it_is_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    total = system_memory.meminfo("MemTotal")
-    monkeypatch.setattr(system_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(system_memory, "NODES", tmp_path)
-    assert 0 < system_memory.meminfo("MemAvailable") < system_memory.meminfo("MemTotal")
-    assert abs(system_memory.meminfo("MemTotal") - total) < total // 20
-    assert system_memory.meminfo("HugePages_Free") == 0
+def test_without_proc_it_is_what_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    monkeypatch.setattr(system_memory, "PROCESS", tmp_path)
+    free = available_memory()
+    monkeypatch.undo()
+    assert 0 < free <= psutil.virtual_memory().total
 
 
 def test_the_group_of_this_process_can_be_read() -> None:
     """Of whatever version, and without a limit as well as with one."""
-    assert 0 < available_memory() <= system_memory.meminfo("MemAvailable") + GIB
+    assert 0 < available_memory() <= psutil.virtual_memory().available + GIB
 
 
 def test_memory_that_a_control_group_has_not_is_refused_since_the_kernel_would_kill_for_it(system: System) -> None:

@@ -53,22 +53,19 @@ public:
     static constexpr std::size_t kPage = 4096;
 
     // Operations on no descriptor (-1) are on the hanging device's memory, for which there is the backend "threads" only.
-    // `polling`: the one that heeds an operation's `polled`.
-    BareBackend(const std::string& name, unsigned capacity, bool polling)
+    BareBackend(const std::string& name, unsigned capacity)
         : operations_(capacity), memory_(new Page[capacity]()), completions_(capacity) {
         for (const auto& choice : backend_choices()) {
-            const auto& make = polling ? choice.make_polling : choice.make;
-            if (choice.name == name && make)
-                backend_ = name == "threads" ? make_device_backend(capacity, device_) : make(capacity);
+            if (choice.name == name)
+                backend_ = name == "threads" ? make_device_backend(capacity, device_) : choice.make(capacity);
         }
-        if (!backend_) throw std::invalid_argument("no backend '" + name + (polling ? "' that polls" : "'"));
+        if (!backend_) throw std::invalid_argument("no backend '" + name + "'");
     }
     ~BareBackend() { device_->release(); }
 
-    bool submit(std::uint32_t index, int fd, bool write, std::uint32_t length, std::uint64_t offset, bool polled) {
+    bool submit(std::uint32_t index, int fd, bool write, std::uint32_t length, std::uint64_t offset) {
         Operation& operation = operations_.at(index);
         operation = {write ? Operation::Kind::write : Operation::Kind::read, fd, index, length, memory_[index].bytes, offset};
-        operation.polled = polled;
         if (fd < 0) operation.device_file = device_.get();
         Operation* const one = &operation;
         return backend_->submit(std::span(&one, 1)) == 1;

@@ -14,7 +14,6 @@
 #include "bindings/session.h"
 #include "core/copy.h"
 #include "core/numa.h"
-#include "core/poll_queues.h"
 #include "drive_simulation.h"
 #include "failing_allocations.h"
 #include "faulty_backend.h"
@@ -86,7 +85,7 @@ py::list entries_of(const std::shared_ptr<Journal>& journal) {
 
 std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t block_size, std::int64_t queue_depth,
                                        std::int64_t num_threads, bool single_submit, const Faults& faults, const Gate* gate,
-                                       const std::shared_ptr<Journal>& journal, bool drive_by_folder, bool poll,
+                                       const std::shared_ptr<Journal>& journal, bool drive_by_folder,
                                        std::optional<std::int64_t> in_flight_bytes) {
     const auto make = [inner = real_backend(backend), faults, held = gate ? gate->held : Hold(), journal,
                        made = std::make_shared<std::atomic<unsigned>>(0)](unsigned capacity) -> std::unique_ptr<Backend> {
@@ -96,8 +95,7 @@ std::unique_ptr<Session> faulty_engine(const std::string& backend, std::int64_t 
         if (count > faults.break_first && faults.break_first) own.break_after = own.break_submit_after = 0;
         return std::make_unique<FaultyBackend>(inner(capacity), own, held, journal);
     };
-    const EngineOptions options{backend, block_size, queue_depth, num_threads, single_submit, poll,
-                                in_flight_bytes};
+    const EngineOptions options{backend, block_size, queue_depth, num_threads, single_submit, in_flight_bytes};
     auto engine = std::make_unique<Engine>(options, backend, make);
     if (drive_by_folder)
         engine->set_drive_of([](const File& file) {
@@ -292,9 +290,9 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
         .def("entries", &entries_of);
     const py::call_guard<py::gil_scoped_release> unlocked;
     py::class_<BareBackend>(module, "BareBackend", py::module_local())
-        .def(py::init<const std::string&, unsigned, bool>(), "name"_a, "capacity"_a, "polling"_a = false)
+        .def(py::init<const std::string&, unsigned>(), "name"_a, "capacity"_a)
         .def("submit", &BareBackend::submit, "index"_a, "fd"_a, "write"_a = false, "length"_a = BareBackend::kPage,
-             "offset"_a = 0, "polled"_a = false)
+             "offset"_a = 0)
         .def("flush", &BareBackend::flush)
         .def("reap", &BareBackend::reap, unlocked)
         .def("cancel", &BareBackend::cancel, "index"_a)
@@ -304,7 +302,7 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
         .def("hanging", [](BareBackend& backend) { return backend.device().hanging(); })
         .def("release", [](BareBackend& backend) { backend.device().release(); });
     module.def("faulty_engine", &faulty_engine, "backend"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a, "single_submit"_a,
-               "faults"_a, "gate"_a = py::none(), "journal"_a = py::none(), "drive_by_folder"_a = false, "poll"_a = false,
+               "faults"_a, "gate"_a = py::none(), "journal"_a = py::none(), "drive_by_folder"_a = false,
                "in_flight_bytes"_a = py::none());
     module.def("instant_engine", &instant_engine, "gate"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a);
 
@@ -320,10 +318,6 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     module.def("processors_near",
                [](unsigned device_major, unsigned device_minor, const std::string& sysfs) {
                    return list_of(processors_near(::makedev(device_major, device_minor), sysfs));
-               });
-    module.def("may_have_poll_queues",
-               [](unsigned device_major, unsigned device_minor, const std::string& sysfs) {
-                   return may_have_poll_queues(::makedev(device_major, device_minor), sysfs);
                });
     module.def("copy_threads", &copy_threads, "bytes"_a, "processors"_a);
     module.def("bound_to", &bound_to, "processors"_a);

@@ -180,7 +180,6 @@ void round(const std::string& directory, const BackendChoice& choice, const Faul
     options.block_size = 64 << 10;
     options.queue_depth = 8;
     options.num_threads = 2;
-    options.poll = static_cast<bool>(choice.make_polling);
     Memory last(kRegion), last_on_device(kRegion, 1);
     {
         Engine engine(options, choice.name, [&](unsigned capacity) -> std::unique_ptr<Backend> {
@@ -200,16 +199,6 @@ void round(const std::string& directory, const BackendChoice& choice, const Faul
     expect_nothing_left_with_the_driver();
     if (std::filesystem::file_size(path) < 16 * kRegion) complain("a write under way when the engine went was lost");
     std::filesystem::remove(path);
-}
-
-// Every backend, and those that poll besides, as their `make`.
-std::vector<BackendChoice> ways() {
-    std::vector<BackendChoice> ways;
-    for (const BackendChoice& choice : backend_choices()) {
-        ways.push_back({choice.name, choice.make});
-        if (choice.make_polling) ways.push_back({choice.name + " polling", choice.make_polling, choice.make_polling});
-    }
-    return ways;
 }
 
 // What a backend does to its engine's requests, and which errors they may end with.
@@ -273,7 +262,6 @@ void trouble(const std::string& directory, const BackendChoice& choice, const Tr
     options.block_size = 16 << 10;
     options.queue_depth = 8;
     options.num_threads = 2;
-    options.poll = static_cast<bool>(choice.make_polling);
     const Memory source(kRegion), source_on_device(kRegion, 1);
     std::vector<std::unique_ptr<Memory>> outs;
     for (unsigned i = 0; i < kSubmitters; ++i)
@@ -595,7 +583,7 @@ int main(int argc, char** argv) {
     interruptions.error_every = 5;
     interruptions.error = EAGAIN;
     interruptions.refuse_every = 7;
-    const std::vector<BackendChoice> choices = ways();
+    const std::vector<BackendChoice>& choices = backend_choices();
     for (unsigned seed = 0; seed < rounds; ++seed)
         for (const auto& choice : choices)
             for (const Faults& faults : {none, shorts, interruptions})

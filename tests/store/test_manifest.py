@@ -155,7 +155,7 @@ def test_a_publication_that_fails_leaves_the_old_manifest_and_nothing_else(tmp_p
     def fails(*arguments):
         raise OSError(errno.EIO, "no")
 
-    monkeypatch.setattr(manifest.os, call, fails)
+    monkeypatch.setattr(os, call, fails)
     with pytest.raises(OSError, match="no"):
         manifest.publish(tmp_path, StoreManifest("store", 1, {}))
     monkeypatch.undo()

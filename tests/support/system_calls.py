@@ -14,7 +14,6 @@ _INTERPOSED = """
 enum { SETUP = 425, ENTER = 426, REGISTER = 427 };
 enum { FLAGS = 2, FEATURES = 5 };        /* of the numbers in the second argument of SETUP */
 enum { PROBE = 8, REGISTER_RINGS = 20 }; /* second argument of REGISTER */
-enum { POLLED = 1 };                     /* of FLAGS */
 enum { ONE_MAPPING = 1 };                /* of FEATURES */
 
 static inline long refuse(int error) {

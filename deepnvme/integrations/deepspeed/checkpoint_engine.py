@@ -119,7 +119,7 @@ def _aio_block(config_params: Any) -> AioConfig | None:
     block = given.get("aio") if isinstance(given, Mapping) else None
     if not block:
         return None
-    ours = {key: block[key] for key in ("backend", "poll") if key in block}  # DeepSpeed leaves them out
+    ours = {"backend": block["backend"]} if "backend" in block else {}  # DeepSpeed leaves it out
     return AioConfig(**{key: config_params.aio_config[key] for key in AIO_KEYS}, **ours)
 
 

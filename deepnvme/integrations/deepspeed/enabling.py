@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import re
 import threading
 import warnings
 from typing import Any, NamedTuple
+
+from packaging.version import InvalidVersion, Version
 
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
@@ -114,7 +115,7 @@ def _version() -> str:
         text = f"DeepSpeed is not installed, there is nothing to enable: pip install deepspeed=={last}"
         raise ModuleNotFoundError(text, name="deepspeed") from error
     version = str(getattr(deepspeed, "__version__", "of no version"))
-    if not _numbers(first) <= _numbers(version) <= _numbers(last):
+    if not _is_tested(version):
         raise RuntimeError(
             f"deepnvme.integrations.deepspeed was tested with DeepSpeed {first} to {last}, this is {version}: "
             f"pip install deepspeed=={last}, or train without it; nothing was changed"
@@ -122,7 +123,10 @@ def _version() -> str:
     return version
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, to compare it: (0, 19, 8) of "0.19.8+abc". A pre-release compares like the release."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(number) for number in found[0].split(".")) if found else ()
+def _is_tested(version: str) -> bool:
+    """Return whether a version was tested. A pre-release and a local version, such as "0.19.8+abc", count as their release."""
+    first, last = map(Version, TESTED)
+    try:
+        return first.release <= Version(version).release <= last.release
+    except InvalidVersion:
+        return False

@@ -25,9 +25,8 @@ from deepnvme.store.own_directory import open_own_store, remove_directories
 
 from .report import ActivationReport, StepCounts
 from .saved_bytes import SavedBytes, SavedBytesBacking, SavedMemory, WriteFailed
-from .saved_tensor import View, check_version, span_of, view_of
+from .saved_tensor import UserHeldStorages, View, check_version, span_of, view_of
 from .unpack_order import UnpackOrder
-from .user_held_storages import UserHeldStorages
 from .write_behind import WriteBehindPolicy
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepnvme._polling import PROCESS_POLL_SECONDS
 from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner, StoreLocked
 from deepnvme.store.manifest import MANIFEST_NAME
 from deepnvme.telemetry.descriptions import printable
@@ -23,8 +24,6 @@ BUILDING = "building"
 """Name of a directory, in the store's first one, that the building process locks, and that is removed afterwards."""
 PATIENCE_SECONDS = 3600.0
 """Seconds to wait for another process: enough to build some TB. A builder that dies is not waited for."""
-_BETWEEN_LOOKS = 0.05
-"""Seconds between two attempts to lock the directory."""
 _LONGEST_SHOWN = 200
 """Characters shown of an origin that another program has written."""
 
@@ -123,4 +122,4 @@ def _alone_in(directory: Path) -> DirectoryLock:
             if not said:
                 _logger.warning("waiting for %s to build the store in '%s'", error.holder, printable(directory.parent))
                 said = True
-        time.sleep(_BETWEEN_LOOKS)
+        time.sleep(PROCESS_POLL_SECONDS)

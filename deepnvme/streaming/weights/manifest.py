@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepnvme.files.manifest import number, numbers, second_line, string, two_lines
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.tensor_bytes import dtype_named
 from deepnvme.model.quantization import ALIGNMENT, SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
 from deepnvme.model.weight_differences import WeightInfo
-from deepnvme.store.manifest import CorruptManifest, number, numbers, second_line, string, two_lines
+from deepnvme.store.manifest import CorruptManifest
 
 NAME = "manifest"
 """Name of the store's tensor that holds the manifest."""

@@ -77,7 +77,6 @@ def _parser() -> Parser:
     sequential = "passed on as overlap_events=False; this engine always overlaps"
     how("--sequential_requests", dest="overlap_events", action="store_false", help=sequential)
     how("--backend", choices=get_args(Backend), default="auto", help="insist on one (default: the fastest that works)")
-    how("--poll", action="store_true", help="ask the drive for completions; it needs poll queues, and a worker takes a core")
     how("--fast_io_size", type=size, default=64 << 20, metavar="BYTES", help="torch_fastio's buffer (default: 64M)")
     how("--torch_legacy_save", action="store_true", help="torch's file format of before 1.6")
     memory = parser.add_argument_group("memory").add_argument

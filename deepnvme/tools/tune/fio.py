@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepnvme.memory.system_memory import meminfo
+from deepnvme.files.regular_files import lines_of
 from deepnvme.ops.op_builder import packages
 
 from .figures import Spread
@@ -152,9 +152,9 @@ class FioContender:
         paths = [directory / name for directory, name in zip(directories, names, strict=True)]
         block, depth, jobs = job.setting.block_size, job.setting.queue_depth, job.setting.intra_op_parallelism
         # fio aligns the buffers of each job to a huge page, and needs one more for each.
-        page = meminfo("Hugepagesize")
+        page, free = _huge_pages()
         pages = len(paths) * jobs * (math.ceil(depth * block / page) + 1) if page else 0
-        huge, ioengine = 0 < pages <= meminfo("HugePages_Free"), "io_uring" if backend == "io_uring" else "libaio"
+        huge, ioengine = 0 < pages <= free, "io_uring" if backend == "io_uring" else "libaio"
         self._transfer = FioTransfer(program, ioengine, job.operation, paths, job.io_size, block, depth, jobs, huge, job.fsync)
         self._buffers = "huge pages, as ours are" if huge else "ordinary memory, which is slower than the huge pages of ours"
         if pages and not huge:
@@ -178,3 +178,10 @@ class FioContender:
         """
         ratio = Spread.of([mine.gb_per_second / its.gb_per_second for mine, its in zip(ours, self._samples, strict=True)][first:])
         return FioComparison(self._version, self._transfer.ioengine, self._buffers, tuple(self._samples[first:]), ratio)
+
+
+def _huge_pages() -> tuple[int, int]:
+    """Return the bytes of a huge page and how many of them are free; 0 and 0 if the kernel does not tell."""
+    fields = dict(line.split(":", 1) for line in lines_of(Path("/proc/meminfo")))
+    size, free = (int(fields.get(name, "0").split()[0]) for name in ("Hugepagesize", "HugePages_Free"))
+    return size * 1024, free

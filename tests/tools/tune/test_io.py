@@ -220,7 +220,7 @@ def test_every_option_of_deepspeed_means_what_it_does_there(understood: Callable
     assert job.accelerator_pin_memory
     assert job.setting.model_dump() == {
         "block_size": 128 << 10, "queue_depth": 64, "intra_op_parallelism": 4, "single_submit": True, "overlap_events": False,
-        "use_gds": True, "backend": "auto", "poll": False,
+        "use_gds": True, "backend": "auto",
     }  # fmt: skip
 
 
@@ -326,12 +326,6 @@ def test_tmpfs_is_measured_and_labelled(ds_io: Command, tmpfs: Disk) -> None:
 def test_a_backend_that_was_insisted_on_is_used(ds_io: Command, drive: Path, backend: str) -> None:
     ran = ds_io("--folder", drive, "--io_size", "1M", "--loops", 1, "--validate", "--backend", backend, "--json", "-")
     assert json.loads(ran.out)["backend"] == backend
-
-
-def test_polling_with_a_backend_that_cannot_is_one_line(ds_io: Command, drive: Path) -> None:
-    ran = ds_io("--folder", drive, "--io_size", "1M", "--poll", "--backend", "threads")
-    assert (ran.status, ran.out) == (1, "")
-    assert "poll needs the backend io_uring or auto, got 'threads'" in ran.err
 
 
 @pytest.mark.slow

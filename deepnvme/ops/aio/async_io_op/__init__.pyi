@@ -76,7 +76,6 @@ class Engine:
         queue_depth: int = 128,
         num_threads: int = 1,
         single_submit: bool = False,
-        poll: bool = False,
         in_flight_bytes: int | None = None,
     ) -> None: ...
     @property
@@ -130,7 +129,6 @@ class aio_handle:
         *,
         num_threads: int | None = None,
         backend: str = "auto",
-        poll: bool = False,
     ) -> None: ...
     def read(self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool, file_offset: int = 0) -> Literal[0]:
         """Read ``buffer.nbytes`` bytes at ``file_offset`` into the tensor, and return 0. Blocks.

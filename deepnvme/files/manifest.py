@@ -1,0 +1,99 @@
+"""Read manifests without trusting them, and check what they say.
+
+A manifest is a small JSON file that says what other files hold. A store's manifest, and that of weights in a store, is two lines:
+the first has format, version and the CRC-32 of the second, which has the fields. A table's is a single object.
+``deepnvme.files.replacing.replace_durably`` writes manifests.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deepnvme.files.regular_files import read_regular
+
+Parsed = TypeVar("Parsed")
+LONGEST_LINE = 64 << 10
+"""Most bytes of the first line of a manifest with two lines."""
+
+
+def read_manifest(path: Path, most: int, parse: Callable[[bytes], Parsed], corrupt: Callable[[Path, str], OSError]) -> Parsed:
+    """Return what ``parse`` makes of a manifest.
+
+    Args:
+        path: The manifest.
+        most: Most bytes that it may have.
+        parse: Returns the content. Raises ValueError, which pydantic's ValidationError is, or RecursionError if it is damaged.
+        corrupt: Returns the error to raise then, from the path and the reason.
+
+    Raises:
+        FileNotFoundError: If there is no manifest.
+        OSError: From reading; what ``corrupt`` returns if the manifest is damaged, too large or no regular file.
+    """
+    try:
+        return parse(read_regular(path, most))
+    except (ValueError, RecursionError) as error:
+        raise corrupt(path, str(error)) from error
+
+
+def two_lines(kind: tuple[str, int], fields: Mapping[str, Any]) -> bytes:
+    """Return a manifest in JSON: one line with its format, version and the CRC-32 of the other, and one with the fields."""
+    body = json.dumps(fields, separators=(",", ":")).encode()  # in ASCII, which can escape half of a surrogate pair
+    head = json.dumps({"format": kind[0], "version": kind[1], "crc32": zlib.crc32(body)}).encode()
+    return b"%b\n%b\n" % (head, body)
+
+
+def second_line(kind: tuple[str, int], data: bytes) -> Any:
+    """Return the fields of a manifest that :func:`two_lines` has made, after checking its format, version and CRC-32.
+
+    Args:
+        kind: The format and version that it has to have.
+        data: The manifest.
+
+    Raises:
+        ValueError: If it is damaged, or of another format or version.
+        RecursionError: If it is nested too deeply.
+    """
+    head, _, body = data.partition(b"\n")
+    facts = json_object(head)
+    found = facts.get("format"), facts.get("version")
+    if found != kind:
+        raise ValueError(f"expected format and version {kind}, got {found}")
+    body = body.rstrip(b"\n")
+    if facts.get("crc32") != zlib.crc32(body):
+        raise ValueError(f"expected CRC-32 {facts.get('crc32')!r}, found {zlib.crc32(body)}")
+    return json.loads(body)  # from_json of pydantic_core refuses names with half of a surrogate pair
+
+
+def string(value: Any) -> str:
+    """Return a value of JSON that has to be a string. Raises TypeError if it is something else."""
+    if type(value) is not str:
+        raise TypeError(f"expected a string, got {type(value).__name__}")
+    return value
+
+
+def numbers(value: Any) -> tuple[int, ...]:
+    """Return a list of JSON as numbers. Raises TypeError if it is not a list of integers, each at least 0."""
+    if type(value) is not list:
+        raise TypeError(f"expected a list, got {type(value).__name__}")
+    return tuple(map(number, value))
+
+
+def number(value: Any) -> int:
+    """Return a value of JSON that has to be an integer, not negative. Raises TypeError if it is something else."""
+    if type(value) is not int or value < 0:
+        raise TypeError(f"expected an integer of at least 0, got {value!r:.100}")
+    return value
+
+
+def json_object(line: bytes) -> dict[str, Any]:
+    """Return the JSON object in one line. Raises ValueError or RecursionError."""
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"its first line has {len(line)} bytes, at most {LONGEST_LINE} are allowed")
+    fields = json.loads(line)
+    if not isinstance(fields, dict):
+        raise ValueError("expected an object")
+    return fields
