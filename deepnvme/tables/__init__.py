@@ -6,18 +6,16 @@ from deepnvme._lazy import from_modules
 
 from .layout import State
 from .manifest import CorruptTable
-from .reading import FailedRow, RowsFuture, RowsUnreadable
-from .row_read import PartialRows
+from .reading import FailedRow, RowsUnreadable
+from .rows_future import PartialRows, RowsFuture
+from .session import TableStats
 from .table import Table
-from .table_stats import TableStats
 
 if TYPE_CHECKING:
-    from .embedding import EmbeddingBagOnDisk, EmbeddingOnDisk
-    from .lookahead import Lookahead
-    from .ngram_tables import RowShards, ShardsFuture, open_ngram_tables
+    from .embedding import EmbeddingBagOnDisk, EmbeddingOnDisk, Lookahead
+    from .ngram_tables import open_ngram_tables
     from .offloading import offload_embeddings
-    from .row_optimizer import RowOptimizer
-    from .row_wise_adagrad import RowWiseAdagrad
+    from .row_optimizer import RowOptimizer, RowWiseAdagrad
 
 __all__ = [
     "CorruptTable",
@@ -27,11 +25,9 @@ __all__ = [
     "Lookahead",
     "PartialRows",
     "RowOptimizer",
-    "RowShards",
     "RowWiseAdagrad",
     "RowsFuture",
     "RowsUnreadable",
-    "ShardsFuture",
     "State",
     "Table",
     "TableStats",
@@ -42,11 +38,9 @@ __all__ = [
 _LATER = {
     "EmbeddingBagOnDisk": "embedding",
     "EmbeddingOnDisk": "embedding",
-    "Lookahead": "lookahead",
+    "Lookahead": "embedding",
     "RowOptimizer": "row_optimizer",
-    "RowShards": "ngram_tables",
-    "RowWiseAdagrad": "row_wise_adagrad",
-    "ShardsFuture": "ngram_tables",
+    "RowWiseAdagrad": "row_optimizer",
     "offload_embeddings": "offloading",
     "open_ngram_tables": "ngram_tables",
 }

@@ -28,7 +28,9 @@ from .layout import Column, TableLayout
 from .manifest import MANIFEST_NAME, ROWS_NAME, Epochs, save_manifest
 
 _FILL_BYTES = 8 << 20
-"""Bytes of rows that are made at a time."""
+"""Bytes of rows that are written at a time."""
+_NORMAL_PART_BYTES = 4 << 20
+"""Bytes of rows that :class:`NormalRows` makes at a time."""
 _CHUNK_BYTES = 64 << 10
 """Bytes of rows that are next to one another on a drive before the next drive has its turn."""
 _SECTOR = 512
@@ -191,7 +193,7 @@ def _fill(
         for volume, file in enumerate(files):
             own = _images_of(layout, images, volume, len(files))
             if len(own):
-                offset = layout.place_of(begin + volume * layout.chunk)[1]
+                offset = layout.offset_of(begin + volume * layout.chunk)
                 under_way.append(engine.write(own.reshape(-1), file, offset))
     while under_way:
         under_way.popleft().result()
@@ -220,3 +222,39 @@ def _images_of(layout: TableLayout, images: torch.Tensor, volume: int, volumes: 
         return images
     parts = torch.split(images, layout.chunk)
     return torch.cat([images[:0], *parts[volume::volumes]])
+
+
+class NormalRows:
+    """Returns rows of normally distributed numbers, in their order, from torch's default generator.
+
+    ``normal_`` makes 16 numbers of 16, in their order, and the last 16 of a tensor once more if it has no multiple of 16: so
+    parts have a multiple of 16 rows, and the last of them is no shorter than 16 rows.
+
+    Args:
+        rows: How many.
+        embedding_dim: Elements of each.
+        dtype: Of the elements.
+        zero_row: A row of zeros; None if there is none.
+    """
+
+    def __init__(self, rows: int, embedding_dim: int, dtype: torch.dtype, zero_row: int | None) -> None:
+        self._rows, self._zero_row = rows, zero_row
+        self._step = max(_NORMAL_PART_BYTES // max(embedding_dim * dtype.itemsize, 1) // 16 * 16, 16)
+        self._made = torch.empty(0, embedding_dim, dtype=dtype)  # and not returned yet
+        self._begin = 0  # the first row in it
+
+    def __call__(self, begin: int, end: int) -> torch.Tensor:
+        """Return rows ``begin`` to ``end``: all up to ``begin`` were returned before."""
+        parts = [self._made]
+        made = self._begin + len(self._made)
+        while made < end:
+            rest = self._rows - made
+            count = rest if rest < 2 * self._step else self._step
+            part = self._made.new_empty(count, self._made.shape[1]).normal_()
+            if self._zero_row is not None and made <= self._zero_row < made + count:
+                part[self._zero_row - made] = 0
+            parts.append(part)
+            made += count
+        whole = torch.cat(parts)
+        self._made, self._begin = whole[end - begin :].clone(), end
+        return whole[: end - begin]

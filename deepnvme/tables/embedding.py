@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from deepnvme.drives.aio_config import AioConfig
-from deepnvme.memory.budget import MemoryBudget, budget_bytes
-from deepnvme.telemetry.sizes import ByteCount, byte_count
+from deepnvme.drives.profiles import AnyPath
 
-from .creating import Values
-from .initial_rows import NormalRows
+from .creating import NormalRows, Values
 from .layout import State
 from .manifest import MANIFEST_NAME
 from .mapped_tensors import mapped_tensors, parts_of
-from .paths import AnyPath, as_paths
-from .row_ids import check_integers, checked_ids
 from .row_states import OptimizerFactory, check_states, optimizer_name, states_of
-from .staging import DEFAULT_STAGING_BYTES
-from .table import DEFAULT_MEMORY_BUDGET, Table
+from .rows_future import check_integers, checked_ids
+from .table import Table, TableMemory, as_paths
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 Mode = Literal["sum", "mean", "max"]
 
@@ -86,25 +81,16 @@ class RowsOnDisk(nn.Module):
     """A leaf of the shape of all rows, without memory for them: its ``grad`` is their sparse gradient. It is no parameter."""
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, path: AnyPath | Sequence[AnyPath] | Table, padding_idx: int | None,
-        max_norm: float | None, scale_grad_by_freq: bool, sparse: bool, weight: None, device: torch.device | str | None,
-        dtype: torch.dtype | None, optimizer: OptimizerFactory | None, values: Values | None, memory_budget: MemoryBudget,
-        staging_bytes: ByteCount, config: AioConfig | None,
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale_grad_by_freq: bool,
+        path: AnyPath | Sequence[AnyPath] | Table, dtype: torch.dtype | None, optimizer: OptimizerFactory | None,
+        values: Values | None, memory: TableMemory,
     ) -> None:  # fmt: skip
         super().__init__()
-        memory_budget = budget_bytes(memory_budget, "memory_budget")
-        staging_bytes = byte_count(staging_bytes, "staging_bytes")
-        if max_norm is not None:
-            raise ValueError(
-                f"max_norm={max_norm} is not supported: rows that are too long would be changed, and written, by every forward,"
-                " without their optimizer; shorten them before, or use torch's module"
+        if unknown := memory.keys() - TableMemory.__annotations__.keys():
+            raise TypeError(
+                f"{type(self).__name__} takes no {', '.join(sorted(unknown))}: gradients are always sparse, results are on the"
+                " device of the ids, rows are not changed by a forward (max_norm), and from_pretrained() takes rows"
             )
-        if not sparse:
-            raise ValueError("sparse=False is not supported: gradients of rows on a drive are sparse; leave sparse out")
-        if weight is not None:
-            raise ValueError("_weight is not supported: use from_pretrained(weight, path=...)")
-        if device is not None and torch.device(device).type != "cpu":
-            raise ValueError(f"device={str(device)!r} is not supported: results are on the device of the ids; leave device out")
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx must be in [{-num_embeddings}, {num_embeddings}), got {padding_idx}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
@@ -116,7 +102,7 @@ class RowsOnDisk(nn.Module):
             table = path
             _check_fits(table, (num_embeddings, embedding_dim), dtype, optimizer)
         else:
-            table = self._open(as_paths(path), dtype, values, memory_budget, staging_bytes, config)
+            table = self._open(as_paths(path), dtype, values, memory)
             try:
                 _check_fits(table, (num_embeddings, embedding_dim), dtype, optimizer)
             except BaseException:
@@ -126,37 +112,27 @@ class RowsOnDisk(nn.Module):
         self.gradient_holder = _holder(table, torch.device("cpu"))
         self.requires_grad_(optimizer is not None)
 
-    def _open(
-        self, paths: list[Path], dtype: torch.dtype | None, values: Values | None, memory_budget: int, staging_bytes: int,
-        config: AioConfig | None,
-    ) -> Table:  # fmt: skip
+    def _open(self, paths: list[Path], dtype: torch.dtype | None, values: Values | None, memory: TableMemory) -> Table:
         """Open the table at a path, or make it."""
-        memory: dict[str, Any] = {"memory_budget": memory_budget, "staging_bytes": staging_bytes, "config": config}
         if paths and (paths[0] / MANIFEST_NAME).exists():
             return Table.open(paths, writable=self.optimizer is not None, **memory)
-        kind = torch.get_default_dtype() if dtype is None else dtype
+        dtype = dtype or torch.get_default_dtype()
         states: Mapping[str, State] = {}
         if self.optimizer is not None:
-            states = states_of(self.optimizer, kind, self.embedding_dim).rows
+            states = states_of(self.optimizer, dtype, self.embedding_dim).rows
         if values is None:
-            values = NormalRows(self.num_embeddings, self.embedding_dim, kind, self.padding_idx)
+            values = NormalRows(self.num_embeddings, self.embedding_dim, dtype, self.padding_idx)
+        updatable = self.optimizer is not None
         return Table.create(
-            paths,
-            self.num_embeddings,
-            self.embedding_dim,
-            kind,
-            values=values,
-            states=states,
-            updatable=self.optimizer is not None,
-            **memory,
+            paths, self.num_embeddings, self.embedding_dim, dtype, values=values, states=states, updatable=updatable, **memory
         )
 
     @classmethod
     def _from_pretrained(
         cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool, path: AnyPath | Sequence[AnyPath] | None, name: str | None,
-        optimizer: OptimizerFactory | None, memory: dict[str, Any], **more: Any,
+        optimizer: OptimizerFactory | None, memory: TableMemory, **more: Any,
     ) -> Self:  # fmt: skip
-        """Return a module with rows that are there already. ``memory``: budgets and config, as a table takes them."""
+        """Return a module with rows that exist already. ``more``: further arguments of the class."""
         if not freeze and optimizer is None:
             raise ValueError("rows that are trained (freeze=False) need optimizer=, whose states are kept beside them")
         opened: Table | None = None
@@ -169,21 +145,21 @@ class RowsOnDisk(nn.Module):
         else:
             writable = path is None and optimizer is not None
             source = opened = Table.open(embeddings, name, writable=writable, **memory)
+
+        def values(begin: int, end: int) -> torch.Tensor:
+            """Return rows ``begin`` to ``end`` of the source."""
+            return source[begin:end].cpu() if isinstance(source, torch.Tensor) else _read_range(source, begin, end)
+
         try:
             if len(source.shape) != 2:
                 raise ValueError(f"embeddings must have two dimensions, got the shape {tuple(source.shape)}")
-            rows, dim = source.shape
+            target: Any = source if path is None else path
+            new: Any = cls  # the subclass, whose arguments are others
+            found: Self = new(
+                *source.shape, path=target, dtype=source.dtype, optimizer=optimizer, values=values, **more, **memory
+            )
             if path is None:
-                assert isinstance(source, Table)
-                found = cls(rows, dim, path=source, dtype=source.dtype, optimizer=optimizer, **memory, **more)
                 opened = None  # the module has it
-            else:
-
-                def values(begin: int, end: int) -> torch.Tensor:
-                    """Return rows ``begin`` to ``end`` of the source."""
-                    return source[begin:end].cpu() if isinstance(source, torch.Tensor) else _read_range(source, begin, end)
-
-                found = cls(rows, dim, path=path, dtype=source.dtype, optimizer=optimizer, values=values, **memory, **more)
         finally:
             if opened is not None:
                 opened.close()
@@ -337,84 +313,52 @@ class EmbeddingOnDisk(RowsOnDisk):
     A training reads each row in the forward, and again in the step, where it is in memory. So if a share ``h`` of the rows of the
     forwards was in memory, ``table.stats().hit_rate`` is ``(1 + h) / 2``. ``rows_read`` is what the forwards did not find there.
 
-    Arguments are in torch's order, and have torch's meanings.
-
     Args:
         num_embeddings: Number of rows.
-        embedding_dim: Elements of each.
+        embedding_dim: Elements of each row.
         padding_idx: A row that is not trained; zeros in a new table.
-        max_norm: Is refused, with the reason.
-        norm_type: Is ignored, as by torch without ``max_norm``.
-        scale_grad_by_freq: Whether gradients are divided by how often an id is in the forward.
-        sparse: Only True: gradients are sparse.
-        _weight: Is refused: :meth:`from_pretrained` takes rows.
-        _freeze: Whether the rows are not trained for now.
-        device: Only None or the CPU: results are on the device of the ids.
         path: A directory, or several on different drives. The table there is opened; else it is made, and its rows are those that
             ``torch.nn.Embedding`` has with the same seed. Or an open :class:`Table`, which is used as it is.
-        dtype: Of the rows; None for torch's default, or that of the table that is there.
+        scale_grad_by_freq: Whether gradients are divided by how often an id is in the forward.
+        dtype: Dtype of the rows; None for torch's default, or that of the table that is there.
         optimizer: What will train the rows: a torch optimizer class, or a ``functools.partial`` of one. Its states are kept
             beside each row. None for rows that are not trained, which take half the space.
         values: Returns rows ``begin`` to ``end`` of a new table, as for :meth:`Table.create`; None for those of torch.
-        memory_budget: Bytes of memory for rows, as for :meth:`Table.open`.
-        staging_bytes: Bytes of pinned memory for rows on their way, likewise. Ignored, as ``memory_budget``, with an open table.
-        config: Settings of the engine; None for the profile of the drive.
+        **memory: ``memory_budget``, ``staging_bytes`` and ``config`` of :meth:`Table.open`. Ignored with an open table.
 
     Raises:
         ValueError: If the table that is there has another shape, dtype or other states, or the optimizer cannot train
             single rows.
+        TypeError: For other arguments of torch's module, such as ``max_norm`` and ``sparse``.
         OSError: From the drive.
     """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
-        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = True, _weight: None = None,
-        _freeze: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
-        path: AnyPath | Sequence[AnyPath] | Table, optimizer: OptimizerFactory | None = None, values: Values | None = None,
-        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET, staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
-        config: AioConfig | None = None,
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, *,
+        path: AnyPath | Sequence[AnyPath] | Table, scale_grad_by_freq: bool = False, dtype: torch.dtype | None = None,
+        optimizer: OptimizerFactory | None = None, values: Values | None = None, **memory: Unpack[TableMemory],
     ) -> None:  # fmt: skip
-        super().__init__(
-            num_embeddings, embedding_dim, path=path, padding_idx=padding_idx, max_norm=max_norm,
-            scale_grad_by_freq=scale_grad_by_freq, sparse=sparse, weight=_weight, device=device, dtype=dtype, optimizer=optimizer,
-            values=values, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config,
-        )  # fmt: skip
-        if _freeze:
-            self.requires_grad_(False)
+        super().__init__(num_embeddings, embedding_dim, padding_idx, scale_grad_by_freq, path, dtype, optimizer, values, memory)
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, padding_idx: int | None = None,
-        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = True, *,
-        path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None, optimizer: OptimizerFactory | None = None,
-        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET, staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
-        config: AioConfig | None = None,
+        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, padding_idx: int | None = None, *,
+        path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None, scale_grad_by_freq: bool = False,
+        optimizer: OptimizerFactory | None = None, **memory: Unpack[TableMemory],
     ) -> Self:  # fmt: skip
-        """Return an embedding with rows that are there already.
+        """Return an embedding with rows that exist already. Further arguments are those of the class.
 
         Args:
             embeddings: A tensor of two dimensions; a :class:`Table`; or what :meth:`Table.open` opens: a table's directory, a
-                ``.npy``, ``.safetensors`` or ``.pt`` file. The latter two are used where they are if ``path`` is not given.
-            freeze: Whether the rows are not trained. If they are, ``optimizer`` is needed.
+                ``.npy``, ``.safetensors`` or ``.pt`` file. Tables and files are used where they are if ``path`` is not given.
+            freeze: Whether the rows are not trained. If they are trained, ``optimizer`` is needed.
             padding_idx: A row that is not trained. It keeps its values.
-            max_norm: As for the class.
-            norm_type: As for the class.
-            scale_grad_by_freq: As for the class.
-            sparse: As for the class.
             path: A directory, or several, for a copy of the rows. Needed for tensors. A table that is there already is opened.
-            name: Of the tensor in a file that has several.
-            optimizer: As for the class.
-            memory_budget: As for the class.
-            staging_bytes: As for the class.
-            config: As for the class.
+            name: Name of the tensor, in a file that has several.
         """
-        memory_budget = budget_bytes(memory_budget, "memory_budget")
-        staging_bytes = byte_count(staging_bytes, "staging_bytes")
-        memory: dict[str, Any] = {"memory_budget": memory_budget, "staging_bytes": staging_bytes, "config": config}
         return cls._from_pretrained(
-            embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, max_norm=max_norm,
-            scale_grad_by_freq=scale_grad_by_freq, sparse=sparse,
-        )  # fmt: skip
+            embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq
+        )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids: ``input.shape + (embedding_dim,)``, on their device. Blocks until they are read."""
@@ -442,42 +386,30 @@ class EmbeddingBagOnDisk(RowsOnDisk):
     """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, max_norm: float | None = None, norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False, mode: Mode = "mean", sparse: bool = True, _weight: None = None,
-        include_last_offset: bool = False, padding_idx: int | None = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None, *, path: AnyPath | Sequence[AnyPath] | Table,
-        optimizer: OptimizerFactory | None = None, values: Values | None = None,
-        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET, staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
-        config: AioConfig | None = None,
+        self, num_embeddings: int, embedding_dim: int, *, path: AnyPath | Sequence[AnyPath] | Table, mode: Mode = "mean",
+        padding_idx: int | None = None, scale_grad_by_freq: bool = False, include_last_offset: bool = False,
+        dtype: torch.dtype | None = None, optimizer: OptimizerFactory | None = None, values: Values | None = None,
+        **memory: Unpack[TableMemory],
     ) -> None:  # fmt: skip
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
         if mode == "max" and scale_grad_by_freq:
             raise ValueError('scale_grad_by_freq is not supported with mode="max"')
-        super().__init__(
-            num_embeddings, embedding_dim, path=path, padding_idx=padding_idx, max_norm=max_norm,
-            scale_grad_by_freq=scale_grad_by_freq, sparse=sparse, weight=_weight, device=device, dtype=dtype, optimizer=optimizer,
-            values=values, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config,
-        )  # fmt: skip
+        super().__init__(num_embeddings, embedding_dim, padding_idx, scale_grad_by_freq, path, dtype, optimizer, values, memory)
         self.mode = mode
         self.include_last_offset = include_last_offset
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, max_norm: float | None = None,
-        norm_type: float = 2.0, scale_grad_by_freq: bool = False, mode: Mode = "mean", sparse: bool = True,
-        include_last_offset: bool = False, padding_idx: int | None = None, *,
-        path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None, optimizer: OptimizerFactory | None = None,
-        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET, staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
-        config: AioConfig | None = None,
+        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, *, mode: Mode = "mean",
+        padding_idx: int | None = None, path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None,
+        scale_grad_by_freq: bool = False, include_last_offset: bool = False, optimizer: OptimizerFactory | None = None,
+        **memory: Unpack[TableMemory],
     ) -> Self:  # fmt: skip
-        """Return a module with rows that are there already: see :meth:`EmbeddingOnDisk.from_pretrained`."""
-        memory_budget = budget_bytes(memory_budget, "memory_budget")
-        staging_bytes = byte_count(staging_bytes, "staging_bytes")
-        memory: dict[str, Any] = {"memory_budget": memory_budget, "staging_bytes": staging_bytes, "config": config}
+        """Return a module with rows that exist already: see :meth:`EmbeddingOnDisk.from_pretrained`."""
         return cls._from_pretrained(
-            embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, max_norm=max_norm, mode=mode,
-            sparse=sparse, include_last_offset=include_last_offset, scale_grad_by_freq=scale_grad_by_freq,
+            embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, mode=mode,
+            include_last_offset=include_last_offset, scale_grad_by_freq=scale_grad_by_freq,
         )  # fmt: skip
 
     def forward(
@@ -501,6 +433,50 @@ class EmbeddingBagOnDisk(RowsOnDisk):
         """Return what is shown of the module."""
         shown = super().extra_repr()
         return f"{shown}, mode={self.mode!r}" if shown else ""
+
+
+Batch = TypeVar("Batch")
+
+
+class Prefetching(Protocol):
+    """What has rows that can be read ahead: an embedding on a drive, or a table."""
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Start reading the rows of ids into memory; return at once."""
+
+
+class Lookahead(Generic[Batch]):
+    """The batches of a loader, in their order: before one is returned, the rows of the next are being read into memory.
+
+    >>> for batch in Lookahead(loader, lambda batch: {users: batch.users, items: batch.items}):
+    ...     train(batch)
+
+    What is trained meanwhile is seen by the next batch: results are the same as without it. The memory budget of each embedding
+    has to have room for the rows of two batches. One batch more of the loader is in memory.
+
+    Args:
+        loader: Returns batches, such as a DataLoader.
+        rows: Returns for a batch the ids of which rows will be read, by embedding or table.
+    """
+
+    def __init__(self, loader: Iterable[Batch], rows: Callable[[Batch], Mapping[Prefetching, torch.Tensor]]) -> None:
+        self._loader, self._rows = loader, rows
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = iter(self._loader)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        for following in batches:
+            for embedding, ids in self._rows(following).items():
+                embedding.prefetch(ids)
+            yield batch
+            batch = following
+        yield batch
 
 
 def _holder(table: Table, device: torch.device) -> torch.Tensor:

@@ -74,6 +74,14 @@ def columns_of(dtype: torch.dtype, shape: Sequence[int], states: Mapping[str, St
     return tuple(columns)
 
 
+class Shard(NamedTuple):
+    """Consecutive rows of a table in one file."""
+
+    first_row: int
+    base: int
+    """Bytes from the start of the file to the first record of the shard."""
+
+
 @dataclass(frozen=True)
 class TableLayout:
     """Where the rows of a table are, as ``csrc/tables/geometry.h`` has it."""
@@ -88,6 +96,8 @@ class TableLayout:
     """Of one of the two versions of a record, with what is in front of it and behind it; 0 for tables that have only one."""
     chunk: int = 1
     """Rows that follow one another in a file before the next file has its turn."""
+    shards: tuple[Shard, ...] = ()
+    """The rows of each file, if the files have consecutive rows, in any number; empty if rows are striped. Replaces ``base``."""
 
     @property
     def values(self) -> Column:
@@ -111,21 +121,25 @@ class TableLayout:
         return self.version_bytes > 0
 
     def unit(self, sector: int) -> int:
-        """Return the bytes that are read as one: a record, if that is whole sectors of these bytes, or else a sector."""
-        if self.stride % sector == 0 and self.base % self.stride == 0:
-            return self.stride
-        return sector
+        """Return the bytes that are read as one unit: a record if records are whole sectors, or else a sector."""
+        bases = [shard.base for shard in self.shards] or [self.base]
+        whole = self.stride % sector == 0 and all(base % self.stride == 0 for base in bases)
+        return self.stride if whole else sector
 
     def rows_in(self, volume: int) -> int:
-        """Return how many rows a file has."""
+        """Return the number of rows in a file."""
+        if self.shards:
+            ends = [*(shard.first_row for shard in self.shards[1:]), self.rows]
+            return ends[volume] - self.shards[volume].first_row
         whole, rest = divmod(self.rows, self.chunk * len(self.files))
         return whole * self.chunk + min(max(rest - volume * self.chunk, 0), self.chunk)
 
     def bytes_in(self, volume: int) -> int:
-        """Return the size that a file has at least."""
-        return self.base + self.rows_in(volume) * self.stride
+        """Return the least size of a file."""
+        base = self.shards[volume].base if self.shards else self.base
+        return base + self.rows_in(volume) * self.stride
 
-    def place_of(self, row: int) -> tuple[int, int]:
-        """Return the file of a row, and the offset in it of its record or of the record's first version."""
+    def offset_of(self, row: int) -> int:
+        """Return the offset of a striped row's record, or of the record's first version, in its file."""
         turn, rest = divmod(row, self.chunk * len(self.files))
-        return rest // self.chunk, self.base + (turn * self.chunk + rest % self.chunk) * self.stride
+        return self.base + (turn * self.chunk + rest % self.chunk) * self.stride

@@ -136,7 +136,11 @@ def _tensor(path: Path, name: str | None) -> TableLayout:
         (name,) = weights
     if name not in weights:
         raise ValueError(f"'{path}' has no tensor {name!r}, but {shorten(weights)}")
-    weight = weights[name]
+    return tensor_layout(path, name, weights[name])
+
+
+def tensor_layout(path: Path, name: str, weight: Location | torch.Tensor) -> TableLayout:
+    """Return where the rows of a tensor in a checkpoint are. Raises ValueError if they do not lie one after the other."""
     if not isinstance(weight, Location):
         raise ValueError(f"{name!r} in '{path}' lies in memory only: write the file by torch.save as a zip archive")
     if weight.elements is not None or weight.conj or weight.neg:

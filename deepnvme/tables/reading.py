@@ -9,7 +9,7 @@ import ctypes
 import errno
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,13 +22,21 @@ from deepnvme.ops import load_async_io
 from deepnvme.telemetry.profiler_ranges import profiler_range
 
 from .layout import TableLayout
-from .staging import StagingPool
 
 if TYPE_CHECKING:
     from deepnvme.ops.aio.async_io_op.tables import RowBatch, RowCache
 
 _GAP_BYTES = 4096
 """Bytes between two rows that are read as well if that makes one read of two: a drive reads 8 KiB nearly as quickly as 4."""
+
+DEFAULT_STAGING_BYTES = 48 << 20
+"""Of a table, for reads and writes together."""
+_MOST_PART_BYTES = 1 << 20
+_LEAST_PART_BYTES = 256 << 10
+"""Smaller parts are too few reads at a time for a drive: rows of 4 KiB are 64 of them."""
+_WANTED_PARTS = 8
+_FEWEST_PARTS = 2
+"""While one is copied, the other is read or written."""
 
 
 class RowsUnreadable(OSError):
@@ -55,29 +63,29 @@ def int64_at(address: int, count: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_int64 * count).from_address(address), dtype=torch.int64)
 
 
+_PlannedPart = tuple[int, int, int]
+"""Volume, address of the numbers of its units, and how many units."""
+
+
 @dataclass(eq=False)
 class _Part:
-    """Units of one file that are read together."""
+    """Units of one file that are read together: at most as many as fit into a part of the staging memory."""
 
-    batch: Batch
+    read: RowRead
     number: int
     volume: int
     future: Future
     units: torch.Tensor
-    """Numbers of those that are read, in native memory of the batch."""
+    """Numbers of the units, in native memory of the read."""
     staging: torch.Tensor
     awaited: bool
-    """Whether a caller waits for it: else it is a prefetch's, which nobody has asked for yet."""
+    """Whether a caller waits for the part. False for a prefetch's that nobody has asked for yet."""
     delivered: bool = False
 
 
-_PlannedPart = tuple[int, int, int]
-"""Volume, address of the numbers of its units, and how many they are."""
-
-
 @dataclass(eq=False)
-class Batch:
-    """Rows that are read together."""
+class RowRead:
+    """Rows that are read together, once, by :class:`RowReader`."""
 
     native: RowBatch
     keep: object
@@ -85,19 +93,19 @@ class Batch:
     unstarted: dict[int, _PlannedPart] = field(default_factory=dict)
     """Parts of a prefetch whose read has not begun, by their numbers."""
     parts: list[_Part] = field(default_factory=list)
-    """Those that are not delivered. The others are left out, since they refer to this batch: it would stay, with all its memory,
+    """Parts under way. Delivered parts are removed: they refer to this object, which would otherwise stay, with all its memory,
     until the garbage collector looks for cycles."""
     errors: list[OSError] = field(default_factory=list)
     abandoned: bool = False
-    """Whether nobody waits for the rows any more: their memory may be somebody else's by now."""
+    """Whether nobody waits for the rows any more: their memory may be used for something else."""
 
     @property
     def delivered(self) -> bool:
-        """Whether the rows of all parts were copied to where they were wanted, and nothing is left to be read."""
+        """Whether all parts were read and delivered."""
         return not self.parts and not self.unstarted
 
     def abandon(self) -> None:
-        """Deliver nothing any more: nobody waits for the rows, and their memory may be somebody else's from now on."""
+        """Deliver no further rows: their memory may be used for something else from now on."""
         self.abandoned = True
         self.unstarted.clear()
 
@@ -124,7 +132,7 @@ class RowReader:
         self._staging = StagingPool(engine, staging_bytes, extent, self.unit)
         self._under_way: deque[_Part] = deque()  # the oldest first
         self._kept_for_callers = max(self._staging.parts // 4, 1)  # parts of it that prefetches leave free
-        self._prefetches: list[Batch] = []  # with something that is not delivered
+        self._prefetches: list[RowRead] = []  # with something that is not delivered
         # The last sector of a file may be less than one: that cannot be read as a unit.
         self._ends = [self._read_end(file, number) for number, file in enumerate(files)]
         self.hits = self.misses = self.rows_read = self.bytes_read = 0
@@ -137,29 +145,28 @@ class RowReader:
             self._engine.read(end, file, whole * self.unit).result()
         return whole, end
 
-    def batch(self, rows: torch.Tensor, out: torch.Tensor | None, begin: int, width: int, admit: bool) -> Batch:
-        """Return a batch of rows, none of which is read yet.
+    def new_read(self, rows: torch.Tensor, out: torch.Tensor | None, width: int, admit: bool) -> RowRead:
+        """Return a read of rows that has not begun.
 
         Args:
             rows: Their numbers, int64, contiguous.
-            out: Contiguous bytes, ``width`` for each number; None to have the rows in the cache only.
-            begin: Where the bytes to copy begin in a record.
-            width: How many they are.
+            out: Contiguous memory, ``width`` bytes for each number; None to have the rows in the cache only.
+            width: Bytes of each record to copy, from its beginning.
             admit: Whether all rows that are read go into the cache.
         """
         address = 0 if out is None else out.data_ptr()
         rows_of = load_async_io().tables.RowBatch
-        return Batch(rows_of(self._cache, rows.data_ptr(), rows.numel(), address, begin, width, admit), out)
+        return RowRead(rows_of(self._cache, rows.data_ptr(), rows.numel(), address, 0, width, admit), out)
 
-    def start(self, batch: Batch) -> None:
+    def start(self, read: RowRead) -> None:
         """Copy the rows that are in memory, and start reading the others.
 
         Blocks while all staging memory is in use, and for those parts of prefetches that have the same rows.
 
         Raises:
-            OSError: If a file cannot be read at all. The batch is abandoned then.
+            OSError: If a file cannot be read at all. The read is abandoned then.
         """
-        native = batch.native
+        native = read.native
         try:
             self.collect()
             native.look_up()
@@ -170,9 +177,9 @@ class RowReader:
             self.misses += native.numbers - native.hits
             self.rows_read += native.missing
             for number, part in enumerate(native.parts):
-                self._start_part(batch, number, part, awaited=True)
+                self._start_part(read, number, part, awaited=True)
         except BaseException:
-            batch.abandon()
+            read.abandon()
             raise
 
     def load(self, rows: torch.Tensor) -> None:
@@ -185,11 +192,11 @@ class RowReader:
             RowsUnreadable, OSError: If they cannot be read.
         """
         hits, misses = self.hits, self.misses
-        batch = self.batch(rows, None, 0, 0, True)
-        self.start(batch)
+        read = self.new_read(rows, None, 0, True)
+        self.start(read)
         self.hits, self.misses = hits, misses  # nobody has asked for these rows
-        self.finish(batch)
-        failure = self.failure_of(batch)
+        self.finish(read)
+        failure = self.failure_of(read)
         if failure is not None:
             raise failure
 
@@ -200,17 +207,17 @@ class RowReader:
         Raises:
             OSError: If a file cannot be read at all.
         """
-        batch = self.batch(rows, None, 0, 0, True)
-        native = batch.native
+        read = self.new_read(rows, None, 0, True)
+        native = read.native
         self.collect()
         native.look_up()
         for each in self._prefetches:
             native.leave_out(each.native)
         native.plan(self._staging.part_bytes, _GAP_BYTES)
-        batch.unstarted.update(enumerate(native.parts))
-        if batch.unstarted:
+        read.unstarted.update(enumerate(native.parts))
+        if read.unstarted:
             self.rows_read += native.missing
-            self._prefetches.append(batch)
+            self._prefetches.append(read)
             self._start_prefetches()
 
     @property
@@ -225,61 +232,61 @@ class RowReader:
             A read to wait for until there is more to do; None if no prefetch is left.
         """
         try:
-            for batch in self._prefetches:
-                for part in batch.parts:
+            for read in self._prefetches:
+                for part in read.parts:
                     if part.future.done():
                         self._deliver(part)
                         break  # one at a time: others wait for the lock
                 else:
                     continue
                 break
-            self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
+            self._prefetches = [read for read in self._prefetches if not read.delivered]
             self._start_prefetches()
         except (OSError, ValueError):  # whoever reads the rows gets the error
             self.drop_prefetches()
-        for batch in self._prefetches:
-            for part in batch.parts:
+        for read in self._prefetches:
+            for part in read.parts:
                 return part.future
         # All staging memory is in use by others, whose reads make room for those that are not begun.
         return self._under_way[0].future if self._prefetches and self._under_way else None
 
     def drop_prefetches(self) -> None:
         """Begin no more reads of prefetches."""
-        for batch in self._prefetches:
-            batch.unstarted.clear()
-        self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
+        for read in self._prefetches:
+            read.unstarted.clear()
+        self._prefetches = [read for read in self._prefetches if not read.delivered]
 
     def _start_prefetches(self) -> None:
-        for batch in self._prefetches:
-            while batch.unstarted:
+        for read in self._prefetches:
+            while read.unstarted:
                 if self._staging.free <= self._kept_for_callers:
                     return
-                self._start_planned(batch, next(iter(batch.unstarted)), awaited=False)
+                self._start_planned(read, next(iter(read.unstarted)), awaited=False)
 
-    def _start_planned(self, batch: Batch, number: int, awaited: bool) -> None:
+    def _start_planned(self, read: RowRead, number: int, awaited: bool) -> None:
         self._make_room()  # it may wait for the drive: interrupts are let through
         with defer_interrupts():
             try:
-                self._start_part(batch, number, batch.unstarted[number], awaited)
+                self._start_part(read, number, read.unstarted[number], awaited)
             finally:
-                batch.unstarted.pop(number, None)
+                read.unstarted.pop(number, None)
 
     def _finish_prefetched(self, native: RowBatch) -> bool:
-        """Wait for those parts of prefetches that have missing rows of a batch. Returns whether there were any."""
-        awaited = [(batch, number) for batch in self._prefetches for number in native.awaited_parts(batch.native)]
-        for batch, number in awaited:
-            for part in batch.parts:
+        """Wait for those parts of prefetches that have missing rows of a read. Returns whether there were any."""
+        awaited = [(read, number) for read in self._prefetches for number in native.awaited_parts(read.native)]
+        for read, number in awaited:
+            for part in read.parts:
                 part.awaited = part.awaited or part.number == number
-        for batch, number in awaited:
-            if number in batch.unstarted:
-                self._start_planned(batch, number, awaited=True)
-        for batch, number in awaited:
-            for part in [each for each in batch.parts if each.number == number]:
+        for read, number in awaited:
+            if number in read.unstarted:
+                self._start_planned(read, number, awaited=True)
+        for read, number in awaited:
+            for part in [each for each in read.parts if each.number == number]:
                 self._deliver(part)
-        self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
+        self._prefetches = [read for read in self._prefetches if not read.delivered]
         return bool(awaited)
 
-    def _start_part(self, batch: Batch, number: int, part: _PlannedPart, awaited: bool) -> None:
+    def _start_part(self, read: RowRead, number: int, part: _PlannedPart, awaited: bool) -> None:
         volume, address, count = part
         units = int64_at(address, count)
         self._make_room()
@@ -298,8 +305,8 @@ class RowReader:
                 if isinstance(error, ValueError) and hasattr(error, "file_size"):
                     raise self._changed_size(volume, error.file_size) from error
                 raise
-            started = _Part(batch, number, volume, future, units, staging, awaited)
-            batch.parts.append(started)
+            started = _Part(read, number, volume, future, units, staging, awaited)
+            read.parts.append(started)
             self._under_way.append(started)
         self.bytes_read += wanted.nbytes
 
@@ -333,11 +340,11 @@ class RowReader:
             failed, error = self._read_singly(part, getattr(error, "indices", None) or list(range(len(part.units))), error)
         with defer_interrupts():
             if failed and error is not None:
-                part.batch.errors.append(error)
-            if not part.batch.abandoned:
-                part.batch.native.deliver(part.number, part.staging.data_ptr(), failed)
+                part.read.errors.append(error)
+            if not part.read.abandoned:
+                part.read.native.deliver(part.number, part.staging.data_ptr(), failed)
             part.delivered = True
-            part.batch.parts.remove(part)
+            part.read.parts.remove(part)
             self._under_way.remove(part)
             self._staging.give_back(part.staging)
 
@@ -363,22 +370,22 @@ class RowReader:
         for part in list(self._under_way):
             if part.future.done():
                 self._deliver(part)
-        self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
+        self._prefetches = [read for read in self._prefetches if not read.delivered]
         self._start_prefetches()
 
-    def finish(self, batch: Batch) -> None:
-        """Wait for all rows of a batch. Blocks; may be called without the lock, which is not held while it waits."""
-        for part in list(batch.parts):
+    def finish(self, read: RowRead) -> None:
+        """Wait for all rows of a read. Blocks; may be called without the lock, which is not held while it waits."""
+        for part in list(read.parts):
             if not part.delivered:
                 with profiler_range("wait_rows"):
                     part.future.exception()
             with self._lock:
                 self._deliver(part)
 
-    def abandon(self, batch: Batch) -> None:
-        """Deliver nothing of a batch any more, once this returns. May be called without the lock."""
+    def abandon(self, read: RowRead) -> None:
+        """Deliver no further rows of a read, once this returns. May be called without the lock."""
         with defer_interrupts(), self._lock:
-            batch.abandon()
+            read.abandon()
 
     def finish_all(self) -> None:
         """Wait for all that is under way. What a prefetch has not begun yet is not read."""
@@ -387,13 +394,13 @@ class RowReader:
             self._deliver(self._under_way[0])
         self._prefetches.clear()
 
-    def failure_of(self, batch: Batch) -> RowsUnreadable | None:
-        """Return the error of a batch some of whose rows could not be read."""
-        failed = batch.native.failed_rows
+    def failure_of(self, read: RowRead) -> RowsUnreadable | None:
+        """Return the error of a read some of whose rows could not be read."""
+        failed = read.native.failed_rows
         if not failed:
             return None
         rows = tuple(FailedRow(row, self._files[volume].path, offset) for row, volume, offset, _ in sorted(failed))
-        cause, first = batch.errors[0], rows[0]
+        cause, first = read.errors[0], rows[0]
         more = f", and {len(rows) - 1} other rows" if len(rows) > 1 else ""
         text = f"row {first.row} at offset {first.offset}{more}: {cause.strerror}"
         # ENODATA is the engine's, of a read that ended before its last byte: the file has become shorter.
@@ -408,31 +415,39 @@ def unit_of(layout: TableLayout, files: Sequence[File]) -> int:
     return layout.unit(max(512, *(file.sector_size for file in files)))
 
 
-class RowsFuture:
-    """Rows that are being read, by :meth:`Table.read_async`."""
+class StagingPool:
+    """Parts of equal size, which are used and given back. The memory is allocated when the first part is taken.
 
-    def __init__(self, batch: Batch, finish: Callable[[], torch.Tensor]) -> None:
-        self._batch: Batch | None = batch
-        self._finish: Callable[[], torch.Tensor] | None = finish
-        self._rows: torch.Tensor | None = None
+    Args:
+        engine: Allocates the memory.
+        nbytes: Bytes of all parts. Parts are smaller than 1 MiB where there would be fewer than 8 of them, but not smaller than
+            256 KiB or ``row_bytes``; at least two are there, even if these are more than ``nbytes``.
+        row_bytes: The least that a part has to hold.
+        multiple: What the size of a part is a multiple of.
+    """
 
-    def done(self) -> bool:
-        """Return whether all rows are in memory, so that :meth:`result` does not wait for the drive. Never blocks.
+    def __init__(self, engine: Engine, nbytes: int, row_bytes: int, multiple: int) -> None:
+        self._engine = engine
+        wanted = min(max(nbytes // _WANTED_PARTS, _LEAST_PART_BYTES), _MOST_PART_BYTES)
+        self.part_bytes = max(wanted // multiple * multiple, padded(row_bytes, multiple))
+        """Bytes of a part."""
+        self.parts = max(nbytes // padded(self.part_bytes, 4096), _FEWEST_PARTS)
+        """How many there are, with those in use."""
+        self._free: deque[torch.Tensor] | None = None
 
-        A commit of another process in between has them read once more, by :meth:`result`.
-        """
-        batch = self._batch
-        return batch is None or all(part.future.done() for part in list(batch.parts))
+    @property
+    def free(self) -> int:
+        """How many parts can be taken."""
+        return self.parts if self._free is None else len(self._free)
 
-    def result(self) -> torch.Tensor:
-        """Wait for the rows, and return them: ``ids.shape + table.shape``. The same tensor each time.
+    def take(self) -> torch.Tensor:
+        """Return a free part, bytes of shape (part_bytes,). Raises MemoryError if the memory cannot be allocated."""
+        if self._free is None:
+            memory = self._engine.empty_pinned(self.parts * padded(self.part_bytes, 4096), torch.uint8)
+            self._free = deque(part[: self.part_bytes] for part in memory.view(self.parts, -1))
+        return self._free.popleft()
 
-        Raises:
-            RowsUnreadable: If some could not be read.
-        """
-        finish = self._finish
-        if finish is not None:
-            self._rows = finish()
-            self._batch = self._finish = None
-        assert self._rows is not None
-        return self._rows
+    def give_back(self, part: torch.Tensor) -> None:
+        """Have a part be free again."""
+        assert self._free is not None
+        self._free.append(part)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from .common_commits import CommonCommits
+from .common_commits import CommonCommits, commit_name
 from .embedding import RowsOnDisk
 from .mapped_tensors import mapped_tensors, parts_of
 from .row_states import OptimizerFactory, OptimizerStates, as_number, check_states, copied, optimizer_name
@@ -142,13 +142,13 @@ class RowOptimizer(torch.optim.Optimizer):
             return
         self._check_whole()
         self._commits.finish()
-        commits_before = {holder: trained.table.commit_name for holder, trained in self._trained.items()}
+        commits_before = {holder: commit_name(trained.table.session) for holder, trained in self._trained.items()}
         group = self._with_holders({**param_group, "params": given})
         super().add_param_group(group)
         self._commits = self._common_commits()
         for holder, trained in self._trained.items():
             # A table of before may have been prepared for a commit of the new tables, and is now at that one.
-            if commits_before.get(holder) != trained.table.commit_name or holder not in commits_before:
+            if commits_before.get(holder) != commit_name(trained.table.session) or holder not in commits_before:
                 self._continue(holder)
 
     @torch.no_grad()
@@ -392,3 +392,55 @@ def _groups_of(embeddings: nn.Module | Iterable[nn.Module | dict[str, Any]]) -> 
 def _like(number: float, example: Any) -> Any:
     """Return a number as the optimizer has it."""
     return torch.full_like(example, number) if isinstance(example, torch.Tensor) else number
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Adagrad whose accumulator is the sum of the mean squares of each row's gradients: one number for each row.
+
+    That is FBGEMM's EXACT_ROWWISE_ADAGRAD: ``sum += mean(gradient ** 2)``, then
+    ``row -= lr * gradient / (sqrt(sum) + eps)``. Takes sparse gradients, as ``nn.Embedding(sparse=True)`` has them, and dense
+    ones. The sum is float32, of float64 rows float64.
+
+    Args:
+        params: Parameters, of which the first dimension are rows.
+        lr: Learning rate.
+        eps: Added to the denominator.
+        initial_accumulator_value: What the sums begin with.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-8, initial_accumulator_value: float = 0.0) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("initial_accumulator_value", initial_accumulator_value)):
+            if not value >= 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        super().__init__(params, {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Change the rows that have gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._change(parameter, parameter.grad, group)
+        return loss
+
+    def _change(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        if not state:
+            initial = float(group["initial_accumulator_value"])
+            state["sum"] = torch.full(parameter.shape[:1], initial, dtype=dtype, device=parameter.device)
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            rows, values = gradient.indices()[0], gradient.values()
+        else:
+            rows, values = torch.arange(len(parameter), device=parameter.device), gradient
+        wide = values.to(dtype)
+        sums = state["sum"].index_select(0, rows) + wide.square().flatten(1).mean(1)
+        state["sum"].index_copy_(0, rows, sums)
+        scale = (float(group["lr"]) / (sums.sqrt() + group["eps"])).view(-1, *[1] * (values.dim() - 1))
+        changed = parameter.index_select(0, rows).to(dtype) - scale * wide
+        parameter.index_copy_(0, rows, changed.to(parameter.dtype))

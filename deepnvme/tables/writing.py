@@ -19,8 +19,7 @@ from deepnvme.ops import load_async_io
 from .identity import write_identity
 from .layout import TableLayout
 from .manifest import Epochs, Prepared, save_manifest
-from .reading import RowReader, int64_at
-from .staging import StagingPool
+from .reading import RowReader, StagingPool, int64_at
 
 if TYPE_CHECKING:
     from deepnvme.ops.aio.async_io_op.tables import RowCache, WriteBatch
@@ -310,8 +309,9 @@ class RowWriter:
         return self.epochs.committed
 
     def adopt_prepared(self) -> None:
-        """Make the prepared commit the last one. Blocks. No row is being read. Raises OSError; call it again then."""
+        """Make the prepared commit the last one. Blocks. Raises OSError; call it again then."""
         assert self.prepared is not None
+        self._reader.finish_all()
         adopted = self.epochs.adopt(self.prepared)
         save_manifest(self._directories, self._layout, adopted)
         with defer_interrupts():
@@ -322,6 +322,7 @@ class RowWriter:
 
     def rollback(self) -> None:
         """Go back to the last commit. Blocks for writes under way. Raises OSError; call it again then."""
+        self._reader.finish_all()
         self.finish_writes()
         self._error = None
         if self._written_in_epoch or self._manifest_uncertain:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from deepnvme.tables.staging import StagingPool
 
 from deepnvme import Engine
 from deepnvme.tables import Table
-from deepnvme.tables.staging import StagingPool
 
 from ..support.interpreters import Interpreters
 

@@ -163,7 +163,7 @@ def test_a_writer_that_ended_in_its_first_commit_leaves_a_table_that_is_opened(o
         table = Table.open(original[0], writable=True, memory_budget=0)
         table.write(EVERY, torch.full_like(ROWS, value))  # more than memory has room for: some is written
         if committed:
-            table.prepare_commit("common", {})
+            table.session.writer_here().prepare("common", {})
         table.close()
         assert json.loads((original[0] / "deepnvme-table.json").read_text())["previous"]
         check(original, ROWS)

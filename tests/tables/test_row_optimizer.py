@@ -446,11 +446,11 @@ def test_a_table_that_is_added_later_brings_its_commit_to_those_before(drive: Pa
             optimizer.commit({"step": 1})
     wanted = second(torch.tensor([1])).detach()
 
-    def killed(name: str, attributes: Any) -> None:
+    def killed(attributes: Any, name: str) -> None:
         raise OSError(5, "killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(second.table, "commit_prepared", killed)
+        patch.setattr(second.table.session.writer, "commit", killed)
         with pytest.raises(OSError, match="killed"):
             optimizer.commit({"step": 2})
     for each in (first, second):
