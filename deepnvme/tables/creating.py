@@ -1,10 +1,17 @@
-"""New tables: their files, filled row by row in order, and made a table by the manifest in the end."""
+"""New tables.
+
+1. The directories are locked, and have no table: no manifest, and no file of rows.
+2. ``rows.new`` in each directory is preallocated, filled in order, given its identity, and flushed.
+3. The manifest is written under another name, which says that the files of rows with its identity belong to no table yet.
+4. Each ``rows.new`` is renamed to ``rows``, then the manifest to its own name: from then on there is a table.
+
+A process that is killed before leaves files that the next one removes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import uuid
 from collections import deque
@@ -18,14 +25,13 @@ from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine, File, Future
 from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner
 from deepnvme.files.preallocation import preallocate
-from deepnvme.files.regular_files import NotARegularSmallFile, read_regular
 from deepnvme.files.replacing import sync_directory, with_filename
 from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
 
-from .identity import file_bytes, write_identity
+from .identity import file_bytes, is_file_of, write_identity
 from .layout import Column, TableLayout
-from .manifest import MANIFEST_NAME, ROWS_NAME, Epochs, save_manifest
+from .manifest import MANIFEST_NAME, ROWS_NAME, UNFINISHED_NAME, Epochs, load_manifest, save_manifest
 
 _FILL_BYTES = 8 << 20
 """Bytes of rows that are written at a time."""
@@ -34,12 +40,8 @@ _NORMAL_PART_BYTES = 4 << 20
 _CHUNK_BYTES = 64 << 10
 """Bytes of rows that are next to one another on a drive before the next drive has its turn."""
 _SECTOR = 512
-_UNFINISHED_NAME = "rows.new"
-"""Of a file of rows until all are written. One that is left by a process that died is removed by the next."""
-_NOTE_NAME = "deepnvme-table.unfinished"
-"""Of a file in the first directory, from before files of rows get their names until there is a manifest: it has the inode of
-each, so that those that a process has left that was killed in between are known from another table's."""
-_MOST_NOTE_BYTES = 1 << 20
+_UNFINISHED_ROWS = "rows.new"
+"""Name of a file of rows until all rows are written."""
 _FIRST_EPOCH = 1
 
 Values = Callable[[int, int], torch.Tensor]
@@ -83,7 +85,7 @@ def create_files(
         stack.callback(_remove_unless_made, directories)
         engine = stack.enter_context(engine_for(directories, config))
         paths = [directory / ROWS_NAME for directory in directories]
-        unfinished = [directory / _UNFINISHED_NAME for directory in directories]
+        unfinished = [directory / _UNFINISHED_ROWS for directory in directories]
         for path in unfinished:
             path.unlink(missing_ok=True)
         # Other rows are in whole sectors only where they have two versions.
@@ -106,16 +108,16 @@ def create_files(
             future.result()
         for future in [engine.fsync(file) for file in files]:
             future.result()
-        _note(directories, unfinished)
+        committed = _FIRST_EPOCH if updatable and filled else 0
+        save_manifest(directories, layout, Epochs(committed, committed, identity=identity), UNFINISHED_NAME)
         for directory in directories:
-            with with_filename(directory / _UNFINISHED_NAME):
-                os.rename(directory / _UNFINISHED_NAME, directory / ROWS_NAME)
+            with with_filename(directory / _UNFINISHED_ROWS):
+                os.rename(directory / _UNFINISHED_ROWS, directory / ROWS_NAME)
             sync_directory(directory)
             sync_directory(directory.parent)
-        committed = _FIRST_EPOCH if updatable and filled else 0
-        save_manifest(directories, layout, Epochs(committed, committed, identity=identity))
-        with contextlib.suppress(OSError):  # the table is whole with it, too
-            (directories[0] / _NOTE_NAME).unlink()
+        with with_filename(directories[0] / MANIFEST_NAME):
+            os.rename(directories[0] / UNFINISHED_NAME, directories[0] / MANIFEST_NAME)
+        sync_directory(directories[0])
 
 
 def _check_empty(directories: Sequence[Path]) -> None:
@@ -126,39 +128,21 @@ def _check_empty(directories: Sequence[Path]) -> None:
             raise FileExistsError(errno.EEXIST, "there is a table already: open it, or remove the directory", str(path))
 
 
-def _note(directories: Sequence[Path], files: Sequence[Path]) -> None:
-    """Note which files of rows are about to get their names."""
-    inodes = {str(directory): file.stat().st_ino for directory, file in zip(directories, files, strict=True)}
-    path = directories[0] / _NOTE_NAME
-    with with_filename(path), open(path, "w", encoding="utf-8") as file:
-        json.dump(inodes, file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(directories[0])
-
-
 def _left_behind(directories: Sequence[Path]) -> list[Path]:
-    """Return files of rows that belong to no table, since a process was killed before it had written the manifest."""
-    if os.path.lexists(directories[0] / MANIFEST_NAME):
-        return []
+    """Return the files of rows of a process that was killed before its manifest had its name: those with its identity."""
     try:
-        noted = json.loads(read_regular(directories[0] / _NOTE_NAME, _MOST_NOTE_BYTES))
-    except (FileNotFoundError, NotADirectoryError, NotARegularSmallFile, ValueError):
+        _, epochs = load_manifest(directories[0], UNFINISHED_NAME)
+    except OSError:
         return []
-    found = []
-    for directory in directories if isinstance(noted, dict) else ():
-        path = directory / ROWS_NAME
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if path.lstat().st_ino == noted.get(str(directory)):
-                found.append(path)
-    return found
+    paths = [directory / ROWS_NAME for directory in directories]
+    return [path for volume, path in enumerate(paths) if is_file_of(path, volume, epochs)]
 
 
 def _remove_unless_made(directories: Sequence[Path]) -> None:
     """Remove files of rows where no manifest has made them a table. What another table has was refused before."""
     if not (directories[0] / MANIFEST_NAME).exists():
-        paths = [directory / name for directory in directories for name in (_UNFINISHED_NAME, ROWS_NAME)]
-        for path in [*paths, directories[0] / _NOTE_NAME]:
+        paths = [directory / name for directory in directories for name in (_UNFINISHED_ROWS, ROWS_NAME)]
+        for path in [*paths, directories[0] / UNFINISHED_NAME]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 

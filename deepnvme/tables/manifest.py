@@ -1,6 +1,19 @@
-"""The file that makes a directory a table: what its rows are, and which commit was the last one.
+"""The manifest of a table: a file that makes a directory a table, and says what its rows are and which commit was the last.
 
-It is always replaced as a whole.
+Each commit ends an epoch. Each row of an updatable table has two versions on the drive, each with the number of its epoch.
+
+1. A version counts if its epoch is at most ``committed``, and not in a range of ``abandoned``. Of two that count, the one with
+   the larger epoch is the row. Epoch 0 is that of a row that was never written: zeros.
+2. A writer overwrites the version that is not the row. So the last commit is on the drive until the next one is in force.
+3. ``reserved`` is on the drive before a version of an epoch up to it is written. A writer that finds ``reserved`` above
+   ``committed`` follows one that crashed, and abandons these epochs. So no epoch is used twice.
+4. A commit flushes the files of rows, then replaces the manifest, then flushes its directory. The replacement is the commit.
+5. ``prepared`` is a commit of several tables. It is in force if the first table's last commit has the same ``name``; whoever has
+   the tables together then makes it the last commit of the others. It is void once somebody else has changed a row.
+6. ``identity`` is that at the end of each file of rows, or one of ``previous`` is: see :mod:`deepnvme.tables.identity`. The
+   manifest has a new identity before a file has it, and ``previous`` is empty once a commit has flushed all files.
+
+docs/formats.md has the fields, and what a crash at each point leaves.
 """
 
 from __future__ import annotations
@@ -16,7 +29,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepnvme.files.directory_lock import refers_to
-from deepnvme.files.regular_files import NotARegularSmallFile, read_regular
+from deepnvme.files.regular_files import read_regular
 from deepnvme.files.replacing import replacing, sync_directory, with_filename
 from deepnvme.memory.tensor_bytes import dtype_named
 
@@ -26,12 +39,13 @@ MANIFEST_NAME = "deepnvme-table.json"
 """Name of the manifest in the table's first directory."""
 ROWS_NAME = "rows"
 """Name of the file with rows in each of the table's directories."""
+UNFINISHED_NAME = "deepnvme-table.unfinished"
+"""Name of the manifest until all files of rows have their names."""
 _KIND = "deepnvme table 2"
-_KIND_WITHOUT_IDENTITY = "deepnvme table 1"
 _MOST_BYTES = 64 << 20
 """Of a manifest. Each crash between two commits, and each rollback, adds some 30 bytes."""
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-_Identity = Annotated[str, Field(pattern=r"\A([0-9a-f]{32})?\z")]
+_Identity = Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
 
 
 class CorruptTable(OSError):
@@ -69,7 +83,7 @@ class _Fields(BaseModel):
     attributes: dict[str, Any]
     name: str = ""
     prepared: Prepared | None = None
-    identity: _Identity = ""
+    identity: _Identity
     previous: list[_Identity] = []
 
 
@@ -90,8 +104,7 @@ class Epochs:
     prepared: Prepared | None = None
     """A commit that is perhaps in force: other tables decide."""
     identity: str = ""
-    """Of the table since it was first written to by its last writer, as its files of rows have it; empty in the first version of
-    the format."""
+    """Of the table since it was first written to by its last writer, as its files of rows have it."""
     previous: tuple[str, ...] = ()
     """Those that some files may have still; none once a commit has flushed ``identity`` into all of them."""
 
@@ -127,7 +140,7 @@ class Epochs:
         return max(self.committed, last_abandoned) + 1
 
 
-def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) -> None:
+def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs, name: str = MANIFEST_NAME) -> None:
     """Write the manifest into the first directory, to stable storage. Blocks.
 
     Raises:
@@ -135,7 +148,7 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) 
         ValueError: If the attributes are nothing that JSON can hold, or too large.
     """
     fields = _Fields(
-        kind=_KIND if epochs.identity else _KIND_WITHOUT_IDENTITY,
+        kind=_KIND,
         rows=layout.rows,
         columns=[(each.name, str(each.dtype).removeprefix("torch."), list(each.shape), each.offset) for each in layout.columns],
         version_bytes=layout.version_bytes,
@@ -153,7 +166,7 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) 
     text = fields.model_dump_json(indent=1) + "\n"
     if len(text.encode()) > _MOST_BYTES:
         raise ValueError(f"the table's manifest may have {_MOST_BYTES} bytes, and would have {len(text.encode())}")
-    path = directories[0] / MANIFEST_NAME
+    path = directories[0] / name
     new = path.with_suffix(".new")
     with replacing(path, new), with_filename(new), open(new, "w", encoding="utf-8") as file:
         file.write(text)
@@ -184,23 +197,27 @@ class ManifestWatch:
         self._file.close()
 
 
-def load_manifest(directory: Path) -> tuple[TableLayout, Epochs]:
+def load_manifest(directory: Path, name: str = MANIFEST_NAME) -> tuple[TableLayout, Epochs]:
     """Return the layout of a table, with its files where they were when the manifest was written, and its epochs.
 
     Raises:
         FileNotFoundError: If there is no table in the directory.
         CorruptTable: If the manifest is damaged.
     """
-    path = directory / MANIFEST_NAME
+    path = directory / name
     try:
         fields = _Fields.model_validate_json(read_regular(path, _MOST_BYTES))
-        if fields.kind != (_KIND if fields.identity else _KIND_WITHOUT_IDENTITY):
-            raise ValueError(f"it says that it is {fields.kind!r}, and not {_KIND!r}")
+        _check(fields)
         columns = tuple(Column(name, dtype_named(dtype), tuple(shape), offset) for name, dtype, shape, offset in fields.columns)
         values, *states = columns
         if columns != columns_of(values.dtype, values.shape, {each.name: State(each.dtype, each.shape) for each in states}):
             raise ValueError("its columns do not follow one another")
-    except (NotARegularSmallFile, ValidationError, ValueError) as error:
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        why = f"its field {where!r} is wrong, {first['msg']}" if where else f"it is no {first['msg'].removeprefix('Invalid ')}"
+        raise CorruptTable(path, why) from None
+    except ValueError as error:
         raise CorruptTable(path, str(error)) from error
     files = tuple(Path(each) / ROWS_NAME for each in fields.directories)
     layout = TableLayout(files, fields.rows, columns, 0, fields.version_bytes, fields.chunk)
@@ -209,3 +226,16 @@ def load_manifest(directory: Path) -> tuple[TableLayout, Epochs]:
         fields.identity, tuple(fields.previous),
     )  # fmt: skip
     return layout, epochs
+
+
+def _check(fields: _Fields) -> None:
+    """Raise ValueError if fields contradict one another."""
+    if fields.kind != _KIND:
+        raise ValueError(f"it is {fields.kind!r}, and this version of the package reads {_KIND!r}: make the table again")
+    last = 0
+    for begin, end in fields.abandoned:
+        if not last < begin <= end or begin <= fields.committed <= end:
+            raise ValueError(f"the abandoned epochs {begin} to {end} overlap, or have the last commit, {fields.committed}")
+        last = end
+    if not fields.version_bytes and (fields.committed or fields.abandoned or fields.prepared):
+        raise ValueError("it has commits, and version_bytes 0, which is that of rows that cannot be changed")

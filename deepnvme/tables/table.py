@@ -20,7 +20,7 @@ from deepnvme.telemetry.descriptions import path_list, representation, size_for_
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .creating import create_files
-from .identity import directories_of
+from .identity import check_identity, directories_of
 from .layout import State, columns_of
 from .manifest import ROWS_NAME, Epochs, load_manifest
 from .opening import CheckpointFormat, find_layout
@@ -203,6 +203,7 @@ class Table:
             directories = directories_of(given, layout, epochs)
             layout = replace(layout, files=tuple(each / ROWS_NAME for each in directories))
             if writable and not layout.updatable:
+                check_identity(layout, epochs)  # else version_bytes is damaged
                 raise ValueError(f"the rows of '{first}' cannot be changed: make a copy by Table.create(..., updatable=True)")
         elif writable:
             raise ValueError(f"'{first}' is no table whose rows can be changed: make one by Table.create")

@@ -14,6 +14,8 @@ import torch
 from deepnvme.store.manifest import MEMBERSHIP_NAME
 from deepnvme.swap import TensorStore
 
+from ..support.files import copied
+
 TENSOR = torch.arange(3_000_000)  # large enough to be split over all directories
 
 
@@ -22,13 +24,6 @@ def original(drive: Path) -> list[Path]:
     directories = [drive / name for name in ("a", "b", "c")]
     put(directories, TENSOR)
     return directories
-
-
-def copied(directories: Sequence[Path], name: str) -> list[Path]:
-    copies = [each.with_name(f"{name} {each.name}") for each in directories]
-    for each, copy in zip(directories, copies, strict=True):
-        shutil.copytree(each, copy)
-    return copies
 
 
 def put(directories: Sequence[Path], tensor: torch.Tensor) -> None:

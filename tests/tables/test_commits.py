@@ -212,14 +212,16 @@ def test_what_a_writer_prepares_does_not_empty_the_memory_of_a_reader(drive: Pat
         assert reader.attributes == {"step": 1}
         reader.read(ids)
         writer.write(ids, torch.ones(50, 4, dtype=torch.int64))
-        writer.session.writer_here().prepare("with others", {"step": 2})
+        with writer.session.lock:
+            writer.session.writer_here().prepare("with others", {"step": 2})
         misses = reader.stats().misses
         rows = reader.read(ids)
         assert isinstance(rows, torch.Tensor)
         assert not rows.any()
         assert reader.stats().misses == misses
         assert reader.attributes == {"step": 1}
-        writer.session.writer_here().commit({"step": 2}, "with others")
+        with writer.session.lock:
+            writer.session.writer_here().commit({"step": 2}, "with others")
         assert reader.attributes == {"step": 2}  # without a read
         rows = reader.read(ids)
         assert isinstance(rows, torch.Tensor)
