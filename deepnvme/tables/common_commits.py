@@ -1,4 +1,4 @@
-"""Commits of several tables, which after a crash are all there or none."""
+"""Commits of several tables, of which a crash leaves all or none."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .table import Table
 class CommonCommits:
     """Commits several tables together.
 
-    Each table is prepared: its changes are on the drive, and its manifest says so. Then the first one is committed, which decides
-    for all, and after it the others. A crash before that leaves each table at the commit before; after it, whoever has the
-    tables together next finds the first one's name of the commit, and makes it the last one of those that were only prepared.
+    Each table is prepared: its changes are on the drive, and its manifest says so. Then the first table is committed, which
+    decides for all, and then the others. A crash before the decision leaves each table at its last commit. After a crash that
+    comes later, the next object for these tables finds the name of the first table's commit, and finishes the others' commits.
 
     Args:
-        tables: Opened ``writable``; no row was changed since. The first one decides.
+        tables: Opened ``writable``, with no row changed since. The first table decides.
 
     Raises:
         OSError: From the drive.
@@ -56,7 +56,7 @@ class CommonCommits:
         self._commit(name, noted)
 
     def finish(self) -> None:
-        """Finish a commit that was decided, or perhaps was, and then failed or was interrupted. No row may be changed before.
+        """Finish a commit that may have been decided before it failed or was interrupted. To be called before rows are changed.
 
         Raises:
             OSError: From the drive; call it again, or :meth:`rollback`.

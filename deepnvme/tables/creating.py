@@ -38,7 +38,7 @@ _FILL_BYTES = 8 << 20
 _NORMAL_PART_BYTES = 4 << 20
 """Bytes of rows that :class:`NormalRows` makes at a time."""
 _CHUNK_BYTES = 64 << 10
-"""Bytes of rows that are next to one another on a drive before the next drive has its turn."""
+"""Bytes of consecutive rows on a drive before the next drive has its turn."""
 _SECTOR = 512
 _UNFINISHED_ROWS = "rows.new"
 """Name of a file of rows until all rows are written."""
@@ -60,17 +60,16 @@ def create_files(
     """Make the files of a table. Blocks until they are on stable storage.
 
     Args:
-        directories: Of the table.
-        rows: How many.
-        columns: Of each row.
-        values: Returns some of the rows; None for zeros.
-        initial: What the elements of the other columns begin with, by name.
+        directories: The table's directories.
+        rows: Number of rows.
+        columns: Columns of each row.
+        values: Returns a range of rows; None for zeros.
+        initial: Initial value of the other columns, by name.
         updatable: Whether each row has two versions.
         config: Settings of the engine.
 
     Raises:
-        FileExistsError: If there is a table in one of the directories. What a process has left that was killed in here is
-            replaced.
+        FileExistsError: If there is a table in one of the directories.
         ValueError: If values have another shape or dtype.
         OSError: From the drive. Nothing is left then.
     """
@@ -121,7 +120,7 @@ def create_files(
 
 
 def _check_empty(directories: Sequence[Path]) -> None:
-    """Raise FileExistsError if there are rows in one of the directories, which another table may have there."""
+    """Raise FileExistsError if a directory has a manifest, or a file of rows, of another table."""
     left_behind = _left_behind(directories)
     for path in [directory / name for directory in directories for name in (MANIFEST_NAME, ROWS_NAME)]:
         if os.path.lexists(path) and path not in left_behind:
@@ -139,7 +138,7 @@ def _left_behind(directories: Sequence[Path]) -> list[Path]:
 
 
 def _remove_unless_made(directories: Sequence[Path]) -> None:
-    """Remove files of rows where no manifest has made them a table. What another table has was refused before."""
+    """Remove all files of the table if it has no manifest."""
     if not (directories[0] / MANIFEST_NAME).exists():
         paths = [directory / name for directory in directories for name in (_UNFINISHED_ROWS, ROWS_NAME)]
         for path in [*paths, directories[0] / UNFINISHED_NAME]:
@@ -158,7 +157,7 @@ def _layout_of(paths: list[Path], rows: int, columns: tuple[Column, ...], updata
 def _fill(
     engine: Engine, files: Sequence[File], layout: TableLayout, values: Values | None, initial: Mapping[str, float]
 ) -> None:
-    """Write all rows, in their order, some at a time: while one part is made, the one before is written."""
+    """Write all rows in order, some MiB at a time: one part is made while the previous part is written."""
     turn = layout.chunk * len(files)  # rows after which the first file has its turn again
     step = max(_FILL_BYTES // layout.stride // turn, 1) * turn
     under_way: deque[Future] = deque()
@@ -201,7 +200,7 @@ def _images(layout: TableLayout, values: torch.Tensor, initial: Mapping[str, flo
 
 
 def _images_of(layout: TableLayout, images: torch.Tensor, volume: int, volumes: int) -> torch.Tensor:
-    """Return those images that a volume has, of a range of rows that begins with the first volume's turn."""
+    """Return the images of one volume, of a range of rows that begins with the first volume's turn."""
     if volumes == 1:
         return images
     parts = torch.split(images, layout.chunk)
@@ -209,26 +208,26 @@ def _images_of(layout: TableLayout, images: torch.Tensor, volume: int, volumes: 
 
 
 class NormalRows:
-    """Returns rows of normally distributed numbers, in their order, from torch's default generator.
+    """Returns rows of normally distributed numbers, in order, from torch's default generator, as ``torch.nn.Embedding`` does.
 
     ``normal_`` makes 16 numbers of 16, in their order, and the last 16 of a tensor once more if it has no multiple of 16: so
     parts have a multiple of 16 rows, and the last of them is no shorter than 16 rows.
 
     Args:
-        rows: How many.
-        embedding_dim: Elements of each.
-        dtype: Of the elements.
-        zero_row: A row of zeros; None if there is none.
+        rows: Number of rows.
+        embedding_dim: Elements of each row.
+        dtype: Dtype of the elements.
+        zero_row: Number of a row of zeros; None if there is none.
     """
 
     def __init__(self, rows: int, embedding_dim: int, dtype: torch.dtype, zero_row: int | None) -> None:
         self._rows, self._zero_row = rows, zero_row
         self._step = max(_NORMAL_PART_BYTES // max(embedding_dim * dtype.itemsize, 1) // 16 * 16, 16)
-        self._made = torch.empty(0, embedding_dim, dtype=dtype)  # and not returned yet
-        self._begin = 0  # the first row in it
+        self._made = torch.empty(0, embedding_dim, dtype=dtype)  # made, and not returned yet
+        self._begin = 0  # number of the first row of _made
 
     def __call__(self, begin: int, end: int) -> torch.Tensor:
-        """Return rows ``begin`` to ``end``: all up to ``begin`` were returned before."""
+        """Return rows ``begin`` to ``end``. Calls must come in order, without gaps."""
         parts = [self._made]
         made = self._begin + len(self._made)
         while made < end:

@@ -23,14 +23,14 @@ from .layout import TableLayout
 from .manifest import ROWS_NAME, CorruptTable, Epochs
 
 _BYTES = 4096
-"""Of an identity in a file, which is at its end: whole sectors of any drive but those with larger ones."""
+"""Size of an identity. On a drive with larger sectors it takes one sector."""
 LARGEST_SECTOR = 64 << 10
-"""Bytes that a file may have behind its rows, and its identity, at most."""
+"""Most bytes of a file after its identity."""
 _IDENTITY = re.compile(rb"deepnvme table ([0-9a-f]{32}) file ([0-9]{1,9}) versions of ([0-9]{1,15}) bytes\n")
 
 
 def file_bytes(layout: TableLayout, volume: int) -> int:
-    """Return the size of a file with its identity."""
+    """Return the size of a file of rows, with its identity."""
     return _offset(layout, volume) + _BYTES
 
 
@@ -53,8 +53,8 @@ def check_identity(layout: TableLayout, epochs: Epochs) -> None:
     """Check that files belong to the table of a manifest, in this order. Blocks.
 
     Raises:
-        ValueError: If one does not. It is named.
-        CorruptTable: If a file's end is missing, or versions of rows have another size than the manifest says.
+        ValueError: If a file does not belong to the table, or is another of its files.
+        CorruptTable: If the end of a file is missing, or versions of rows have another size than in the manifest.
         OSError: From reading.
     """
     for volume, path in enumerate(layout.files):
@@ -78,17 +78,17 @@ def check_identity(layout: TableLayout, epochs: Epochs) -> None:
 
 
 def directories_of(given: Sequence[Path], layout: TableLayout, epochs: Epochs) -> list[Path]:
-    """Return the directories of a table, in its order.
+    """Return the directories of a table, in the table's order.
 
     Args:
-        given: The first, or all of them.
-        layout: What the manifest in the first one says, also of where they were when it was written.
-        epochs: What it says of commits.
+        given: The first directory, or all of them.
+        layout: As the manifest in the first directory says, with the files where they were when it was written.
+        epochs: As the manifest says.
 
     Raises:
-        FileNotFoundError: If only the first is given, and another one is not where it was.
-        ValueError: If the table is not where it was, so that all directories have to be given; or if some of those that are given
-            are where they were, and others are copies of those that are there still.
+        FileNotFoundError: If only the first directory is given, and another one is not where it was.
+        ValueError: If only the first directory is given, and it is not where it was; or if the directories are a mixture of a
+            table and its copy.
     """
     recorded = [path.parent for path in layout.files]
     first, count = given[0], len(recorded)

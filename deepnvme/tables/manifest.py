@@ -43,20 +43,20 @@ UNFINISHED_NAME = "deepnvme-table.unfinished"
 """Name of the manifest until all files of rows have their names."""
 _KIND = "deepnvme table 2"
 _MOST_BYTES = 64 << 20
-"""Of a manifest. Each crash between two commits, and each rollback, adds some 30 bytes."""
+"""Limit of a manifest. Each crash between two commits, and each rollback, adds some 30 bytes."""
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Identity = Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
 
 
 class CorruptTable(OSError):
-    """A table's manifest is damaged (EBADMSG), or was written by another version of the package; or a file has not its size."""
+    """A table is damaged (EBADMSG): its manifest, or the size of a file; or another version of the package has written it."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(errno.EBADMSG, f"this is no whole table: {why}", str(path))
 
 
 class Prepared(BaseModel):
-    """A commit of several tables that a table is ready for. It is in force once one of the others has it as its last commit."""
+    """A commit of several tables that this table is ready for. It is in force once the first table has made it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants", frozen=True)
 
@@ -67,7 +67,7 @@ class Prepared(BaseModel):
 
 
 class _Fields(BaseModel):
-    """What the file says."""
+    """The fields of the file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
 
@@ -89,29 +89,29 @@ class _Fields(BaseModel):
 
 @dataclass(frozen=True)
 class Epochs:
-    """Which versions of rows count. Each commit ends an epoch, to which the versions belong that were written before it."""
+    """Which versions of rows count, and what the last commit has noted."""
 
     committed: int = 0
-    """The last commit's; 0 before the first."""
+    """Epoch of the last commit; 0 before the first."""
     reserved: int = 0
-    """The last epoch that versions on the drive may belong to."""
+    """The last epoch of which versions may be on the drive."""
     abandoned: tuple[tuple[int, int], ...] = ()
-    """First and last of epochs that were never committed, ascending."""
+    """Ranges of epochs that were never committed, ascending: first and last of each."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    """What the last commit has noted besides, such as the number of steps: what JSON can hold."""
+    """What the last commit has noted, such as the number of steps: anything that JSON can hold."""
     name: str = ""
-    """The last commit's, if it was made together with those of other tables."""
+    """Name of the last commit, if several tables have made it together."""
     prepared: Prepared | None = None
-    """A commit that is perhaps in force: other tables decide."""
+    """A commit that may be in force: the first table decides."""
     identity: str = ""
-    """Of the table since it was first written to by its last writer, as its files of rows have it."""
+    """The table's identity, which its last writer has given it before the first write."""
     previous: tuple[str, ...] = ()
-    """Those that some files may have still; none once a commit has flushed ``identity`` into all of them."""
+    """Former identities that some files may still have; none once a commit has flushed ``identity`` to all files."""
 
     def adopt(self, prepared: Prepared) -> Epochs:
         """Return the epochs with a prepared commit as the last one."""
         abandoned = []
-        for first, last in self.abandoned:  # a new writer has abandoned it, not knowing
+        for first, last in self.abandoned:  # a new writer has abandoned it, without the other tables
             parts = ((first, min(last, prepared.epoch - 1)), (max(first, prepared.epoch + 1), last))
             abandoned += [(begin, end) for begin, end in parts if begin <= end]
         return replace(
@@ -124,7 +124,7 @@ class Epochs:
         )
 
     def begin(self) -> Epochs:
-        """Return the epochs for a new writer: what the one before has reserved and not committed is abandoned."""
+        """Return the epochs for a new writer: epochs that the previous writer reserved and did not commit are abandoned."""
         first, last = self.present, self.reserved
         if last < first:
             return self
@@ -135,7 +135,7 @@ class Epochs:
 
     @property
     def present(self) -> int:
-        """The epoch of versions that are written now."""
+        """The epoch of the versions that are written now."""
         last_abandoned = self.abandoned[-1][1] if self.abandoned else 0
         return max(self.committed, last_abandoned) + 1
 
@@ -144,8 +144,8 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs, 
     """Write the manifest into the first directory, to stable storage. Blocks.
 
     Raises:
-        OSError: From the drive. Either the earlier manifest or this one is in force then.
-        ValueError: If the attributes are nothing that JSON can hold, or too large.
+        OSError: From the drive. Either the former manifest or this one is in force then.
+        ValueError: If JSON cannot hold the attributes, or they are too large.
     """
     fields = _Fields(
         kind=_KIND,
@@ -189,11 +189,11 @@ class ManifestWatch:
             self._file = io.FileIO(str(self._path))
 
     def replaced(self) -> bool:
-        """Return whether another file has its name now, or none. Raises OSError if the system cannot tell."""
+        """Return whether the manifest is another file by now, or gone. Raises OSError if the system cannot tell."""
         return not refers_to(self._path, self._file.fileno())
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         self._file.close()
 
 

@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     from deepnvme.ops.aio.async_io_op.tables import RowBatch, RowCache
 
 _GAP_BYTES = 4096
-"""Bytes between two rows that are read as well if that makes one read of two: a drive reads 8 KiB nearly as quickly as 4."""
+"""Gap between two rows up to which both are read at once, with the gap: a drive reads 8 KiB nearly as quickly as 4."""
 
 DEFAULT_STAGING_BYTES = 48 << 20
-"""Of a table, for reads and writes together."""
+"""Staging memory of a table, for reads and writes together."""
 _MOST_PART_BYTES = 1 << 20
 _LEAST_PART_BYTES = 256 << 10
 """Smaller parts are too few reads at a time for a drive: rows of 4 KiB are 64 of them."""
 _WANTED_PARTS = 8
 _FEWEST_PARTS = 2
-"""While one is copied, the other is read or written."""
+"""One part is copied while the other is read or written."""
 
 
 class RowsUnreadable(OSError):
     """Some rows could not be read. The first of them is named; the others were delivered.
 
-    Has ``errno`` and ``filename`` of the drive's error, and more: ``failed``.
+    ``errno`` and ``filename`` are those of the drive's error.
     """
 
     failed: tuple[FailedRow, ...] = ()
-    """All of them, each once."""
+    """All rows that could not be read, each once."""
 
 
 class FailedRow(NamedTuple):
@@ -59,7 +59,7 @@ class FailedRow(NamedTuple):
 
 
 def int64_at(address: int, count: int) -> torch.Tensor:
-    """Return numbers in native memory as a tensor, without a copy: valid as long as that memory is."""
+    """Return int64 numbers in native memory as a tensor, without a copy: valid as long as the memory is."""
     return torch.frombuffer((ctypes.c_int64 * count).from_address(address), dtype=torch.int64)
 
 
@@ -89,7 +89,7 @@ class RowRead:
 
     native: RowBatch
     keep: object
-    """What has to live until all rows were delivered: the memory that they are copied to."""
+    """The memory that rows are copied to: kept alive until all rows were delivered."""
     unstarted: dict[int, _PlannedPart] = field(default_factory=dict)
     """Parts of a prefetch whose read has not begun, by their numbers."""
     parts: list[_Part] = field(default_factory=list)
@@ -131,14 +131,14 @@ class RowReader:
         extent = padded(layout.stride + self.unit, self.unit)
         self._staging = StagingPool(engine, staging_bytes, extent, self.unit)
         self._under_way: deque[_Part] = deque()  # the oldest first
-        self._kept_for_callers = max(self._staging.parts // 4, 1)  # parts of it that prefetches leave free
-        self._prefetches: list[RowRead] = []  # with something that is not delivered
-        # The last sector of a file may be less than one: that cannot be read as a unit.
+        self._kept_for_callers = max(self._staging.parts // 4, 1)  # parts that prefetches leave free
+        self._prefetches: list[RowRead] = []  # not delivered completely
+        # A file may end within a sector: its end cannot be read as a unit.
         self._ends = [self._read_end(file, number) for number, file in enumerate(files)]
         self.hits = self.misses = self.rows_read = self.bytes_read = 0
 
     def _read_end(self, file: File, volume: int) -> tuple[int, torch.Tensor]:
-        """Return the number of a file's last unit if that is not a whole one, and its bytes."""
+        """Return the number of a file's last, incomplete unit, and its bytes: none if all units are whole."""
         whole, rest = divmod(file.size(), self.unit)
         end = torch.zeros(rest, dtype=torch.uint8)
         if rest and whole * self.unit < self._layout.bytes_in(volume):
@@ -183,7 +183,7 @@ class RowReader:
             raise
 
     def load(self, rows: torch.Tensor) -> None:
-        """Have rows in the cache, as far as there is room. Blocks until they are read.
+        """Read rows into the cache, as far as there is room. Blocks.
 
         Args:
             rows: Their numbers, int64, contiguous.
@@ -201,8 +201,8 @@ class RowReader:
             raise failure
 
     def prefetch(self, rows: torch.Tensor) -> None:
-        """Start reading rows into the cache, as far as there is free staging memory that callers do not need. Never waits for the
-        drive: what is not begun yet is begun by :meth:`next_prefetched`, :meth:`collect`, or a read of the same rows.
+        """Start reading rows into the cache, as far as there is staging memory that callers do not need. Never waits for the
+        drive: :meth:`next_prefetched`, :meth:`collect`, or a read of the same rows starts the remaining parts.
 
         Raises:
             OSError: If a file cannot be read at all.
@@ -222,7 +222,7 @@ class RowReader:
 
     @property
     def prefetching(self) -> bool:
-        """Whether there are prefetches of which something is not delivered."""
+        """Whether a prefetch is not delivered completely."""
         return bool(self._prefetches)
 
     def next_prefetched(self) -> Future | None:
@@ -242,16 +242,16 @@ class RowReader:
                 break
             self._prefetches = [read for read in self._prefetches if not read.delivered]
             self._start_prefetches()
-        except (OSError, ValueError):  # whoever reads the rows gets the error
+        except (OSError, ValueError):  # a read of the same rows raises the error
             self.drop_prefetches()
         for read in self._prefetches:
             for part in read.parts:
                 return part.future
-        # All staging memory is in use by others, whose reads make room for those that are not begun.
+        # Other reads have all staging memory: the prefetch goes on when one of them ends.
         return self._under_way[0].future if self._prefetches and self._under_way else None
 
     def drop_prefetches(self) -> None:
-        """Begin no more reads of prefetches."""
+        """Start no further parts of prefetches."""
         for read in self._prefetches:
             read.unstarted.clear()
         self._prefetches = [read for read in self._prefetches if not read.delivered]
@@ -272,7 +272,7 @@ class RowReader:
                 read.unstarted.pop(number, None)
 
     def _finish_prefetched(self, native: RowBatch) -> bool:
-        """Wait for those parts of prefetches that have missing rows of a read. Returns whether there were any."""
+        """Wait for the parts of prefetches that have missing rows of a read. Returns whether there were any."""
         awaited = [(read, number) for read in self._prefetches for number in native.awaited_parts(read.native)]
         for read, number in awaited:
             for part in read.parts:
@@ -311,12 +311,12 @@ class RowReader:
         self.bytes_read += wanted.nbytes
 
     def _make_room(self) -> None:
-        """Have a part of staging memory free. Blocks."""
+        """Wait until a part of staging memory is free."""
         while not self._staging.free:
             self._deliver(self._next_to_end())
 
     def _next_to_end(self) -> _Part:
-        """Return the part whose memory is to be free next: one that has been read, or the oldest that a caller waits for, or the
+        """Return the part whose memory is free next: one that has been read, else the oldest that a caller waits for, else the
         oldest of a prefetch.
         """
         for part in self._under_way:
@@ -330,7 +330,7 @@ class RowReader:
         return OSError(errno.ESTALE, f"the file has {size} bytes, and the table had {wanted} in it when it was opened", file.path)
 
     def _deliver(self, part: _Part) -> None:
-        """Wait for a part, copy its rows, and free its memory. Does nothing if that was done."""
+        """Wait for a part, copy its rows, and free its memory. Idempotent."""
         if part.delivered:
             return
         with profiler_range("wait_rows"):
@@ -349,9 +349,9 @@ class RowReader:
             self._staging.give_back(part.staging)
 
     def _read_singly(self, part: _Part, failed: Sequence[int], error: OSError) -> tuple[list[int], OSError]:
-        """Read units once more that could not be read with their neighbours: of a page that is broken only its rows are lost.
+        """Read failed units again, one by one: of a broken page, only the rows on it are lost.
 
-        Returns those that still cannot be read, and the error of the first.
+        Returns the units that cannot be read, and the error of the first.
         """
         futures: list[tuple[int, Future]] = []
         broken: list[tuple[int, OSError]] = []
@@ -366,7 +366,7 @@ class RowReader:
         return [index for index, _ in broken], broken[0][1] if broken else error
 
     def collect(self) -> None:
-        """Deliver what has been read by now: rows that were read ahead, and those of futures that nobody has asked."""
+        """Deliver all parts that were read by now, also those of prefetches and of futures that nobody has asked."""
         for part in list(self._under_way):
             if part.future.done():
                 self._deliver(part)
@@ -374,7 +374,7 @@ class RowReader:
         self._start_prefetches()
 
     def finish(self, read: RowRead) -> None:
-        """Wait for all rows of a read. Blocks; may be called without the lock, which is not held while it waits."""
+        """Wait for all rows of a read. May be called without the lock, which is free while this waits."""
         for part in list(read.parts):
             if not part.delivered:
                 with profiler_range("wait_rows"):
@@ -388,7 +388,7 @@ class RowReader:
             read.abandon()
 
     def finish_all(self) -> None:
-        """Wait for all that is under way. What a prefetch has not begun yet is not read."""
+        """Wait for all parts under way. Drops prefetches that were not started."""
         self.drop_prefetches()
         while self._under_way:
             self._deliver(self._under_way[0])
@@ -403,7 +403,7 @@ class RowReader:
         cause, first = read.errors[0], rows[0]
         more = f", and {len(rows) - 1} other rows" if len(rows) > 1 else ""
         text = f"row {first.row} at offset {first.offset}{more}: {cause.strerror}"
-        # ENODATA is the engine's, of a read that ended before its last byte: the file has become shorter.
+        # The engine reports ENODATA for a read that ended early: the file has become shorter.
         error = RowsUnreadable(errno.ESTALE if cause.errno == errno.ENODATA else cause.errno, text, first.file)
         error.failed = rows
         error.__cause__ = cause
@@ -411,19 +411,19 @@ class RowReader:
 
 
 def unit_of(layout: TableLayout, files: Sequence[File]) -> int:
-    """Return the bytes that are read as one."""
+    """Return the bytes of a unit, which is read as a whole."""
     return layout.unit(max(512, *(file.sector_size for file in files)))
 
 
 class StagingPool:
-    """Parts of equal size, which are used and given back. The memory is allocated when the first part is taken.
+    """Pinned memory in parts of equal size. It is allocated when the first part is taken.
 
     Args:
         engine: Allocates the memory.
-        nbytes: Bytes of all parts. Parts are smaller than 1 MiB where there would be fewer than 8 of them, but not smaller than
-            256 KiB or ``row_bytes``; at least two are there, even if these are more than ``nbytes``.
-        row_bytes: The least that a part has to hold.
-        multiple: What the size of a part is a multiple of.
+        nbytes: Bytes of all parts. A part has 1 MiB, or less if there would be fewer than 8 parts, but at least 256 KiB and
+            ``row_bytes``. There are at least two parts, even if they are more than ``nbytes``.
+        row_bytes: Least size of a part.
+        multiple: The size of a part is a multiple of this.
     """
 
     def __init__(self, engine: Engine, nbytes: int, row_bytes: int, multiple: int) -> None:
@@ -432,12 +432,12 @@ class StagingPool:
         self.part_bytes = max(wanted // multiple * multiple, padded(row_bytes, multiple))
         """Bytes of a part."""
         self.parts = max(nbytes // padded(self.part_bytes, 4096), _FEWEST_PARTS)
-        """How many there are, with those in use."""
+        """Number of parts, in use or free."""
         self._free: deque[torch.Tensor] | None = None
 
     @property
     def free(self) -> int:
-        """How many parts can be taken."""
+        """Number of free parts."""
         return self.parts if self._free is None else len(self._free)
 
     def take(self) -> torch.Tensor:
@@ -448,6 +448,6 @@ class StagingPool:
         return self._free.popleft()
 
     def give_back(self, part: torch.Tensor) -> None:
-        """Have a part be free again."""
+        """Free a part."""
         assert self._free is not None
         self._free.append(part)

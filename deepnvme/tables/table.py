@@ -295,7 +295,7 @@ class Table:
         """
         if errors not in ("raise", "partial"):
             raise ValueError(f'errors must be "raise" or "partial", got {errors!r}')
-        future = self._future(checked_ids(ids, self.rows), out)
+        future = _values_of(self.session, checked_ids(ids, self.rows), out)
         failure = future.read_now()
         if errors == "partial":
             return PartialRows(future.rows(), () if failure is None else failure.failed, future.failed_positions())
@@ -315,13 +315,9 @@ class Table:
         numbers = checked_ids(ids, self.rows)
         if self._layout.updatable:
             numbers = numbers.clone()  # for a second read, when the caller may have changed them
-        future = self._future(numbers, out)
+        future = _values_of(self.session, numbers, out)
         future.start()
         return future
-
-    def _future(self, numbers: torch.Tensor, out: torch.Tensor | None) -> RowsFuture:
-        values = self._layout.values
-        return RowsFuture(self.session, numbers, values_for(numbers, out, values), values.nbytes)
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Start reading rows into memory that will be asked for soon; return at once. A read of the same rows waits for them.
@@ -389,7 +385,7 @@ class Table:
         def fill(begin: int, end: int, records: torch.Tensor) -> None:
             self._layout.values.of(records).copy_(rows[last[begin:end]])
 
-        self._change(numbers, fill, all_columns=len(self._layout.columns) == 1)
+        _change(self.session, numbers, fill, all_columns=len(self._layout.columns) == 1)
 
     def read_records(self, ids: torch.Tensor, *, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return rows with their states, by name: ``"values"``, and as :attr:`states` has them. Blocks.
@@ -406,7 +402,7 @@ class Table:
         if numbers.dim() != 1:
             raise ValueError(f"ids must have one dimension, got {numbers.dim()}")
         records = torch.empty(numbers.numel(), self._layout.record_bytes, dtype=torch.uint8)
-        self._read_records(numbers, records, keep)
+        _read_records(self.session, numbers, records, keep)
         return {each.name: each.of(records) for each in self._layout.columns}
 
     def write_records(self, ids: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
@@ -433,29 +429,7 @@ class Table:
             for name, values in columns.items():
                 known[name].of(records).copy_(values[begin:end])
 
-        self._change(numbers, fill, all_columns=columns.keys() == known.keys())
-
-    def _read_records(self, numbers: torch.Tensor, records: torch.Tensor, keep: bool = True) -> None:
-        failure = RowsFuture(self.session, numbers, records, self._layout.record_bytes, keep).read_now()
-        if failure is not None:
-            raise failure
-
-    def _change(self, numbers: torch.Tensor, fill: Callable[[int, int, torch.Tensor], object], all_columns: bool) -> None:
-        """Change rows, some at a time. ``fill(begin, end, records)`` puts new values of some numbers into their records, which
-        are read before unless it fills all columns.
-        """
-        session = self.session
-        with session.lock:
-            writer = session.writer_here()
-            step = writer.rows_at_a_time
-            for begin in range(0, numbers.numel(), step):
-                some = numbers[begin : begin + step].contiguous()
-                records = torch.zeros(some.numel(), self._layout.record_bytes, dtype=torch.uint8)
-                if not all_columns:
-                    self._read_records(some, records)
-                fill(begin, begin + some.numel(), records)
-                writer.change(some, records)
-                session.background.wake()
+        _change(self.session, numbers, fill, all_columns=columns.keys() == known.keys())
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -511,6 +485,37 @@ class Table:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._reopen, ()
+
+
+def _values_of(session: TableSession, numbers: torch.Tensor, out: torch.Tensor | None) -> RowsFuture:
+    """Return a read of rows without their states, which has not begun."""
+    values = session.layout.values
+    return RowsFuture(session, numbers, values_for(numbers, out, values), values.nbytes)
+
+
+def _read_records(session: TableSession, numbers: torch.Tensor, records: torch.Tensor, keep: bool = True) -> None:
+    failure = RowsFuture(session, numbers, records, session.layout.record_bytes, keep).read_now()
+    if failure is not None:
+        raise failure
+
+
+def _change(
+    session: TableSession, numbers: torch.Tensor, fill: Callable[[int, int, torch.Tensor], object], all_columns: bool
+) -> None:
+    """Change rows, some at a time. ``fill(begin, end, records)`` puts new values of some numbers into their records, which are
+    read before unless it fills all columns.
+    """
+    with session.lock:
+        writer = session.writer_here()
+        step = writer.rows_at_a_time
+        for begin in range(0, numbers.numel(), step):
+            some = numbers[begin : begin + step].contiguous()
+            records = torch.zeros(some.numel(), session.layout.record_bytes, dtype=torch.uint8)
+            if not all_columns:
+                _read_records(session, some, records)
+            fill(begin, begin + some.numel(), records)
+            writer.change(some, records)
+            session.background.wake()
 
 
 def _last_of_each(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
