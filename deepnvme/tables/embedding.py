@@ -29,23 +29,23 @@ Mode = Literal["sum", "mean", "max"]
 
 
 class _RowGradients(torch.autograd.Function):
-    """Has the gradient of some rows become the sparse gradient of all: the same that ``sparse=True`` gives in torch.
+    """Turns the gradient of the rows of a batch into the sparse gradient of all rows that ``sparse=True`` gives in torch.
 
-    autograd then adds up those of several forwards as it does torch's.
+    autograd then adds up the gradients of several forwards as it does for torch's module.
     """
 
     @staticmethod
     def forward(
         ctx: Any, holder: torch.Tensor, rows: torch.Tensor, padding_idx: int | None, weight: torch.Tensor
     ) -> torch.Tensor:
-        """Return ``weight``, the rows of the numbers ``rows``, as a function of the gradient holder."""
+        """Return ``weight``, which has the rows of the numbers ``rows``, as a function of the gradient holder."""
         ctx.rows, ctx.padding_idx, ctx.size = rows, padding_idx, holder.shape
         return weight
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the sparse gradient of all rows, for the holder, of the gradient of some."""
+        """Return the sparse gradient of all rows, for the holder, given the gradient of ``weight``."""
         rows = ctx.rows
         if gradient.is_sparse:
             numbers, values, ordered = rows[gradient._indices()[0]], gradient._values(), gradient.is_coalesced()
@@ -63,9 +63,9 @@ class _Gathered:
     """The rows of one forward, each once.
 
     Attributes:
-        weight: The rows, and perhaps one more that stands for the padding.
-        positions: Which of them each id is.
-        padding: Which of them is the padding; None if there is none.
+        weight: The rows, perhaps with one more row for the padding.
+        positions: Position in ``weight`` of each id's row.
+        padding: Position in ``weight`` of the padding's row; None without padding.
     """
 
     def __init__(self, weight: torch.Tensor, positions: torch.Tensor, padding: int | None) -> None:
@@ -73,12 +73,13 @@ class _Gathered:
 
 
 class RowsOnDisk(nn.Module):
-    """What :class:`EmbeddingOnDisk` and :class:`EmbeddingBagOnDisk` have in common."""
+    """Base class of :class:`EmbeddingOnDisk` and :class:`EmbeddingBagOnDisk`."""
 
     table: Table
-    """The rows, with their optimizer states."""
+    """The table that has the rows, with their optimizer states."""
     gradient_holder: torch.Tensor
-    """A leaf of the shape of all rows, without memory for them: its ``grad`` is their sparse gradient. It is no parameter."""
+    """A leaf with the shape of all rows and the memory of one element. Its ``grad`` is the rows' sparse gradient. It is not a
+    parameter."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale_grad_by_freq: bool,
@@ -173,10 +174,10 @@ class RowsOnDisk(nn.Module):
         return self.gradient_holder.requires_grad
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Have the rows be trained, or not: as for a parameter.
+        """Set whether the rows are trained, as for a parameter.
 
         Raises:
-            ValueError: If they cannot be changed.
+            ValueError: If the rows cannot be changed.
         """
         if requires_grad and not (self.table.writable and self.optimizer is not None):
             raise ValueError("the rows cannot be trained: give optimizer=, and a table that can be changed")
@@ -184,11 +185,11 @@ class RowsOnDisk(nn.Module):
         return self
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Start reading the rows of ids that will be asked for soon, of any shape. See :meth:`Table.prefetch`."""
+        """Start reading the rows of ids, of any shape, that a forward will need soon. See :meth:`Table.prefetch`."""
         self.table.prefetch(self._unique(ids)[0])
 
     def _unique(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows that ids have, each once and ascending, and which of them each id is.
+        """Return the row numbers of ids, each once and ascending, and the position of each id among them.
 
         Raises:
             TypeError, IndexError: As :meth:`Table.read` does.
@@ -220,7 +221,7 @@ class RowsOnDisk(nn.Module):
         return _Gathered(weight, positions.to(ids.dtype), padding)
 
     def _move_holder(self, device: torch.device) -> None:
-        """Have gradients be where the ids are."""
+        """Move the gradient holder to the device of the ids."""
         holder = self.gradient_holder
         if holder.device != device:
             if holder.grad is not None:
@@ -232,7 +233,7 @@ class RowsOnDisk(nn.Module):
     # -- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a module that reads the table's last commit, and those that follow. It is not trained."""
+        """Return a module that reads the table's last commit, and later commits. It is not trained."""
         if self.table.writable:
             warnings.warn(
                 f"the copy of {type(self).__name__} reads the last commit of {self.table}, and each one after it: it has no"
@@ -254,7 +255,7 @@ class RowsOnDisk(nn.Module):
     # -- state dicts, in torch's form
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Add the rows, as a tensor that is mapped from a file without a name beside the table's."""
+        """Add the rows, as a tensor that is mapped from a file without a name in the table's directory."""
         table = self.table
         destination[prefix + "weight"] = mapped_tensors(
             table.directory, table.rows, [(table.dtype, table.row_shape)], lambda begin, end: [_read_range(table, begin, end)]
@@ -282,7 +283,7 @@ class RowsOnDisk(nn.Module):
                 table.write(torch.arange(begin, end), rows)
 
     def extra_repr(self) -> str:
-        """Return what is shown of the module: as torch's does, and the table."""
+        """Return torch's text for the module, and the table."""
         if "table" not in self.__dict__:  # the constructor has not come so far
             return ""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -291,7 +292,7 @@ class RowsOnDisk(nn.Module):
 
 
 class EmbeddingOnDisk(RowsOnDisk):
-    """``torch.nn.Embedding`` whose rows are on a drive: only those of a batch are in memory, and those used most often.
+    """``torch.nn.Embedding`` whose rows are on a drive. Only the rows of a batch, and the rows used most often, are in memory.
 
     >>> embedding = EmbeddingOnDisk(100_000_000, 64, path="/mnt/nvme/users", optimizer=torch.optim.SparseAdam)
     >>> optimizer = RowOptimizer(embedding, torch.optim.SparseAdam, lr=1e-3)
@@ -430,7 +431,7 @@ class EmbeddingBagOnDisk(RowsOnDisk):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """Return what is shown of the module."""
+        """Return torch's text for the module, the table, and the mode."""
         shown = super().extra_repr()
         return f"{shown}, mode={self.mode!r}" if shown else ""
 
@@ -439,24 +440,24 @@ Batch = TypeVar("Batch")
 
 
 class Prefetching(Protocol):
-    """What has rows that can be read ahead: an embedding on a drive, or a table."""
+    """An embedding on a drive, or a table: its rows can be read ahead."""
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Start reading the rows of ids into memory; return at once."""
 
 
 class Lookahead(Generic[Batch]):
-    """The batches of a loader, in their order: before one is returned, the rows of the next are being read into memory.
+    """Iterates over a loader's batches. While one batch is used, the rows of the next batch are read into memory.
 
     >>> for batch in Lookahead(loader, lambda batch: {users: batch.users, items: batch.items}):
     ...     train(batch)
 
-    What is trained meanwhile is seen by the next batch: results are the same as without it. The memory budget of each embedding
-    has to have room for the rows of two batches. One batch more of the loader is in memory.
+    Results are the same as without: the next batch sees rows that are trained meanwhile. The memory budget of each embedding
+    has to have room for the rows of two batches. One more batch of the loader is in memory.
 
     Args:
-        loader: Returns batches, such as a DataLoader.
-        rows: Returns for a batch the ids of which rows will be read, by embedding or table.
+        loader: An iterable of batches, such as a DataLoader.
+        rows: Returns the ids that a batch needs, by embedding or table.
     """
 
     def __init__(self, loader: Iterable[Batch], rows: Callable[[Batch], Mapping[Prefetching, torch.Tensor]]) -> None:
@@ -492,7 +493,7 @@ def _read_range(table: Table, begin: int, end: int) -> torch.Tensor:
 
 
 def _check_fits(table: Table, shape: tuple[int, int], dtype: torch.dtype | None, optimizer: OptimizerFactory | None) -> None:
-    """Raise ValueError if a table has other rows than are wanted, or other states than the optimizer's."""
+    """Raise ValueError if a table has another shape, dtype, or other states than the optimizer keeps."""
     if table.shape != shape or table.dtype != (dtype or table.dtype):
         raise ValueError(f"{table} has the shape {table.shape} in {table.dtype}, and {shape} in {dtype or table.dtype} is wanted")
     if optimizer is not None:

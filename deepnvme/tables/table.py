@@ -23,7 +23,7 @@ from .creating import create_files
 from .identity import check_identity, directories_of
 from .layout import State, columns_of
 from .manifest import ROWS_NAME, Epochs, load_manifest
-from .opening import CheckpointFormat, find_layout
+from .opening import find_layout
 from .reading import DEFAULT_STAGING_BYTES
 from .rows_future import PartialRows, RowsFuture, checked_ids, values_for
 from .session import TableSession, TableStats
@@ -107,9 +107,9 @@ class Table:
         Args:
             paths: A directory, which is created if it is missing, or several on different drives, over which the rows are
                 striped.
-            rows: How many.
-            shape: Of one row.
-            dtype: Of the values.
+            rows: Number of rows.
+            shape: Shape of one row.
+            dtype: Dtype of the values.
             values: Returns rows ``begin`` to ``end``, of shape ``(end - begin, *shape)``; called for all rows in their order,
                 some thousand at a time. None for zeros.
             states: Optimizer states that are kept beside each row, by name.
@@ -168,9 +168,9 @@ class Table:
             paths: The directory of a table, or of one over several drives the first; if it was copied or moved, all of them, in
                 the order in which it was created. Or a ``.npy`` file; a ``.safetensors`` or ``.pt`` file; or any other file,
                 whose rows are as ``dtype`` and ``shape`` say.
-            name: Of the tensor in a ``.safetensors`` or ``.pt`` file that has several.
-            dtype: Of the values in a raw file.
-            shape: Of one row in a raw file.
+            name: Name of the tensor in a ``.safetensors`` or ``.pt`` file that has several.
+            dtype: Dtype of the values in a raw file.
+            shape: Shape of one row in a raw file.
             offset: Bytes from the start of a raw file to its first row.
             writable: Whether rows will be changed: of tables that were created ``updatable``. There is one writer at a time,
                 and any number of readers beside it, which see its last commit.
@@ -210,7 +210,7 @@ class Table:
         elif len(given) > 1:
             raise ValueError(f"'{first}' is no table's directory: give one file, got {len(given)}")
         else:
-            layout = find_layout(CheckpointFormat.of(first), first, name, dtype, shape, offset)
+            layout = find_layout(first, name, dtype, shape, offset)
         return cls(TableSession(layout, directories, epochs, writable, memory_budget, staging_bytes, config), reopen)
 
     # -- what it is
@@ -235,7 +235,7 @@ class Table:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """Dtype of the values."""
         return self._layout.values.dtype
 
     @property
@@ -250,7 +250,7 @@ class Table:
 
     @property
     def directory(self) -> Path:
-        """Where its file is: of several, the first."""
+        """The directory of the table's file, or of the first of several."""
         return self._layout.files[0].parent
 
     @property
@@ -336,7 +336,7 @@ class Table:
                 session.background.wake()
 
     def pin(self, ids: torch.Tensor) -> int:
-        """Have rows stay in memory, such as those known to be used most. Blocks until they are read.
+        """Keep rows in memory, such as rows that are known to be used most. Blocks until they are read.
 
         At most nine tenths of the memory's rows are pinned, in the order of ``ids``: further ones are not. Pinned rows that have
         to be read once more, because another process has committed or after :meth:`rollback`, stay from when they are read.
@@ -356,7 +356,7 @@ class Table:
             return cache.pinned
 
     def unpin(self) -> None:
-        """Have no row stay in memory that is seldom used."""
+        """Unpin all rows."""
         with self.session.lock:
             self.session.reader_here()
             self.session.cache.unpin_all()
@@ -392,8 +392,8 @@ class Table:
 
         Args:
             ids: Numbers of rows, of one dimension.
-            keep: Whether they stay in memory, as far as there is room, since they will be changed. If not, they do like those of
-                :meth:`read`: if they are used often enough.
+            keep: Whether the rows stay in memory, as far as there is room, since they will be changed. If False, they stay if
+                they are used often enough, as with :meth:`read`.
 
         Raises:
             IndexError, TypeError, ValueError, OSError: As :meth:`read` does.
@@ -433,7 +433,7 @@ class Table:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What the last commit has noted besides the rows, such as a number of steps."""
+        """The attributes of the last commit, such as a number of steps."""
         with self.session.lock:
             return copy.deepcopy(dict(self.session.epochs.attributes))
 
@@ -443,7 +443,7 @@ class Table:
         Blocks until it is on stable storage. Without changes since the last commit it does nothing.
 
         Args:
-            attributes: What is committed with the rows, for :attr:`attributes`: what JSON can hold. None for what it is now.
+            attributes: Committed with the rows, for :attr:`attributes`: anything that JSON can hold. None keeps the attributes.
 
         Returns:
             The number of the commit, which grows.

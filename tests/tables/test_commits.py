@@ -228,17 +228,6 @@ def test_what_a_writer_prepares_does_not_empty_the_memory_of_a_reader(drive: Pat
         assert (rows == 1).all()
 
 
-def test_attributes_that_are_changed_in_place_are_committed(drive: Path) -> None:
-    with Table.create(drive / "table", 10, 4, torch.int64) as table:
-        table.commit({"history": [1]})
-        attributes = table.attributes
-        attributes["history"].append(2)
-        assert table.attributes == {"history": [1]}
-        table.commit(attributes)
-    with Table.open(drive / "table") as table:
-        assert table.attributes == {"history": [1, 2]}
-
-
 def test_a_future_that_nobody_asked_knows_that_too_much_was_changed_to_be_remembered(drive: Path) -> None:
     rows = 200_000  # more than RowCache remembers
     with Table.create(drive / "table", rows, 1, torch.int64, memory_budget=1 << 20) as table:

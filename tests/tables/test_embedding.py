@@ -342,12 +342,6 @@ def test_an_open_table_is_used_as_it_is(drive: Path) -> None:
     table.close()
 
 
-def test_a_frozen_one_is_trained_when_it_is_told(drive: Path) -> None:
-    ours = EmbeddingOnDisk(3, 2, path=drive / "table", optimizer=torch.optim.SGD).requires_grad_(False)
-    assert not ours.trained
-    assert ours.requires_grad_().trained
-
-
 def test_in_a_training_the_step_asks_for_the_rows_again(drive: Path) -> None:
     _, ours = pair(drive)
     optimizer = RowOptimizer(ours, lr=0.1)
@@ -370,22 +364,3 @@ def test_non_reentrant_checkpointing_and_autocast(drive: Path) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             checkpoint(lambda ids, module=module: (module(ids) ** 2).sum(), ids, use_reentrant=False).backward()
     assert torch.equal(dense(ours.gradient_holder.grad), dense(theirs.weight.grad))
-
-
-def test_striped_over_two_directories(drive: Path) -> None:
-    torch.manual_seed(0)
-    ours = EmbeddingOnDisk(ROWS, DIM, path=[drive / "a", drive / "b"], optimizer=torch.optim.SparseAdam)
-    torch.manual_seed(0)
-    theirs = nn.Embedding(ROWS, DIM, sparse=True)
-    mine, torchs = RowOptimizer(ours), torch.optim.SparseAdam(theirs.parameters())
-    for _ in range(3):
-        ids = some_ids(50)
-        for module, optimizer in ((ours, mine), (theirs, torchs)):
-            module(ids).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    mine.commit()
-    ours.table.close()
-    again = EmbeddingOnDisk(ROWS, DIM, path=[drive / "a", drive / "b"])
-    assert torch.equal(again.state_dict()["weight"], theirs.weight)
-    again.table.close()
