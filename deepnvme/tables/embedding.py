@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -59,17 +59,15 @@ class _RowGradients(torch.autograd.Function):
         return found, None, None, None
 
 
-class _Gathered:
-    """The rows of one forward, each once.
+class _Gathered(NamedTuple):
+    """The rows of one forward, each once."""
 
-    Attributes:
-        weight: The rows, perhaps with one more row for the padding.
-        positions: Position in ``weight`` of each id's row.
-        padding: Position in ``weight`` of the padding's row; None without padding.
-    """
-
-    def __init__(self, weight: torch.Tensor, positions: torch.Tensor, padding: int | None) -> None:
-        self.weight, self.positions, self.padding = weight, positions, padding
+    weight: torch.Tensor
+    """The rows, perhaps with one more row for the padding."""
+    positions: torch.Tensor
+    """Position in ``weight`` of each id's row."""
+    padding: int | None
+    """Position in ``weight`` of the padding's row; None without padding."""
 
 
 class RowsOnDisk(nn.Module):

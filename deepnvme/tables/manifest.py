@@ -18,6 +18,7 @@ docs/formats.md has the fields, and what a crash at each point leaves.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import os
@@ -79,12 +80,12 @@ class _Fields(BaseModel):
     directories: Annotated[list[str], Field(min_length=1)]
     committed: _Count
     reserved: _Count
-    abandoned: list[tuple[_Count, _Count]]
+    abandoned: tuple[tuple[_Count, _Count], ...]
     attributes: dict[str, Any]
     name: str = ""
     prepared: Prepared | None = None
     identity: _Identity
-    previous: list[_Identity] = []
+    previous: tuple[_Identity, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,10 @@ class Epochs:
         return max(self.committed, last_abandoned) + 1
 
 
+_EPOCHS = [each.name for each in dataclasses.fields(Epochs)]
+"""Fields of the manifest that are those of :class:`Epochs`."""
+
+
 def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs, name: str = MANIFEST_NAME) -> None:
     """Write the manifest into the first directory, to stable storage. Blocks.
 
@@ -154,14 +159,7 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs, 
         version_bytes=layout.version_bytes,
         chunk=layout.chunk,
         directories=[str(each) for each in directories],
-        committed=epochs.committed,
-        reserved=epochs.reserved,
-        abandoned=list(epochs.abandoned),
-        attributes=dict(epochs.attributes),
-        name=epochs.name,
-        prepared=epochs.prepared,
-        identity=epochs.identity,
-        previous=list(epochs.previous),
+        **{name: getattr(epochs, name) for name in _EPOCHS},
     )
     text = fields.model_dump_json(indent=1) + "\n"
     if len(text.encode()) > _MOST_BYTES:
@@ -221,11 +219,7 @@ def load_manifest(directory: Path, name: str = MANIFEST_NAME) -> tuple[TableLayo
         raise CorruptTable(path, str(error)) from error
     files = tuple(Path(each) / ROWS_NAME for each in fields.directories)
     layout = TableLayout(files, fields.rows, columns, 0, fields.version_bytes, fields.chunk)
-    epochs = Epochs(
-        fields.committed, fields.reserved, tuple(fields.abandoned), fields.attributes, fields.name, fields.prepared,
-        fields.identity, tuple(fields.previous),
-    )  # fmt: skip
-    return layout, epochs
+    return layout, Epochs(**{name: getattr(fields, name) for name in _EPOCHS})
 
 
 def _check(fields: _Fields) -> None:

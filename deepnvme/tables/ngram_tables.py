@@ -57,25 +57,36 @@ def open_ngram_tables(
     """
     memory_budget = budget_bytes(memory_budget, "memory_budget")
     staging_bytes = byte_count(staging_bytes, "staging_bytes")
+    path = os.path.abspath(os.fsdecode(path))
     tables: dict[str, list[tuple[int, str, Location]]] = {}
-    for name, weight in weights_in(Path(os.fsdecode(path))).items():
+    for name, weight in weights_in(path).items():
         if not isinstance(weight, Location) or len(weight.info.shape) < 2:
             continue
         shard = re.fullmatch(shard_name, name)
-        table = name if shard is None else shard["table"] + (shard["rest"] or "")
-        if re.fullmatch(names, table):
-            tables.setdefault(table, []).append((0 if shard is None else int(shard["number"]), name, weight))
+        whole = name if shard is None else shard["table"] + (shard["rest"] or "")
+        if re.fullmatch(names, whole):
+            tables.setdefault(whole, []).append((0 if shard is None else int(shard["number"]), name, weight))
     if not tables:
-        raise ValueError(f"'{os.fsdecode(path)}' has no table whose name matches {names!r}")
+        raise ValueError(f"'{path}' has no table whose name matches {names!r}")
     layouts = {name: _layout_of(name, shards) for name, shards in tables.items()}
     sizes = {name: layout.rows * layout.values.nbytes for name, layout in layouts.items()}
+    staging = staging_bytes // len(layouts)
     found = {}
     with contextlib.ExitStack() as opened:
         for name, layout in layouts.items():
             budget = memory_budget * sizes[name] // max(sum(sizes.values()), 1)
-            found[name] = opened.enter_context(_open(layout, budget, staging_bytes // len(layouts), config))
+            reopen = functools.partial(_reopened, path, name, shard_name, budget, staging, config)
+            table = Table(TableSession(layout, None, Epochs(), False, budget, staging, config), reopen)
+            found[name] = opened.enter_context(table)
         opened.pop_all()
     return found
+
+
+def _reopened(path: str, name: str, shard_name: str, memory_budget: int, staging_bytes: int, config: AioConfig | None) -> Table:
+    """Open one of the tables in another process."""
+    return open_ngram_tables(
+        path, re.escape(name), shard_name=shard_name, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config
+    )[name]
 
 
 def _layout_of(name: str, shards: Sequence[tuple[int, str, Location]]) -> TableLayout:
@@ -95,8 +106,3 @@ def _layout_of(name: str, shards: Sequence[tuple[int, str, Location]]) -> TableL
     ends = list(itertools.accumulate(layout.rows for layout in layouts))
     places = tuple(Shard(end - layout.rows, layout.base) for end, layout in zip(ends, layouts, strict=True))
     return TableLayout(files, ends[-1], layouts[0].columns, shards=places)
-
-
-def _open(layout: TableLayout, memory_budget: int, staging_bytes: int, config: AioConfig | None) -> Table:
-    session = TableSession(layout, None, Epochs(), False, memory_budget, staging_bytes, config)
-    return Table(session, functools.partial(_open, layout, memory_budget, staging_bytes, config))
