@@ -82,6 +82,13 @@ def test_one_directory_is_moved_to_another_drive(original: list[Path]) -> None:
     check([original[0], copy, original[2]], -TENSOR)
 
 
+def test_a_copy_beside_a_directory_in_place_is_refused_though_the_first_has_moved(original: list[Path]) -> None:
+    copies = copied(original, "copy")
+    moved = original[0].rename(original[0].with_name("moved"))
+    refused([moved, original[1], copies[2]], copies[2], original[2], "away")
+    check([moved, *original[1:]], TENSOR)
+
+
 def test_a_crash_between_the_memberships_and_the_manifest_leaves_a_store(original: list[Path]) -> None:
     """The directories have a new identity then, and the manifest the one before."""
     before = copied(original, "before")
