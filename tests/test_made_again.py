@@ -505,9 +505,8 @@ manager.save(1, {"a": batch})
 def test_what_has_close_is_a_context_manager() -> None:
     """Of all public classes that take a directory; save_on_disk is entered to save, and its files go at exit."""
     from deepnvme.streaming import OffloadedCache, Streaming
-    from deepnvme.tables import RowShards
 
-    for each in (OffloadedOptimizer, OffloadedTraining, TensorStore, Table, RowShards, WeightStore, OffloadedCache, Streaming):
+    for each in (OffloadedOptimizer, OffloadedTraining, TensorStore, Table, WeightStore, OffloadedCache, Streaming):
         assert hasattr(each, "close")
         assert hasattr(each, "__enter__"), each
     assert hasattr(deepnvme.Engine, "__enter__")

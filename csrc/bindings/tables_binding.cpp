@@ -165,12 +165,14 @@ void bind_tables(py::module_& module) {
         "rows"_a, "count"_a, "rows_of_table"_a);
     py::class_<CachedTable, SharedTable>(tables, "RowCache", py::module_local())
         .def(py::init([](std::uint64_t rows, std::uint64_t record_bytes, std::uint64_t base, std::uint64_t stride, std::uint64_t unit,
-                         std::uint64_t version_bytes, std::uint64_t volumes, std::uint64_t chunk, std::uint64_t slots, Address memory) {
-                 return std::make_shared<CachedTable>(
-                     Geometry{rows, record_bytes, base, stride, unit, version_bytes, volumes, chunk}, slots, memory);
+                         std::uint64_t version_bytes, std::uint64_t volumes, std::uint64_t chunk,
+                         const std::vector<std::pair<std::uint64_t, std::uint64_t>>& shards, std::uint64_t slots, Address memory) {
+                 Geometry geometry{rows, record_bytes, base, stride, unit, version_bytes, volumes, chunk, {}};
+                 for (const auto& [first_row, first_byte] : shards) geometry.shards.push_back({first_row, first_byte});
+                 return std::make_shared<CachedTable>(geometry, slots, memory);
              }),
              py::kw_only(), "rows"_a, "record_bytes"_a, "base"_a, "stride"_a, "unit"_a, "version_bytes"_a, "volumes"_a, "chunk"_a,
-             "slots"_a, "memory"_a)
+             "shards"_a, "slots"_a, "memory"_a)
         .def(
             "set_visible",
             [](CachedTable& self, std::uint64_t last, std::vector<std::pair<std::uint64_t, std::uint64_t>> abandoned) {

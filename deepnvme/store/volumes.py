@@ -16,6 +16,7 @@ from pathlib import Path
 
 from deepnvme.engine import Engine
 from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner, lock_directories
+from deepnvme.files.identity import refuse_mixture
 
 from . import data_file, manifest
 from .data_file import DataFile
@@ -277,37 +278,20 @@ def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[
                 " give directories that were copied or moved together"
             )
         order += found
-        _check_not_mixed(directories[first], directories[found[0]], members[found[0]], manifest.store)
+    if len(order) > 1:
+        second = members[order[1]]
+        recorded: list[Path | None] = [Path(second.first)]
+        recorded += [Path(members[index].directory) if members[index].directory else None for index in order[1:]]
+
+        def is_at(number: int, path: Path) -> bool:
+            if number == 0:
+                return (there := load(path)) is not None and _belongs(second, there.store)
+            other = membership(path)
+            return other is not None and other.index == number and _belongs(other, manifest.store)
+
+        refuse_mixture([directories[index] for index in order], recorded, is_at)
     return manifest, order
 
 
 def _belongs(member: StoreMembership, store: str) -> bool:
     return store in (member.store, member.previous)
-
-
-def _check_not_mixed(first: Path, directory: Path, member: StoreMembership, store: str) -> None:
-    """Raise ValueError if one of two directories of a store is where it was, and the other a copy of one that is there still."""
-    first_in_place = _same(first, Path(member.first))
-    in_place = bool(member.directory) and _same(directory, Path(member.directory))
-    if in_place and not first_in_place:
-        moved, place = first, Path(member.first)
-        there = load(place)
-        still = there is not None and _belongs(member, there.store)
-    elif first_in_place and not in_place and member.directory:
-        moved, place = directory, Path(member.directory)
-        other = membership(place)
-        still = other is not None and other.index == member.index and _belongs(other, store)
-    else:
-        return
-    if still:
-        raise ValueError(
-            f"'{moved}' was given for '{place}', which is there still, beside a directory of the store that is where it was: give"
-            f" '{place}', or a copy of each; or move '{place}' away if '{moved}' takes its place"
-        )
-
-
-def _same(path: Path, other: Path) -> bool:
-    try:
-        return os.path.samefile(path, other)
-    except OSError:
-        return False

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from .writing import RowWriter
 
 _WAIT_SECONDS = 0.005
-"""Of one transfer, before the thread looks at the others: there may be reads and writes under way."""
+"""How long the thread waits for one transfer before it looks at the others: reads and writes may be under way."""
 
 
 class BackgroundThread:
     """Delivers parts of prefetches as they are read, starts further ones, and goes on writing changed rows.
 
-    The thread is there only as long as there is something to do. It waits for the drive without the table's lock, and knows the
-    table's reader and writer, but not the table. It is a daemon: at the end of the interpreter nothing waits for it.
+    The thread runs only as long as there is something to do. It waits for the drive without the table's lock, and knows the
+    table's reader and writer, but not the table. The thread is a daemon: the interpreter does not wait for it at exit.
 
     Args:
         lock: The table's.
-        reader: Has the prefetches.
-        writer: Has the changed rows; None for a table that is only read.
+        reader: Starts and delivers prefetches.
+        writer: Writes changed rows; None for a table that is only read.
     """
 
     def __init__(self, lock: threading.RLock, reader: RowReader, writer: RowWriter | None) -> None:
@@ -34,7 +34,7 @@ class BackgroundThread:
         self._stopped = False
 
     def wake(self) -> None:
-        """Have the thread run if there is something to do. Never blocks. Called with the lock held."""
+        """Start the thread if there is something to do. Never blocks. Called with the lock held."""
         if self._stopped or (self._thread is not None and self._thread.is_alive()):
             return
         if not self._reader.prefetching and (self._writer is None or not self._writer.writing_behind):
@@ -46,7 +46,7 @@ class BackgroundThread:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Have the thread begin nothing more, and end soon. Called with the lock held."""
+        """Tell the thread to start nothing more, and to end. Returns at once. Called with the lock held."""
         self._stopped = True
 
     def _run(self) -> None:
@@ -58,7 +58,7 @@ class BackgroundThread:
                 elif self._writer is not None and not self._stopped:
                     self._writer.write_behind()
                 if future is None:
-                    self._thread = None  # the lock is held: who comes next starts another one
+                    self._thread = None  # the lock is held: the next wake() starts another thread
                     return
             with contextlib.suppress(TimeoutError):
                 future.exception(_WAIT_SECONDS)

@@ -1,4 +1,4 @@
-"""Commits of several tables, which after a crash are all there or none."""
+"""Commits of several tables, of which a crash leaves all or none."""
 
 from __future__ import annotations
 
@@ -6,30 +6,34 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .session import TableSession
 from .table import Table
 
 
 class CommonCommits:
     """Commits several tables together.
 
-    Each table is prepared: its changes are on the drive, and its manifest says so. Then the first one is committed, which decides
-    for all, and after it the others. A crash before that leaves each table at the commit before; after it, whoever has the
-    tables together next finds the first one's name of the commit, and makes it the last one of those that were only prepared.
+    Each table is prepared: its changes are on the drive, and its manifest says so. Then the first table is committed, which
+    decides for all, and then the others. A crash before the decision leaves each table at its last commit. After a crash that
+    comes later, the next object for these tables finds the name of the first table's commit, and finishes the others' commits.
 
     Args:
-        tables: Opened ``writable``; no row was changed since. The first one decides.
+        tables: Opened ``writable``, with no row changed since. The first table decides.
 
     Raises:
         OSError: From the drive.
     """
 
     def __init__(self, tables: Sequence[Table]) -> None:
-        self._tables = list(tables)
+        self._sessions = [table.session for table in tables]
         self._unfinished: tuple[str, list[dict[str, Any]]] | None = None
         if len(tables) > 1:
-            names = {table.commit_name for table in tables} - {""}
-            for table in tables:
-                table.adopt_prepared(names)
+            names = {commit_name(session) for session in self._sessions} - {""}
+            for session in self._sessions:
+                with session.lock:
+                    writer = session.writer_here()
+                    if writer.prepared is not None and writer.prepared.name in names:
+                        writer.adopt_prepared()
 
     def commit(self, attributes: Sequence[Mapping[str, Any]]) -> None:
         """Commit all tables. Blocks until they are on stable storage.
@@ -38,38 +42,49 @@ class CommonCommits:
             attributes: Of each table, as for :meth:`Table.commit`.
 
         Raises:
-            OSError: From the drive. It may be called again.
+            OSError: From the drive. Call it again.
         """
         self.finish()
-        if len(self._tables) == 1:
-            self._tables[0].commit(attributes[0])
-            return
         name, noted = secrets.token_hex(8), [dict(each) for each in attributes]
-        for table, each in zip(self._tables, noted, strict=True):
-            table.prepare_commit(name, each)
-        self._unfinished = name, noted
-        self.finish()
+        if len(self._sessions) == 1:
+            name = ""
+        else:
+            for session, each in zip(self._sessions, noted, strict=True):
+                with session.lock:
+                    session.writer_here().prepare(name, each)
+            self._unfinished = name, noted
+        self._commit(name, noted)
 
     def finish(self) -> None:
-        """Finish a commit that was decided, or perhaps was, and then failed or was interrupted. No row may be changed before.
+        """Finish a commit that may have been decided before it failed or was interrupted. To be called before rows are changed.
 
         Raises:
             OSError: From the drive; call it again, or :meth:`rollback`.
         """
         if self._unfinished is not None:
-            name, noted = self._unfinished
-            for table, each in zip(self._tables, noted, strict=True):
-                table.commit_prepared(name, each)
-            self._unfinished = None
+            self._commit(*self._unfinished)
 
     def rollback(self) -> None:
-        """Undo the changes of all tables since the last commit; one that was decided is finished before. Blocks.
+        """Undo the changes of all tables since the last commit; a commit that was decided is finished before. Blocks.
 
         Raises:
             OSError: From the drive; call it again.
         """
-        if self._unfinished is not None and self._tables[0].commit_name == self._unfinished[0]:
+        if self._unfinished is not None and commit_name(self._sessions[0]) == self._unfinished[0]:
             self.finish()
-        for table in self._tables:  # the first one first: then none of the others is prepared for what is in force
-            table.rollback()
+        for session in self._sessions:  # the first table first: then none of the others is prepared for a commit in force
+            with session.lock:
+                session.writer_here().rollback()
         self._unfinished = None
+
+    def _commit(self, name: str, attributes: Sequence[Mapping[str, Any]]) -> None:
+        for session, each in zip(self._sessions, attributes, strict=True):
+            with session.lock:
+                session.writer_here().commit(each, name)
+        self._unfinished = None
+
+
+def commit_name(session: TableSession) -> str:
+    """Return the name of a table's last commit, if it was made together with those of other tables; else an empty name."""
+    with session.lock:
+        return session.writer_here().epochs.name

@@ -1,10 +1,17 @@
-"""New tables: their files, filled row by row in order, and made a table by the manifest in the end."""
+"""New tables.
+
+1. The directories are locked, and have no table: no manifest, and no file of rows.
+2. ``rows.new`` in each directory is preallocated, filled in order, given its identity, and flushed.
+3. The manifest is written under another name, which says that the files of rows with its identity belong to no table yet.
+4. Each ``rows.new`` is renamed to ``rows``, then the manifest to its own name: from then on there is a table.
+
+A process that is killed before leaves files that the next one removes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import uuid
 from collections import deque
@@ -18,26 +25,23 @@ from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine, File, Future
 from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner
 from deepnvme.files.preallocation import preallocate
-from deepnvme.files.regular_files import NotARegularSmallFile, read_regular
 from deepnvme.files.replacing import sync_directory, with_filename
 from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
 
-from .identity import file_bytes, write_identity
+from .identity import file_bytes, is_file_of, write_identity
 from .layout import Column, TableLayout
-from .manifest import MANIFEST_NAME, ROWS_NAME, Epochs, save_manifest
+from .manifest import MANIFEST_NAME, ROWS_NAME, UNFINISHED_NAME, Epochs, load_manifest, save_manifest
 
 _FILL_BYTES = 8 << 20
-"""Bytes of rows that are made at a time."""
+"""Bytes of rows that are written at a time."""
+_NORMAL_PART_BYTES = 4 << 20
+"""Bytes of rows that :class:`NormalRows` makes at a time."""
 _CHUNK_BYTES = 64 << 10
-"""Bytes of rows that are next to one another on a drive before the next drive has its turn."""
+"""Bytes of consecutive rows on a drive before the next drive has its turn."""
 _SECTOR = 512
-_UNFINISHED_NAME = "rows.new"
-"""Of a file of rows until all are written. One that is left by a process that died is removed by the next."""
-_NOTE_NAME = "deepnvme-table.unfinished"
-"""Of a file in the first directory, from before files of rows get their names until there is a manifest: it has the inode of
-each, so that those that a process has left that was killed in between are known from another table's."""
-_MOST_NOTE_BYTES = 1 << 20
+_UNFINISHED_ROWS = "rows.new"
+"""Name of a file of rows until all rows are written."""
 _FIRST_EPOCH = 1
 
 Values = Callable[[int, int], torch.Tensor]
@@ -56,17 +60,16 @@ def create_files(
     """Make the files of a table. Blocks until they are on stable storage.
 
     Args:
-        directories: Of the table.
-        rows: How many.
-        columns: Of each row.
-        values: Returns some of the rows; None for zeros.
-        initial: What the elements of the other columns begin with, by name.
+        directories: The table's directories.
+        rows: Number of rows.
+        columns: Columns of each row.
+        values: Returns a range of rows; None for zeros.
+        initial: Initial value of the other columns, by name.
         updatable: Whether each row has two versions.
         config: Settings of the engine.
 
     Raises:
-        FileExistsError: If there is a table in one of the directories. What a process has left that was killed in here is
-            replaced.
+        FileExistsError: If there is a table in one of the directories.
         ValueError: If values have another shape or dtype.
         OSError: From the drive. Nothing is left then.
     """
@@ -81,7 +84,7 @@ def create_files(
         stack.callback(_remove_unless_made, directories)
         engine = stack.enter_context(engine_for(directories, config))
         paths = [directory / ROWS_NAME for directory in directories]
-        unfinished = [directory / _UNFINISHED_NAME for directory in directories]
+        unfinished = [directory / _UNFINISHED_ROWS for directory in directories]
         for path in unfinished:
             path.unlink(missing_ok=True)
         # Other rows are in whole sectors only where they have two versions.
@@ -104,59 +107,41 @@ def create_files(
             future.result()
         for future in [engine.fsync(file) for file in files]:
             future.result()
-        _note(directories, unfinished)
+        committed = _FIRST_EPOCH if updatable and filled else 0
+        save_manifest(directories, layout, Epochs(committed, committed, identity=identity), UNFINISHED_NAME)
         for directory in directories:
-            with with_filename(directory / _UNFINISHED_NAME):
-                os.rename(directory / _UNFINISHED_NAME, directory / ROWS_NAME)
+            with with_filename(directory / _UNFINISHED_ROWS):
+                os.rename(directory / _UNFINISHED_ROWS, directory / ROWS_NAME)
             sync_directory(directory)
             sync_directory(directory.parent)
-        committed = _FIRST_EPOCH if updatable and filled else 0
-        save_manifest(directories, layout, Epochs(committed, committed, identity=identity))
-        with contextlib.suppress(OSError):  # the table is whole with it, too
-            (directories[0] / _NOTE_NAME).unlink()
+        with with_filename(directories[0] / MANIFEST_NAME):
+            os.rename(directories[0] / UNFINISHED_NAME, directories[0] / MANIFEST_NAME)
+        sync_directory(directories[0])
 
 
 def _check_empty(directories: Sequence[Path]) -> None:
-    """Raise FileExistsError if there are rows in one of the directories, which another table may have there."""
+    """Raise FileExistsError if a directory has a manifest, or a file of rows, of another table."""
     left_behind = _left_behind(directories)
     for path in [directory / name for directory in directories for name in (MANIFEST_NAME, ROWS_NAME)]:
         if os.path.lexists(path) and path not in left_behind:
             raise FileExistsError(errno.EEXIST, "there is a table already: open it, or remove the directory", str(path))
 
 
-def _note(directories: Sequence[Path], files: Sequence[Path]) -> None:
-    """Note which files of rows are about to get their names."""
-    inodes = {str(directory): file.stat().st_ino for directory, file in zip(directories, files, strict=True)}
-    path = directories[0] / _NOTE_NAME
-    with with_filename(path), open(path, "w", encoding="utf-8") as file:
-        json.dump(inodes, file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(directories[0])
-
-
 def _left_behind(directories: Sequence[Path]) -> list[Path]:
-    """Return files of rows that belong to no table, since a process was killed before it had written the manifest."""
-    if os.path.lexists(directories[0] / MANIFEST_NAME):
-        return []
+    """Return the files of rows of a process that was killed before its manifest had its name: those with its identity."""
     try:
-        noted = json.loads(read_regular(directories[0] / _NOTE_NAME, _MOST_NOTE_BYTES))
-    except (FileNotFoundError, NotADirectoryError, NotARegularSmallFile, ValueError):
+        _, epochs = load_manifest(directories[0], UNFINISHED_NAME)
+    except OSError:
         return []
-    found = []
-    for directory in directories if isinstance(noted, dict) else ():
-        path = directory / ROWS_NAME
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if path.lstat().st_ino == noted.get(str(directory)):
-                found.append(path)
-    return found
+    paths = [directory / ROWS_NAME for directory in directories]
+    return [path for volume, path in enumerate(paths) if is_file_of(path, volume, epochs)]
 
 
 def _remove_unless_made(directories: Sequence[Path]) -> None:
-    """Remove files of rows where no manifest has made them a table. What another table has was refused before."""
+    """Remove all files of the table if it has no manifest."""
     if not (directories[0] / MANIFEST_NAME).exists():
-        paths = [directory / name for directory in directories for name in (_UNFINISHED_NAME, ROWS_NAME)]
-        for path in [*paths, directories[0] / _NOTE_NAME]:
+        paths = [directory / name for directory in directories for name in (_UNFINISHED_ROWS, ROWS_NAME)]
+        for path in [*paths, directories[0] / UNFINISHED_NAME]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
@@ -172,7 +157,7 @@ def _layout_of(paths: list[Path], rows: int, columns: tuple[Column, ...], updata
 def _fill(
     engine: Engine, files: Sequence[File], layout: TableLayout, values: Values | None, initial: Mapping[str, float]
 ) -> None:
-    """Write all rows, in their order, some at a time: while one part is made, the one before is written."""
+    """Write all rows in order, some MiB at a time: one part is made while the previous part is written."""
     turn = layout.chunk * len(files)  # rows after which the first file has its turn again
     step = max(_FILL_BYTES // layout.stride // turn, 1) * turn
     under_way: deque[Future] = deque()
@@ -191,7 +176,7 @@ def _fill(
         for volume, file in enumerate(files):
             own = _images_of(layout, images, volume, len(files))
             if len(own):
-                offset = layout.place_of(begin + volume * layout.chunk)[1]
+                offset = layout.offset_of(begin + volume * layout.chunk)
                 under_way.append(engine.write(own.reshape(-1), file, offset))
     while under_way:
         under_way.popleft().result()
@@ -215,8 +200,44 @@ def _images(layout: TableLayout, values: torch.Tensor, initial: Mapping[str, flo
 
 
 def _images_of(layout: TableLayout, images: torch.Tensor, volume: int, volumes: int) -> torch.Tensor:
-    """Return those images that a volume has, of a range of rows that begins with the first volume's turn."""
+    """Return the images of one volume, of a range of rows that begins with the first volume's turn."""
     if volumes == 1:
         return images
     parts = torch.split(images, layout.chunk)
     return torch.cat([images[:0], *parts[volume::volumes]])
+
+
+class NormalRows:
+    """Returns rows of normally distributed numbers, in order, from torch's default generator, as ``torch.nn.Embedding`` does.
+
+    ``normal_`` makes 16 numbers of 16, in their order, and the last 16 of a tensor once more if it has no multiple of 16: so
+    parts have a multiple of 16 rows, and the last of them is no shorter than 16 rows.
+
+    Args:
+        rows: Number of rows.
+        embedding_dim: Elements of each row.
+        dtype: Dtype of the elements.
+        zero_row: Number of a row of zeros; None if there is none.
+    """
+
+    def __init__(self, rows: int, embedding_dim: int, dtype: torch.dtype, zero_row: int | None) -> None:
+        self._rows, self._zero_row = rows, zero_row
+        self._step = max(_NORMAL_PART_BYTES // max(embedding_dim * dtype.itemsize, 1) // 16 * 16, 16)
+        self._made = torch.empty(0, embedding_dim, dtype=dtype)  # made, and not returned yet
+        self._begin = 0  # number of the first row of _made
+
+    def __call__(self, begin: int, end: int) -> torch.Tensor:
+        """Return rows ``begin`` to ``end``. Calls must come in order, without gaps."""
+        parts = [self._made]
+        made = self._begin + len(self._made)
+        while made < end:
+            rest = self._rows - made
+            count = rest if rest < 2 * self._step else self._step
+            part = self._made.new_empty(count, self._made.shape[1]).normal_()
+            if self._zero_row is not None and made <= self._zero_row < made + count:
+                part[self._zero_row - made] = 0
+            parts.append(part)
+            made += count
+        whole = torch.cat(parts)
+        self._made, self._begin = whole[end - begin :].clone(), end
+        return whole[: end - begin]

@@ -4,53 +4,48 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from deepnvme.drives.aio_config import AioConfig
-from deepnvme.memory.budget import MemoryBudget, budget_bytes
-from deepnvme.telemetry.sizes import ByteCount, byte_count
+from deepnvme.drives.profiles import AnyPath
 
-from .creating import Values
-from .initial_rows import NormalRows
+from .creating import NormalRows, Values
 from .layout import State
 from .manifest import MANIFEST_NAME
 from .mapped_tensors import mapped_tensors, parts_of
-from .paths import AnyPath, as_paths
-from .row_ids import check_integers, checked_ids
 from .row_states import OptimizerFactory, check_states, optimizer_name, states_of
-from .staging import DEFAULT_STAGING_BYTES
-from .table import DEFAULT_MEMORY_BUDGET, Table
+from .rows_future import check_integers, checked_ids
+from .table import Table, TableMemory, as_paths
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 Mode = Literal["sum", "mean", "max"]
 
 
 class _RowGradients(torch.autograd.Function):
-    """Has the gradient of some rows become the sparse gradient of all: the same that ``sparse=True`` gives in torch.
+    """Turns the gradient of the rows of a batch into the sparse gradient of all rows that ``sparse=True`` gives in torch.
 
-    autograd then adds up those of several forwards as it does torch's.
+    autograd then adds up the gradients of several forwards as it does for torch's module.
     """
 
     @staticmethod
     def forward(
         ctx: Any, holder: torch.Tensor, rows: torch.Tensor, padding_idx: int | None, weight: torch.Tensor
     ) -> torch.Tensor:
-        """Return ``weight``, the rows of the numbers ``rows``, as a function of the gradient holder."""
+        """Return ``weight``, which has the rows of the numbers ``rows``, as a function of the gradient holder."""
         ctx.rows, ctx.padding_idx, ctx.size = rows, padding_idx, holder.shape
         return weight
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the sparse gradient of all rows, for the holder, of the gradient of some."""
+        """Return the sparse gradient of all rows, for the holder, given the gradient of ``weight``."""
         rows = ctx.rows
         if gradient.is_sparse:
             numbers, values, ordered = rows[gradient._indices()[0]], gradient._values(), gradient.is_coalesced()
@@ -64,47 +59,37 @@ class _RowGradients(torch.autograd.Function):
         return found, None, None, None
 
 
-class _Gathered:
-    """The rows of one forward, each once.
+class _Gathered(NamedTuple):
+    """The rows of one forward, each once."""
 
-    Attributes:
-        weight: The rows, and perhaps one more that stands for the padding.
-        positions: Which of them each id is.
-        padding: Which of them is the padding; None if there is none.
-    """
-
-    def __init__(self, weight: torch.Tensor, positions: torch.Tensor, padding: int | None) -> None:
-        self.weight, self.positions, self.padding = weight, positions, padding
+    weight: torch.Tensor
+    """The rows, perhaps with one more row for the padding."""
+    positions: torch.Tensor
+    """Position in ``weight`` of each id's row."""
+    padding: int | None
+    """Position in ``weight`` of the padding's row; None without padding."""
 
 
 class RowsOnDisk(nn.Module):
-    """What :class:`EmbeddingOnDisk` and :class:`EmbeddingBagOnDisk` have in common."""
+    """Base class of :class:`EmbeddingOnDisk` and :class:`EmbeddingBagOnDisk`."""
 
     table: Table
-    """The rows, with their optimizer states."""
+    """The table that has the rows, with their optimizer states."""
     gradient_holder: torch.Tensor
-    """A leaf of the shape of all rows, without memory for them: its ``grad`` is their sparse gradient. It is no parameter."""
+    """A leaf with the shape of all rows and the memory of one element. Its ``grad`` is the rows' sparse gradient. It is not a
+    parameter."""
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, path: AnyPath | Sequence[AnyPath] | Table, padding_idx: int | None,
-        max_norm: float | None, scale_grad_by_freq: bool, sparse: bool, weight: None, device: torch.device | str | None,
-        dtype: torch.dtype | None, optimizer: OptimizerFactory | None, values: Values | None, memory_budget: MemoryBudget,
-        staging_bytes: ByteCount, config: AioConfig | None,
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale_grad_by_freq: bool,
+        path: AnyPath | Sequence[AnyPath] | Table, dtype: torch.dtype | None, optimizer: OptimizerFactory | None,
+        values: Values | None, memory: TableMemory,
     ) -> None:  # fmt: skip
         super().__init__()
-        memory_budget = budget_bytes(memory_budget, "memory_budget")
-        staging_bytes = byte_count(staging_bytes, "staging_bytes")
-        if max_norm is not None:
-            raise ValueError(
-                f"max_norm={max_norm} is not supported: rows that are too long would be changed, and written, by every forward,"
-                " without their optimizer; shorten them before, or use torch's module"
+        if unknown := memory.keys() - TableMemory.__annotations__.keys():
+            raise TypeError(
+                f"{type(self).__name__} takes no {', '.join(sorted(unknown))}: gradients are always sparse, results are on the"
+                " device of the ids, rows are not changed by a forward (max_norm), and from_pretrained() takes rows"
             )
-        if not sparse:
-            raise ValueError("sparse=False is not supported: gradients of rows on a drive are sparse; leave sparse out")
-        if weight is not None:
-            raise ValueError("_weight is not supported: use from_pretrained(weight, path=...)")
-        if device is not None and torch.device(device).type != "cpu":
-            raise ValueError(f"device={str(device)!r} is not supported: results are on the device of the ids; leave device out")
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx must be in [{-num_embeddings}, {num_embeddings}), got {padding_idx}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
@@ -116,7 +101,7 @@ class RowsOnDisk(nn.Module):
             table = path
             _check_fits(table, (num_embeddings, embedding_dim), dtype, optimizer)
         else:
-            table = self._open(as_paths(path), dtype, values, memory_budget, staging_bytes, config)
+            table = self._open(as_paths(path), dtype, values, memory)
             try:
                 _check_fits(table, (num_embeddings, embedding_dim), dtype, optimizer)
             except BaseException:
@@ -126,37 +111,27 @@ class RowsOnDisk(nn.Module):
         self.gradient_holder = _holder(table, torch.device("cpu"))
         self.requires_grad_(optimizer is not None)
 
-    def _open(
-        self, paths: list[Path], dtype: torch.dtype | None, values: Values | None, memory_budget: int, staging_bytes: int,
-        config: AioConfig | None,
-    ) -> Table:  # fmt: skip
+    def _open(self, paths: list[Path], dtype: torch.dtype | None, values: Values | None, memory: TableMemory) -> Table:
         """Open the table at a path, or make it."""
-        memory: dict[str, Any] = {"memory_budget": memory_budget, "staging_bytes": staging_bytes, "config": config}
         if paths and (paths[0] / MANIFEST_NAME).exists():
             return Table.open(paths, writable=self.optimizer is not None, **memory)
-        kind = torch.get_default_dtype() if dtype is None else dtype
+        dtype = dtype or torch.get_default_dtype()
         states: Mapping[str, State] = {}
         if self.optimizer is not None:
-            states = states_of(self.optimizer, kind, self.embedding_dim).rows
+            states = states_of(self.optimizer, dtype, self.embedding_dim).rows
         if values is None:
-            values = NormalRows(self.num_embeddings, self.embedding_dim, kind, self.padding_idx)
+            values = NormalRows(self.num_embeddings, self.embedding_dim, dtype, self.padding_idx)
+        updatable = self.optimizer is not None
         return Table.create(
-            paths,
-            self.num_embeddings,
-            self.embedding_dim,
-            kind,
-            values=values,
-            states=states,
-            updatable=self.optimizer is not None,
-            **memory,
+            paths, self.num_embeddings, self.embedding_dim, dtype, values=values, states=states, updatable=updatable, **memory
         )
 
     @classmethod
     def _from_pretrained(
         cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool, path: AnyPath | Sequence[AnyPath] | None, name: str | None,
-        optimizer: OptimizerFactory | None, memory: dict[str, Any], **more: Any,
+        optimizer: OptimizerFactory | None, memory: TableMemory, **more: Any,
     ) -> Self:  # fmt: skip
-        """Return a module with rows that are there already. ``memory``: budgets and config, as a table takes them."""
+        """Return a module with rows that exist already. ``more``: further arguments of the class."""
         if not freeze and optimizer is None:
             raise ValueError("rows that are trained (freeze=False) need optimizer=, whose states are kept beside them")
         opened: Table | None = None
@@ -169,21 +144,21 @@ class RowsOnDisk(nn.Module):
         else:
             writable = path is None and optimizer is not None
             source = opened = Table.open(embeddings, name, writable=writable, **memory)
+
+        def values(begin: int, end: int) -> torch.Tensor:
+            """Return rows ``begin`` to ``end`` of the source."""
+            return source[begin:end].cpu() if isinstance(source, torch.Tensor) else _read_range(source, begin, end)
+
         try:
             if len(source.shape) != 2:
                 raise ValueError(f"embeddings must have two dimensions, got the shape {tuple(source.shape)}")
-            rows, dim = source.shape
+            target: Any = source if path is None else path
+            new: Any = cls  # the subclass, whose arguments are others
+            found: Self = new(
+                *source.shape, path=target, dtype=source.dtype, optimizer=optimizer, values=values, **more, **memory
+            )
             if path is None:
-                assert isinstance(source, Table)
-                found = cls(rows, dim, path=source, dtype=source.dtype, optimizer=optimizer, **memory, **more)
                 opened = None  # the module has it
-            else:
-
-                def values(begin: int, end: int) -> torch.Tensor:
-                    """Return rows ``begin`` to ``end`` of the source."""
-                    return source[begin:end].cpu() if isinstance(source, torch.Tensor) else _read_range(source, begin, end)
-
-                found = cls(rows, dim, path=path, dtype=source.dtype, optimizer=optimizer, values=values, **memory, **more)
         finally:
             if opened is not None:
                 opened.close()
@@ -197,10 +172,10 @@ class RowsOnDisk(nn.Module):
         return self.gradient_holder.requires_grad
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Have the rows be trained, or not: as for a parameter.
+        """Set whether the rows are trained, as for a parameter.
 
         Raises:
-            ValueError: If they cannot be changed.
+            ValueError: If the rows cannot be changed.
         """
         if requires_grad and not (self.table.writable and self.optimizer is not None):
             raise ValueError("the rows cannot be trained: give optimizer=, and a table that can be changed")
@@ -208,11 +183,11 @@ class RowsOnDisk(nn.Module):
         return self
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Start reading the rows of ids that will be asked for soon, of any shape. See :meth:`Table.prefetch`."""
+        """Start reading the rows of ids, of any shape, that a forward will need soon. See :meth:`Table.prefetch`."""
         self.table.prefetch(self._unique(ids)[0])
 
     def _unique(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows that ids have, each once and ascending, and which of them each id is.
+        """Return the row numbers of ids, each once and ascending, and the position of each id among them.
 
         Raises:
             TypeError, IndexError: As :meth:`Table.read` does.
@@ -244,7 +219,7 @@ class RowsOnDisk(nn.Module):
         return _Gathered(weight, positions.to(ids.dtype), padding)
 
     def _move_holder(self, device: torch.device) -> None:
-        """Have gradients be where the ids are."""
+        """Move the gradient holder to the device of the ids."""
         holder = self.gradient_holder
         if holder.device != device:
             if holder.grad is not None:
@@ -256,7 +231,7 @@ class RowsOnDisk(nn.Module):
     # -- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a module that reads the table's last commit, and those that follow. It is not trained."""
+        """Return a module that reads the table's last commit, and later commits. It is not trained."""
         if self.table.writable:
             warnings.warn(
                 f"the copy of {type(self).__name__} reads the last commit of {self.table}, and each one after it: it has no"
@@ -278,7 +253,7 @@ class RowsOnDisk(nn.Module):
     # -- state dicts, in torch's form
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Add the rows, as a tensor that is mapped from a file without a name beside the table's."""
+        """Add the rows, as a tensor that is mapped from a file without a name in the table's directory."""
         table = self.table
         destination[prefix + "weight"] = mapped_tensors(
             table.directory, table.rows, [(table.dtype, table.row_shape)], lambda begin, end: [_read_range(table, begin, end)]
@@ -306,7 +281,7 @@ class RowsOnDisk(nn.Module):
                 table.write(torch.arange(begin, end), rows)
 
     def extra_repr(self) -> str:
-        """Return what is shown of the module: as torch's does, and the table."""
+        """Return torch's text for the module, and the table."""
         if "table" not in self.__dict__:  # the constructor has not come so far
             return ""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -315,7 +290,7 @@ class RowsOnDisk(nn.Module):
 
 
 class EmbeddingOnDisk(RowsOnDisk):
-    """``torch.nn.Embedding`` whose rows are on a drive: only those of a batch are in memory, and those used most often.
+    """``torch.nn.Embedding`` whose rows are on a drive. Only the rows of a batch, and the rows used most often, are in memory.
 
     >>> embedding = EmbeddingOnDisk(100_000_000, 64, path="/mnt/nvme/users", optimizer=torch.optim.SparseAdam)
     >>> optimizer = RowOptimizer(embedding, torch.optim.SparseAdam, lr=1e-3)
@@ -337,84 +312,52 @@ class EmbeddingOnDisk(RowsOnDisk):
     A training reads each row in the forward, and again in the step, where it is in memory. So if a share ``h`` of the rows of the
     forwards was in memory, ``table.stats().hit_rate`` is ``(1 + h) / 2``. ``rows_read`` is what the forwards did not find there.
 
-    Arguments are in torch's order, and have torch's meanings.
-
     Args:
         num_embeddings: Number of rows.
-        embedding_dim: Elements of each.
+        embedding_dim: Elements of each row.
         padding_idx: A row that is not trained; zeros in a new table.
-        max_norm: Is refused, with the reason.
-        norm_type: Is ignored, as by torch without ``max_norm``.
-        scale_grad_by_freq: Whether gradients are divided by how often an id is in the forward.
-        sparse: Only True: gradients are sparse.
-        _weight: Is refused: :meth:`from_pretrained` takes rows.
-        _freeze: Whether the rows are not trained for now.
-        device: Only None or the CPU: results are on the device of the ids.
         path: A directory, or several on different drives. The table there is opened; else it is made, and its rows are those that
             ``torch.nn.Embedding`` has with the same seed. Or an open :class:`Table`, which is used as it is.
-        dtype: Of the rows; None for torch's default, or that of the table that is there.
+        scale_grad_by_freq: Whether gradients are divided by how often an id is in the forward.
+        dtype: Dtype of the rows; None for torch's default, or that of the table that is there.
         optimizer: What will train the rows: a torch optimizer class, or a ``functools.partial`` of one. Its states are kept
             beside each row. None for rows that are not trained, which take half the space.
         values: Returns rows ``begin`` to ``end`` of a new table, as for :meth:`Table.create`; None for those of torch.
-        memory_budget: Bytes of memory for rows, as for :meth:`Table.open`.
-        staging_bytes: Bytes of pinned memory for rows on their way, likewise. Ignored, as ``memory_budget``, with an open table.
-        config: Settings of the engine; None for the profile of the drive.
+        **memory: ``memory_budget``, ``staging_bytes`` and ``config`` of :meth:`Table.open`. Ignored with an open table.
 
     Raises:
         ValueError: If the table that is there has another shape, dtype or other states, or the optimizer cannot train
             single rows.
+        TypeError: For other arguments of torch's module, such as ``max_norm`` and ``sparse``.
         OSError: From the drive.
     """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
-        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = True, _weight: None = None,
-        _freeze: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
-        path: AnyPath | Sequence[AnyPath] | Table, optimizer: OptimizerFactory | None = None, values: Values | None = None,
-        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET, staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
-        config: AioConfig | None = None,
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, *,
+        path: AnyPath | Sequence[AnyPath] | Table, scale_grad_by_freq: bool = False, dtype: torch.dtype | None = None,
+        optimizer: OptimizerFactory | None = None, values: Values | None = None, **memory: Unpack[TableMemory],
     ) -> None:  # fmt: skip
-        super().__init__(
-            num_embeddings, embedding_dim, path=path, padding_idx=padding_idx, max_norm=max_norm,
-            scale_grad_by_freq=scale_grad_by_freq, sparse=sparse, weight=_weight, device=device, dtype=dtype, optimizer=optimizer,
-            values=values, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config,
-        )  # fmt: skip
-        if _freeze:
-            self.requires_grad_(False)
+        super().__init__(num_embeddings, embedding_dim, padding_idx, scale_grad_by_freq, path, dtype, optimizer, values, memory)
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, padding_idx: int | None = None,
-        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = True, *,
-        path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None, optimizer: OptimizerFactory | None = None,
-        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET, staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
-        config: AioConfig | None = None,
+        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, padding_idx: int | None = None, *,
+        path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None, scale_grad_by_freq: bool = False,
+        optimizer: OptimizerFactory | None = None, **memory: Unpack[TableMemory],
     ) -> Self:  # fmt: skip
-        """Return an embedding with rows that are there already.
+        """Return an embedding with rows that exist already. Further arguments are those of the class.
 
         Args:
             embeddings: A tensor of two dimensions; a :class:`Table`; or what :meth:`Table.open` opens: a table's directory, a
-                ``.npy``, ``.safetensors`` or ``.pt`` file. The latter two are used where they are if ``path`` is not given.
-            freeze: Whether the rows are not trained. If they are, ``optimizer`` is needed.
+                ``.npy``, ``.safetensors`` or ``.pt`` file. Tables and files are used where they are if ``path`` is not given.
+            freeze: Whether the rows are not trained. If they are trained, ``optimizer`` is needed.
             padding_idx: A row that is not trained. It keeps its values.
-            max_norm: As for the class.
-            norm_type: As for the class.
-            scale_grad_by_freq: As for the class.
-            sparse: As for the class.
             path: A directory, or several, for a copy of the rows. Needed for tensors. A table that is there already is opened.
-            name: Of the tensor in a file that has several.
-            optimizer: As for the class.
-            memory_budget: As for the class.
-            staging_bytes: As for the class.
-            config: As for the class.
+            name: Name of the tensor, in a file that has several.
         """
-        memory_budget = budget_bytes(memory_budget, "memory_budget")
-        staging_bytes = byte_count(staging_bytes, "staging_bytes")
-        memory: dict[str, Any] = {"memory_budget": memory_budget, "staging_bytes": staging_bytes, "config": config}
         return cls._from_pretrained(
-            embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, max_norm=max_norm,
-            scale_grad_by_freq=scale_grad_by_freq, sparse=sparse,
-        )  # fmt: skip
+            embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq
+        )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids: ``input.shape + (embedding_dim,)``, on their device. Blocks until they are read."""
@@ -442,42 +385,30 @@ class EmbeddingBagOnDisk(RowsOnDisk):
     """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, max_norm: float | None = None, norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False, mode: Mode = "mean", sparse: bool = True, _weight: None = None,
-        include_last_offset: bool = False, padding_idx: int | None = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None, *, path: AnyPath | Sequence[AnyPath] | Table,
-        optimizer: OptimizerFactory | None = None, values: Values | None = None,
-        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET, staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
-        config: AioConfig | None = None,
+        self, num_embeddings: int, embedding_dim: int, *, path: AnyPath | Sequence[AnyPath] | Table, mode: Mode = "mean",
+        padding_idx: int | None = None, scale_grad_by_freq: bool = False, include_last_offset: bool = False,
+        dtype: torch.dtype | None = None, optimizer: OptimizerFactory | None = None, values: Values | None = None,
+        **memory: Unpack[TableMemory],
     ) -> None:  # fmt: skip
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
         if mode == "max" and scale_grad_by_freq:
             raise ValueError('scale_grad_by_freq is not supported with mode="max"')
-        super().__init__(
-            num_embeddings, embedding_dim, path=path, padding_idx=padding_idx, max_norm=max_norm,
-            scale_grad_by_freq=scale_grad_by_freq, sparse=sparse, weight=_weight, device=device, dtype=dtype, optimizer=optimizer,
-            values=values, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config,
-        )  # fmt: skip
+        super().__init__(num_embeddings, embedding_dim, padding_idx, scale_grad_by_freq, path, dtype, optimizer, values, memory)
         self.mode = mode
         self.include_last_offset = include_last_offset
 
     @classmethod
     def from_pretrained(
-        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, max_norm: float | None = None,
-        norm_type: float = 2.0, scale_grad_by_freq: bool = False, mode: Mode = "mean", sparse: bool = True,
-        include_last_offset: bool = False, padding_idx: int | None = None, *,
-        path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None, optimizer: OptimizerFactory | None = None,
-        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET, staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
-        config: AioConfig | None = None,
+        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, *, mode: Mode = "mean",
+        padding_idx: int | None = None, path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None,
+        scale_grad_by_freq: bool = False, include_last_offset: bool = False, optimizer: OptimizerFactory | None = None,
+        **memory: Unpack[TableMemory],
     ) -> Self:  # fmt: skip
-        """Return a module with rows that are there already: see :meth:`EmbeddingOnDisk.from_pretrained`."""
-        memory_budget = budget_bytes(memory_budget, "memory_budget")
-        staging_bytes = byte_count(staging_bytes, "staging_bytes")
-        memory: dict[str, Any] = {"memory_budget": memory_budget, "staging_bytes": staging_bytes, "config": config}
+        """Return a module with rows that exist already: see :meth:`EmbeddingOnDisk.from_pretrained`."""
         return cls._from_pretrained(
-            embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, max_norm=max_norm, mode=mode,
-            sparse=sparse, include_last_offset=include_last_offset, scale_grad_by_freq=scale_grad_by_freq,
+            embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, mode=mode,
+            include_last_offset=include_last_offset, scale_grad_by_freq=scale_grad_by_freq,
         )  # fmt: skip
 
     def forward(
@@ -498,9 +429,53 @@ class EmbeddingBagOnDisk(RowsOnDisk):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """Return what is shown of the module."""
+        """Return torch's text for the module, the table, and the mode."""
         shown = super().extra_repr()
         return f"{shown}, mode={self.mode!r}" if shown else ""
+
+
+Batch = TypeVar("Batch")
+
+
+class Prefetching(Protocol):
+    """An embedding on a drive, or a table: its rows can be read ahead."""
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Start reading the rows of ids into memory; return at once."""
+
+
+class Lookahead(Generic[Batch]):
+    """Iterates over a loader's batches. While one batch is used, the rows of the next batch are read into memory.
+
+    >>> for batch in Lookahead(loader, lambda batch: {users: batch.users, items: batch.items}):
+    ...     train(batch)
+
+    Results are the same as without: the next batch sees rows that are trained meanwhile. The memory budget of each embedding
+    has to have room for the rows of two batches. One more batch of the loader is in memory.
+
+    Args:
+        loader: An iterable of batches, such as a DataLoader.
+        rows: Returns the ids that a batch needs, by embedding or table.
+    """
+
+    def __init__(self, loader: Iterable[Batch], rows: Callable[[Batch], Mapping[Prefetching, torch.Tensor]]) -> None:
+        self._loader, self._rows = loader, rows
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = iter(self._loader)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        for following in batches:
+            for embedding, ids in self._rows(following).items():
+                embedding.prefetch(ids)
+            yield batch
+            batch = following
+        yield batch
 
 
 def _holder(table: Table, device: torch.device) -> torch.Tensor:
@@ -516,7 +491,7 @@ def _read_range(table: Table, begin: int, end: int) -> torch.Tensor:
 
 
 def _check_fits(table: Table, shape: tuple[int, int], dtype: torch.dtype | None, optimizer: OptimizerFactory | None) -> None:
-    """Raise ValueError if a table has other rows than are wanted, or other states than the optimizer's."""
+    """Raise ValueError if a table has another shape, dtype, or other states than the optimizer keeps."""
     if table.shape != shape or table.dtype != (dtype or table.dtype):
         raise ValueError(f"{table} has the shape {table.shape} in {table.dtype}, and {shape} in {dtype or table.dtype} is wanted")
     if optimizer is not None:

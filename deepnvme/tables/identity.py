@@ -1,9 +1,6 @@
-"""Which files of rows belong to one table: each has, behind its rows, the table's identity, its own number, and the bytes of a
-version of a row.
+"""The identity at the end of each file of rows: of its table, with the number of the file and the bytes of a version of a row.
 
-A writer gives the table a new identity when it first writes, so that a table and its copy differ once one of them was changed:
-files of both together are refused then. Copies that nobody has changed have the same identity and the same rows. Of these, the
-directories that the manifest names tell which belong together.
+The invariants of identities are in :mod:`deepnvme.files.identity`.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from pathlib import Path
 import torch
 
 from deepnvme.engine import Engine, File, Future
+from deepnvme.files.identity import refuse_mixture, same_place
 from deepnvme.files.regular_files import open_regular
 from deepnvme.memory.alignment import padded
 
@@ -25,14 +23,14 @@ from .layout import TableLayout
 from .manifest import ROWS_NAME, CorruptTable, Epochs
 
 _BYTES = 4096
-"""Of an identity in a file, which is at its end: whole sectors of any drive but those with larger ones."""
+"""Size of an identity. On a drive with larger sectors it takes one sector."""
 LARGEST_SECTOR = 64 << 10
-"""Bytes that a file may have behind its rows, and its identity, at most."""
+"""Most bytes of a file after its identity."""
 _IDENTITY = re.compile(rb"deepnvme table ([0-9a-f]{32}) file ([0-9]{1,9}) versions of ([0-9]{1,15}) bytes\n")
 
 
 def file_bytes(layout: TableLayout, volume: int) -> int:
-    """Return the size of a file with its identity."""
+    """Return the size of a file of rows, with its identity."""
     return _offset(layout, volume) + _BYTES
 
 
@@ -55,14 +53,14 @@ def check_identity(layout: TableLayout, epochs: Epochs) -> None:
     """Check that files belong to the table of a manifest, in this order. Blocks.
 
     Raises:
-        ValueError: If one does not. It is named.
-        CorruptTable: If a file's end is missing, or versions of rows have another size than the manifest says.
+        ValueError: If a file does not belong to the table, or is another of its files.
+        CorruptTable: If the end of a file is missing, or versions of rows have another size than in the manifest.
         OSError: From reading.
     """
     for volume, path in enumerate(layout.files):
         found, number, version_bytes = _identity_in(path)
         known = (epochs.identity, *epochs.previous)
-        if not found and "" not in known:
+        if not found:
             why = f"it has {path.stat().st_size} bytes, and does not end with the identity of a table"
             raise CorruptTable(path, f"{why}; {layout.rows_in(volume)} rows need {file_bytes(layout, volume)}")
         if found not in known:
@@ -70,9 +68,9 @@ def check_identity(layout: TableLayout, epochs: Epochs) -> None:
                 f"the rows in '{path.parent}' are not those of the table in '{layout.files[0].parent}' as it is now, but of"
                 " another table, or of a copy from before or after a change: give directories that were copied or moved together"
             )
-        if found and version_bytes != layout.version_bytes:
+        if version_bytes != layout.version_bytes:
             raise CorruptTable(path, f"versions of rows have {version_bytes} bytes, and {layout.version_bytes} in the manifest")
-        if found and number != volume:
+        if number != volume:
             raise ValueError(
                 f"'{path.parent}' is directory {number} (from 0) of its table, and was given as directory {volume}: give the"
                 " directories in the order in which the table was created"
@@ -80,17 +78,17 @@ def check_identity(layout: TableLayout, epochs: Epochs) -> None:
 
 
 def directories_of(given: Sequence[Path], layout: TableLayout, epochs: Epochs) -> list[Path]:
-    """Return the directories of a table, in its order.
+    """Return the directories of a table, in the table's order.
 
     Args:
-        given: The first, or all of them.
-        layout: What the manifest in the first one says, also of where they were when it was written.
-        epochs: What it says of commits.
+        given: The first directory, or all of them.
+        layout: As the manifest in the first directory says, with the files where they were when it was written.
+        epochs: As the manifest says.
 
     Raises:
-        FileNotFoundError: If only the first is given, and another one is not where it was.
-        ValueError: If the table is not where it was, so that all directories have to be given; or if some of those that are given
-            are where they were, and others are copies of those that are there still.
+        FileNotFoundError: If only the first directory is given, and another one is not where it was.
+        ValueError: If only the first directory is given, and it is not where it was; or if the directories are a mixture of a
+            table and its copy.
     """
     recorded = [path.parent for path in layout.files]
     first, count = given[0], len(recorded)
@@ -98,11 +96,10 @@ def directories_of(given: Sequence[Path], layout: TableLayout, epochs: Epochs) -
         raise ValueError(f"the table in '{first}' has {count} directories, got {len(given)}")
     if count == 1:
         return list(given)
-    if set(given) == set(recorded):  # in any order, unless drives have exchanged their places
-        at_home = (_is_at(place / ROWS_NAME, volume, epochs) for volume, place in enumerate(recorded))
-        if not epochs.identity or all(at_home):
-            return recorded
-    in_place = [_same(each, place) for each, place in zip(given, recorded, strict=False)]
+    in_order = (is_file_of(place / ROWS_NAME, volume, epochs) for volume, place in enumerate(recorded))
+    if set(given) == set(recorded) and all(in_order):  # given in any order, and no drives have exchanged their places
+        return recorded
+    in_place = [same_place(each, place) for each, place in zip(given, recorded, strict=False)]
     if len(given) == 1 and in_place[0]:
         for place in recorded[1:]:
             if not (place / ROWS_NAME).exists():
@@ -115,21 +112,12 @@ def directories_of(given: Sequence[Path], layout: TableLayout, epochs: Epochs) -
             f"the table in '{first}' was copied or moved: its manifest was written in '{recorded[0]}'. Give all {count}"
             f" directories that it has now, in the order of those that it had: {listed}"
         )
-    if not epochs.identity and not all(in_place):
-        raise ValueError(
-            f"the table in '{first}' is from an earlier version of the package, whose files do not say which directory they are"
-            f" of. It can be opened where it was, in {listed}: there, change a row and commit; after that, copy or move it"
-        )
-    for volume, (each, place) in enumerate(zip(given, recorded, strict=True)):
-        if any(in_place) and not in_place[volume] and _is_at(place / ROWS_NAME, volume, epochs):
-            raise ValueError(
-                f"'{each}' was given for directory {volume} (from 0) of a table, which is in '{place}' still, and others were"
-                f" given where they were: give '{place}', or a copy of each; or move '{place}' away if '{each}' takes its place"
-            )
+    refuse_mixture(given, recorded, lambda volume, place: is_file_of(place / ROWS_NAME, volume, epochs))
     return list(given)
 
 
-def _is_at(path: Path, volume: int, epochs: Epochs) -> bool:
+def is_file_of(path: Path, volume: int, epochs: Epochs) -> bool:
+    """Return whether a file has the rows of a volume of a manifest's table, as its identity says."""
     try:
         found, number, _ = _identity_in(path)
     except OSError:
@@ -146,10 +134,3 @@ def _identity_in(path: Path) -> tuple[str, int, int]:
         file.seek(max(os.fstat(file.fileno()).st_size - LARGEST_SECTOR - _BYTES, 0))
         found = list(_IDENTITY.finditer(file.read()))
     return (found[-1][1].decode(), int(found[-1][2]), int(found[-1][3])) if found else ("", 0, 0)
-
-
-def _same(path: Path, other: Path) -> bool:
-    try:
-        return os.path.samefile(path, other)
-    except OSError:
-        return False

@@ -1,4 +1,4 @@
-"""Where the rows of a table are in its files, and what belongs to each."""
+"""Where the rows of a table are in its files, and which columns a row has."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import torch
 from deepnvme.memory.alignment import padded
 
 _MOST_BYTES = 1 << 40
-"""Of a record: far from where numbers of bytes of a table would not fit into 64 bits."""
+"""Limit of a record: offsets in a table then fit into 64 bits."""
 VALUES = "values"
 """Name of the column that has the rows' values; the others are optimizer states."""
 
 
 class Column(NamedTuple):
-    """A part of each record, such as the row's values or one of its optimizer states."""
+    """A part of each record: the row's values, or one of its optimizer states."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of one row."""
+    """Shape of one row."""
     offset: int
     """Bytes from the start of the record."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one row has in this column."""
+        """Bytes of one row in this column."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, records: torch.Tensor) -> torch.Tensor:
-        """Return a view of this column of records, which are a contiguous uint8 tensor of shape (rows, bytes)."""
+        """Return a view of this column. ``records``: contiguous uint8 of shape (rows, bytes)."""
         part = records[:, self.offset : self.offset + self.nbytes]
         return part.view(self.dtype).view(len(records), *self.shape)
 
@@ -45,7 +45,7 @@ class State(NamedTuple):
     dtype: torch.dtype
     shape: Sequence[int]
     initial: float = 0.0
-    """The value that all its elements begin with."""
+    """Initial value of all elements."""
 
 
 def columns_of(dtype: torch.dtype, shape: Sequence[int], states: Mapping[str, State] | None = None) -> tuple[Column, ...]:
@@ -74,6 +74,14 @@ def columns_of(dtype: torch.dtype, shape: Sequence[int], states: Mapping[str, St
     return tuple(columns)
 
 
+class Shard(NamedTuple):
+    """Consecutive rows of a table in one file."""
+
+    first_row: int
+    base: int
+    """Bytes from the start of the file to the first record of the shard."""
+
+
 @dataclass(frozen=True)
 class TableLayout:
     """Where the rows of a table are, as ``csrc/tables/geometry.h`` has it."""
@@ -85,18 +93,20 @@ class TableLayout:
     base: int = 0
     """Bytes from the start of each file to its first record."""
     version_bytes: int = 0
-    """Of one of the two versions of a record, with what is in front of it and behind it; 0 for tables that have only one."""
+    """Bytes of one of the two versions of a record, with header and padding; 0 if records have one version."""
     chunk: int = 1
     """Rows that follow one another in a file before the next file has its turn."""
+    shards: tuple[Shard, ...] = ()
+    """The rows of each file, if the files have consecutive rows, in any number; empty if rows are striped. Replaces ``base``."""
 
     @property
     def values(self) -> Column:
-        """The column with the rows' values, which is the first."""
+        """The column with the rows' values: the first."""
         return self.columns[0]
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a row and its states: a multiple of each column's itemsize, so that all records in memory are aligned."""
+        """Bytes of a row and its states: a multiple of each column's itemsize, so that columns are aligned in memory."""
         last = self.columns[-1]
         return padded(last.offset + last.nbytes, max(column.dtype.itemsize for column in self.columns))
 
@@ -111,21 +121,25 @@ class TableLayout:
         return self.version_bytes > 0
 
     def unit(self, sector: int) -> int:
-        """Return the bytes that are read as one: a record, if that is whole sectors of these bytes, or else a sector."""
-        if self.stride % sector == 0 and self.base % self.stride == 0:
-            return self.stride
-        return sector
+        """Return the bytes that are read as one unit: a record if records are whole sectors, or else a sector."""
+        bases = [shard.base for shard in self.shards] or [self.base]
+        whole = self.stride % sector == 0 and all(base % self.stride == 0 for base in bases)
+        return self.stride if whole else sector
 
     def rows_in(self, volume: int) -> int:
-        """Return how many rows a file has."""
+        """Return the number of rows in a file."""
+        if self.shards:
+            ends = [*(shard.first_row for shard in self.shards[1:]), self.rows]
+            return ends[volume] - self.shards[volume].first_row
         whole, rest = divmod(self.rows, self.chunk * len(self.files))
         return whole * self.chunk + min(max(rest - volume * self.chunk, 0), self.chunk)
 
     def bytes_in(self, volume: int) -> int:
-        """Return the size that a file has at least."""
-        return self.base + self.rows_in(volume) * self.stride
+        """Return the least size of a file."""
+        base = self.shards[volume].base if self.shards else self.base
+        return base + self.rows_in(volume) * self.stride
 
-    def place_of(self, row: int) -> tuple[int, int]:
-        """Return the file of a row, and the offset in it of its record or of the record's first version."""
+    def offset_of(self, row: int) -> int:
+        """Return the offset of a striped row's record, or of the record's first version, in its file."""
         turn, rest = divmod(row, self.chunk * len(self.files))
-        return rest // self.chunk, self.base + (turn * self.chunk + rest % self.chunk) * self.stride
+        return self.base + (turn * self.chunk + rest % self.chunk) * self.stride

@@ -1,10 +1,24 @@
-"""The file that makes a directory a table: what its rows are, and which commit was the last one.
+"""The manifest of a table: a file that makes a directory a table, and says what its rows are and which commit was the last.
 
-It is always replaced as a whole.
+Each commit ends an epoch. Each row of an updatable table has two versions on the drive, each with the number of its epoch.
+
+1. A version counts if its epoch is at most ``committed``, and not in a range of ``abandoned``. Of two that count, the one with
+   the larger epoch is the row. Epoch 0 is that of a row that was never written: zeros.
+2. A writer overwrites the version that is not the row. So the last commit is on the drive until the next one is in force.
+3. ``reserved`` is on the drive before a version of an epoch up to it is written. A writer that finds ``reserved`` above
+   ``committed`` follows one that crashed, and abandons these epochs. So no epoch is used twice.
+4. A commit flushes the files of rows, then replaces the manifest, then flushes its directory. The replacement is the commit.
+5. ``prepared`` is a commit of several tables. It is in force if the first table's last commit has the same ``name``; whoever has
+   the tables together then makes it the last commit of the others. It is void once somebody else has changed a row.
+6. ``identity`` is that at the end of each file of rows, or one of ``previous`` is: see :mod:`deepnvme.tables.identity`. The
+   manifest has a new identity before a file has it, and ``previous`` is empty once a commit has flushed all files.
+
+docs/formats.md has the fields, and what a crash at each point leaves.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 from collections.abc import Mapping
@@ -12,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepnvme.files.directory_lock import refers_to
 from deepnvme.files.manifest import read_manifest
@@ -25,23 +39,24 @@ MANIFEST_NAME = "deepnvme-table.json"
 """Name of the manifest in the table's first directory."""
 ROWS_NAME = "rows"
 """Name of the file with rows in each of the table's directories."""
+UNFINISHED_NAME = "deepnvme-table.unfinished"
+"""Name of the manifest until all files of rows have their names."""
 _KIND = "deepnvme table 2"
-_KIND_WITHOUT_IDENTITY = "deepnvme table 1"
 _MOST_BYTES = 64 << 20
-"""Of a manifest. Each crash between two commits, and each rollback, adds some 30 bytes."""
+"""Limit of a manifest. Each crash between two commits, and each rollback, adds some 30 bytes."""
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-_Identity = Annotated[str, Field(pattern=r"\A([0-9a-f]{32})?\z")]
+_Identity = Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
 
 
 class CorruptTable(OSError):
-    """A table's manifest is damaged (EBADMSG), or was written by another version of the package; or a file has not its size."""
+    """A table is damaged (EBADMSG): its manifest, or the size of a file; or another version of the package has written it."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(errno.EBADMSG, f"this is no whole table: {why}", str(path))
 
 
 class Prepared(BaseModel):
-    """A commit of several tables that a table is ready for. It is in force once one of the others has it as its last commit."""
+    """A commit of several tables that this table is ready for. It is in force once the first table has made it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants", frozen=True)
 
@@ -52,7 +67,7 @@ class Prepared(BaseModel):
 
 
 class _Fields(BaseModel):
-    """What the file says."""
+    """The fields of the file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
 
@@ -64,40 +79,39 @@ class _Fields(BaseModel):
     directories: Annotated[list[str], Field(min_length=1)]
     committed: _Count
     reserved: _Count
-    abandoned: list[tuple[_Count, _Count]]
+    abandoned: tuple[tuple[_Count, _Count], ...]
     attributes: dict[str, Any]
     name: str = ""
     prepared: Prepared | None = None
-    identity: _Identity = ""
-    previous: list[_Identity] = []
+    identity: _Identity
+    previous: tuple[_Identity, ...] = ()
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """Which versions of rows count. Each commit ends an epoch, to which the versions belong that were written before it."""
+    """Which versions of rows count, and what the last commit has noted."""
 
     committed: int = 0
-    """The last commit's; 0 before the first."""
+    """Epoch of the last commit; 0 before the first."""
     reserved: int = 0
-    """The last epoch that versions on the drive may belong to."""
+    """The last epoch of which versions may be on the drive."""
     abandoned: tuple[tuple[int, int], ...] = ()
-    """First and last of epochs that were never committed, ascending."""
+    """Ranges of epochs that were never committed, ascending: first and last of each."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    """What the last commit has noted besides, such as the number of steps: what JSON can hold."""
+    """What the last commit has noted, such as the number of steps: anything that JSON can hold."""
     name: str = ""
-    """The last commit's, if it was made together with those of other tables."""
+    """Name of the last commit, if several tables have made it together."""
     prepared: Prepared | None = None
-    """A commit that is perhaps in force: other tables decide."""
+    """A commit that may be in force: the first table decides."""
     identity: str = ""
-    """Of the table since it was first written to by its last writer, as its files of rows have it; empty in the first version of
-    the format."""
+    """The table's identity, which its last writer has given it before the first write."""
     previous: tuple[str, ...] = ()
-    """Those that some files may have still; none once a commit has flushed ``identity`` into all of them."""
+    """Former identities that some files may still have; none once a commit has flushed ``identity`` to all files."""
 
     def adopt(self, prepared: Prepared) -> Epochs:
         """Return the epochs with a prepared commit as the last one."""
         abandoned = []
-        for first, last in self.abandoned:  # a new writer has abandoned it, not knowing
+        for first, last in self.abandoned:  # a new writer has abandoned it, without the other tables
             parts = ((first, min(last, prepared.epoch - 1)), (max(first, prepared.epoch + 1), last))
             abandoned += [(begin, end) for begin, end in parts if begin <= end]
         return replace(
@@ -110,7 +124,7 @@ class Epochs:
         )
 
     def begin(self) -> Epochs:
-        """Return the epochs for a new writer: what the one before has reserved and not committed is abandoned."""
+        """Return the epochs for a new writer: epochs that the previous writer reserved and did not commit are abandoned."""
         first, last = self.present, self.reserved
         if last < first:
             return self
@@ -121,38 +135,35 @@ class Epochs:
 
     @property
     def present(self) -> int:
-        """The epoch of versions that are written now."""
+        """The epoch of the versions that are written now."""
         last_abandoned = self.abandoned[-1][1] if self.abandoned else 0
         return max(self.committed, last_abandoned) + 1
 
 
-def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs) -> None:
+_EPOCHS = [each.name for each in dataclasses.fields(Epochs)]
+"""Fields of the manifest that are those of :class:`Epochs`."""
+
+
+def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs, name: str = MANIFEST_NAME) -> None:
     """Write the manifest into the first directory, to stable storage. Blocks.
 
     Raises:
-        OSError: From the drive. Either the earlier manifest or this one is in force then.
-        ValueError: If the attributes are nothing that JSON can hold, or too large.
+        OSError: From the drive. Either the former manifest or this one is in force then.
+        ValueError: If JSON cannot hold the attributes, or they are too large.
     """
     fields = _Fields(
-        kind=_KIND if epochs.identity else _KIND_WITHOUT_IDENTITY,
+        kind=_KIND,
         rows=layout.rows,
         columns=[(each.name, str(each.dtype).removeprefix("torch."), list(each.shape), each.offset) for each in layout.columns],
         version_bytes=layout.version_bytes,
         chunk=layout.chunk,
         directories=[str(each) for each in directories],
-        committed=epochs.committed,
-        reserved=epochs.reserved,
-        abandoned=list(epochs.abandoned),
-        attributes=dict(epochs.attributes),
-        name=epochs.name,
-        prepared=epochs.prepared,
-        identity=epochs.identity,
-        previous=list(epochs.previous),
+        **{name: getattr(epochs, name) for name in _EPOCHS},
     )
     data = fields.model_dump_json(indent=1).encode() + b"\n"
     if len(data) > _MOST_BYTES:
         raise ValueError(f"the table's manifest may have {_MOST_BYTES} bytes, and would have {len(data)}")
-    replace_durably(directories[0] / MANIFEST_NAME, data)
+    replace_durably(directories[0] / name, data)
 
 
 class ManifestWatch:
@@ -169,37 +180,51 @@ class ManifestWatch:
             self._file = io.FileIO(str(self._path))
 
     def replaced(self) -> bool:
-        """Return whether another file has its name now, or none. Raises OSError if the system cannot tell."""
+        """Return whether the manifest is another file by now, or gone. Raises OSError if the system cannot tell."""
         return not refers_to(self._path, self._file.fileno())
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         self._file.close()
 
 
-def load_manifest(directory: Path) -> tuple[TableLayout, Epochs]:
+def load_manifest(directory: Path, name: str = MANIFEST_NAME) -> tuple[TableLayout, Epochs]:
     """Return the layout of a table, with its files where they were when the manifest was written, and its epochs.
 
     Raises:
         FileNotFoundError: If there is no table in the directory.
         CorruptTable: If the manifest is damaged.
     """
-    return read_manifest(directory / MANIFEST_NAME, _MOST_BYTES, _parse, CorruptTable)
+    return read_manifest(directory / name, _MOST_BYTES, _parse, CorruptTable)
 
 
 def _parse(data: bytes) -> tuple[TableLayout, Epochs]:
     """Return what a manifest says. Raises ValueError if it is damaged."""
-    fields = _Fields.model_validate_json(data)
-    if fields.kind != (_KIND if fields.identity else _KIND_WITHOUT_IDENTITY):
-        raise ValueError(f"it says that it is {fields.kind!r}, and not {_KIND!r}")
+    try:
+        fields = _Fields.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        why = f"its field {where!r} is wrong, {first['msg']}" if where else f"it is no {first['msg'].removeprefix('Invalid ')}"
+        raise ValueError(why) from None
+    _check(fields)
     columns = tuple(Column(name, dtype_named(dtype), tuple(shape), offset) for name, dtype, shape, offset in fields.columns)
     values, *states = columns
     if columns != columns_of(values.dtype, values.shape, {each.name: State(each.dtype, each.shape) for each in states}):
         raise ValueError("its columns do not follow one another")
     files = tuple(Path(each) / ROWS_NAME for each in fields.directories)
     layout = TableLayout(files, fields.rows, columns, 0, fields.version_bytes, fields.chunk)
-    epochs = Epochs(
-        fields.committed, fields.reserved, tuple(fields.abandoned), fields.attributes, fields.name, fields.prepared,
-        fields.identity, tuple(fields.previous),
-    )  # fmt: skip
-    return layout, epochs
+    return layout, Epochs(**{name: getattr(fields, name) for name in _EPOCHS})
+
+
+def _check(fields: _Fields) -> None:
+    """Raise ValueError if fields contradict one another."""
+    if fields.kind != _KIND:
+        raise ValueError(f"it is {fields.kind!r}, and this version of the package reads {_KIND!r}: make the table again")
+    last = 0
+    for begin, end in fields.abandoned:
+        if not last < begin <= end or begin <= fields.committed <= end:
+            raise ValueError(f"the abandoned epochs {begin} to {end} overlap, or have the last commit, {fields.committed}")
+        last = end
+    if not fields.version_bytes and (fields.committed or fields.abandoned or fields.prepared):
+        raise ValueError("it has commits, and version_bytes 0, which is that of rows that cannot be changed")

@@ -1,4 +1,4 @@
-"""Tensors larger than memory: mapped from files that have no name any more, written some rows at a time."""
+"""Tensors larger than memory: mapped from files without a name, which are written some rows at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SECTOR = 4096
 
 
 def parts_of(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Return ranges of rows of some MiB each: together all, in their order."""
+    """Return consecutive ranges of rows, some MiB each, that cover all rows."""
     step = max(_PART_BYTES // max(row_bytes, 1), 1)
     for begin in range(0, rows, step):
         yield begin, min(begin + step, rows)
@@ -40,8 +40,8 @@ def mapped_tensors(
     The files have no names: their space is free again when the tensors are gone. Changes of a tensor are not written.
 
     Args:
-        directory: Where the files are; if it cannot be written to, they are in that for temporary files.
-        rows: How many each tensor has.
+        directory: Directory of the files. If it cannot be written to, the directory for temporary files is used.
+        rows: Number of rows of each tensor.
         columns: Dtype, and shape of one row, of each tensor.
         values: Returns rows ``begin`` to ``end`` of each tensor, on the CPU.
 
@@ -72,9 +72,9 @@ def mapped_tensors(
 
 @contextlib.contextmanager
 def _unnamed_file(directory: Path, size: int) -> Iterator[Path]:
-    """A file with space for so many bytes, without a name: a process that is killed leaves nothing.
+    """Return the path, under /proc, of a preallocated file without a name: a process that is killed leaves nothing.
 
-    The path, under /proc, is there until the block ends.
+    The path is valid until the block ends.
     """
     try:
         descriptor, held = _open_unnamed(directory), directory

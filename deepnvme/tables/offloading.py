@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.profiles import AnyPath
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .embedding import EmbeddingBagOnDisk, EmbeddingOnDisk, RowsOnDisk
 from .manifest import MANIFEST_NAME
-from .paths import AnyPath, as_paths
+from .reading import DEFAULT_STAGING_BYTES
 from .row_states import OptimizerFactory
-from .staging import DEFAULT_STAGING_BYTES
-from .table import DEFAULT_MEMORY_BUDGET
+from .table import DEFAULT_MEMORY_BUDGET, TableMemory, as_paths
 
 _MIN_BYTES = 1 << 30
 
@@ -73,7 +73,7 @@ def offload_embeddings(
     replaced: dict[nn.Module, RowsOnDisk] = {}
     try:
         for name, module in chosen.items():
-            memory = {
+            memory: TableMemory = {
                 "memory_budget": memory_budget * module.weight.nbytes // max(whole, 1),
                 "staging_bytes": staging_bytes // len(chosen),
                 "config": config,
@@ -119,7 +119,7 @@ def _users_of_weights(model: nn.Module) -> dict[torch.Tensor, list[str]]:
 
 
 def _on_disk(
-    module: nn.Embedding | nn.EmbeddingBag, directories: list[Path], optimizer: OptimizerFactory | None, memory: dict[str, Any]
+    module: nn.Embedding | nn.EmbeddingBag, directories: list[Path], optimizer: OptimizerFactory | None, memory: TableMemory
 ) -> RowsOnDisk:  # fmt: skip
     """Return a module on the drive with the rows of another. ``memory``: budgets and config, as a table takes them."""
     weight = module.weight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,40 +15,20 @@ from .layout import TableLayout, columns_of
 from .manifest import CorruptTable
 
 
-class CheckpointFormat(enum.Enum):
-    """What a file is, by its name: a numpy array, a checkpoint of torch or safetensors, or rows and nothing else."""
-
-    NPY = "numpy"
-    WEIGHTS = "weights"
-    RAW = "raw"
-
-    @classmethod
-    def of(cls, path: Path) -> CheckpointFormat:
-        """Return the format of a file."""
-        if path.suffix == ".npy":
-            return cls.NPY
-        return cls.WEIGHTS if path.suffix in (".safetensors", ".pt", ".pth", ".bin") else cls.RAW
-
-
 def find_layout(
-    kind: CheckpointFormat,
-    path: Path,
-    name: str | None,
-    dtype: torch.dtype | None,
-    shape: int | Sequence[int] | None,
-    offset: int,
-    rows: int | None = None,
-) -> TableLayout:
+    path: Path, name: str | None, dtype: torch.dtype | None, shape: int | Sequence[int] | None, offset: int
+) -> TableLayout:  # fmt: skip
     """Return where the rows of a file are.
 
+    The name of the file says what it is: ``.npy``, a checkpoint (``.safetensors``, ``.pt``, ``.pth``, ``.bin``), or raw rows. A
+    checkpoint with ``dtype`` and ``shape``, and without ``name``, is read as raw rows.
+
     Args:
-        kind: What it is. A checkpoint with ``dtype`` and ``shape``, and without ``name``, is read as raw whatever its name.
         path: The file.
-        name: Of a tensor in a checkpoint.
-        dtype: Of the values in a raw file. Of another file, what they are expected to have; None for any.
-        shape: Of one row, likewise.
+        name: Name of a tensor in a checkpoint.
+        dtype: Dtype of the values in a raw file. Of another file, the dtype that is expected; None for any.
+        shape: Shape of one row, likewise.
         offset: Bytes from the start of a raw file to its first row.
-        rows: How many rows of a raw file the table has; None for all up to its end.
 
     Raises:
         FileNotFoundError: If it is missing.
@@ -58,18 +37,18 @@ def find_layout(
             or an argument contradicts the file.
     """
     row_shape = (shape,) if isinstance(shape, int) else None if shape is None else tuple(shape)
-    if kind is CheckpointFormat.WEIGHTS and name is None and dtype is not None and shape is not None:
-        kind = CheckpointFormat.RAW
-    if name is not None and kind is not CheckpointFormat.WEIGHTS:
+    checkpoint = path.suffix in (".safetensors", ".pt", ".pth", ".bin")
+    if name is not None and not checkpoint:
         raise ValueError(f"'{path}' has no tensors with names, got name={name!r}")
-    if kind is CheckpointFormat.RAW:
+    raw_checkpoint = checkpoint and name is None and dtype is not None and row_shape is not None
+    if (path.suffix != ".npy" and not checkpoint) or raw_checkpoint:
         path.stat()  # raises FileNotFoundError
         if dtype is None or row_shape is None:
             raise ValueError(f"'{path}' is read as a raw file: give dtype, and the shape of one row")
-        return _raw(path, dtype, row_shape, offset, rows)
-    if offset or rows is not None:
-        raise ValueError(f"'{path}' says itself where its rows are and how many: give offset and rows for raw files only")
-    layout = _numpy(path) if kind is CheckpointFormat.NPY else _tensor(path, name)
+        return _raw(path, dtype, row_shape, offset)
+    if offset:
+        raise ValueError(f"'{path}' says itself where its rows are: give offset for raw files only")
+    layout = _tensor(path, name) if checkpoint else _numpy(path)
     found = layout.values.dtype, layout.values.shape
     wanted = dtype or found[0], found[1] if row_shape is None else row_shape
     if found != wanted:
@@ -77,14 +56,10 @@ def find_layout(
     return layout
 
 
-def _raw(path: Path, dtype: torch.dtype, shape: tuple[int, ...], offset: int, wanted: int | None) -> TableLayout:
+def _raw(path: Path, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> TableLayout:
     columns = columns_of(dtype, shape)
     if offset < 0:
         raise ValueError(f"offset must not be negative, got {offset}")
-    if wanted is not None:
-        if wanted < 0:
-            raise ValueError(f"rows must not be negative, got {wanted}")
-        return TableLayout((path,), wanted, columns, offset)
     size = path.stat().st_size - offset
     rows, rest = divmod(size, columns[0].nbytes)
     if size < 0 or rest:
@@ -136,7 +111,11 @@ def _tensor(path: Path, name: str | None) -> TableLayout:
         (name,) = weights
     if name not in weights:
         raise ValueError(f"'{path}' has no tensor {name!r}, but {shorten(weights)}")
-    weight = weights[name]
+    return tensor_layout(path, name, weights[name])
+
+
+def tensor_layout(path: Path, name: str, weight: Location | torch.Tensor) -> TableLayout:
+    """Return where the rows of a tensor in a checkpoint are. Raises ValueError if they do not lie one after the other."""
     if not isinstance(weight, Location):
         raise ValueError(f"{name!r} in '{path}' lies in memory only: write the file by torch.save as a zip archive")
     if weight.elements is not None or weight.conj or weight.neg:

@@ -9,7 +9,7 @@ import ctypes
 import errno
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,23 +22,31 @@ from deepnvme.ops import load_async_io
 from deepnvme.telemetry.profiler_ranges import profiler_range
 
 from .layout import TableLayout
-from .staging import StagingPool
 
 if TYPE_CHECKING:
     from deepnvme.ops.aio.async_io_op.tables import RowBatch, RowCache
 
 _GAP_BYTES = 4096
-"""Bytes between two rows that are read as well if that makes one read of two: a drive reads 8 KiB nearly as quickly as 4."""
+"""Gap between two rows up to which both are read at once, with the gap: a drive reads 8 KiB nearly as quickly as 4."""
+
+DEFAULT_STAGING_BYTES = 48 << 20
+"""Staging memory of a table, for reads and writes together."""
+_MOST_PART_BYTES = 1 << 20
+_LEAST_PART_BYTES = 256 << 10
+"""Smaller parts are too few reads at a time for a drive: rows of 4 KiB are 64 of them."""
+_WANTED_PARTS = 8
+_FEWEST_PARTS = 2
+"""One part is copied while the other is read or written."""
 
 
 class RowsUnreadable(OSError):
     """Some rows could not be read. The first of them is named; the others were delivered.
 
-    Has ``errno`` and ``filename`` of the drive's error, and more: ``failed``.
+    ``errno`` and ``filename`` are those of the drive's error.
     """
 
     failed: tuple[FailedRow, ...] = ()
-    """All of them, each once."""
+    """All rows that could not be read, each once."""
 
 
 class FailedRow(NamedTuple):
@@ -51,53 +59,53 @@ class FailedRow(NamedTuple):
 
 
 def int64_at(address: int, count: int) -> torch.Tensor:
-    """Return numbers in native memory as a tensor, without a copy: valid as long as that memory is."""
+    """Return int64 numbers in native memory as a tensor, without a copy: valid as long as the memory is."""
     return torch.frombuffer((ctypes.c_int64 * count).from_address(address), dtype=torch.int64)
+
+
+_PlannedPart = tuple[int, int, int]
+"""Volume, address of the numbers of its units, and how many units."""
 
 
 @dataclass(eq=False)
 class _Part:
-    """Units of one file that are read together."""
+    """Units of one file that are read together: at most as many as fit into a part of the staging memory."""
 
-    batch: Batch
+    read: RowRead
     number: int
     volume: int
     future: Future
     units: torch.Tensor
-    """Numbers of those that are read, in native memory of the batch."""
+    """Numbers of the units, in native memory of the read."""
     staging: torch.Tensor
     awaited: bool
-    """Whether a caller waits for it: else it is a prefetch's, which nobody has asked for yet."""
+    """Whether a caller waits for the part. False for a prefetch's that nobody has asked for yet."""
     delivered: bool = False
 
 
-_PlannedPart = tuple[int, int, int]
-"""Volume, address of the numbers of its units, and how many they are."""
-
-
 @dataclass(eq=False)
-class Batch:
-    """Rows that are read together."""
+class RowRead:
+    """Rows that are read together, once, by :class:`RowReader`."""
 
     native: RowBatch
     keep: object
-    """What has to live until all rows were delivered: the memory that they are copied to."""
+    """The memory that rows are copied to: kept alive until all rows were delivered."""
     unstarted: dict[int, _PlannedPart] = field(default_factory=dict)
     """Parts of a prefetch whose read has not begun, by their numbers."""
     parts: list[_Part] = field(default_factory=list)
-    """Those that are not delivered. The others are left out, since they refer to this batch: it would stay, with all its memory,
+    """Parts under way. Delivered parts are removed: they refer to this object, which would otherwise stay, with all its memory,
     until the garbage collector looks for cycles."""
     errors: list[OSError] = field(default_factory=list)
     abandoned: bool = False
-    """Whether nobody waits for the rows any more: their memory may be somebody else's by now."""
+    """Whether nobody waits for the rows any more: their memory may be used for something else."""
 
     @property
     def delivered(self) -> bool:
-        """Whether the rows of all parts were copied to where they were wanted, and nothing is left to be read."""
+        """Whether all parts were read and delivered."""
         return not self.parts and not self.unstarted
 
     def abandon(self) -> None:
-        """Deliver nothing any more: nobody waits for the rows, and their memory may be somebody else's from now on."""
+        """Deliver no further rows: their memory may be used for something else from now on."""
         self.abandoned = True
         self.unstarted.clear()
 
@@ -123,43 +131,42 @@ class RowReader:
         extent = padded(layout.stride + self.unit, self.unit)
         self._staging = StagingPool(engine, staging_bytes, extent, self.unit)
         self._under_way: deque[_Part] = deque()  # the oldest first
-        self._kept_for_callers = max(self._staging.parts // 4, 1)  # parts of it that prefetches leave free
-        self._prefetches: list[Batch] = []  # with something that is not delivered
-        # The last sector of a file may be less than one: that cannot be read as a unit.
+        self._kept_for_callers = max(self._staging.parts // 4, 1)  # parts that prefetches leave free
+        self._prefetches: list[RowRead] = []  # not delivered completely
+        # A file may end within a sector: its end cannot be read as a unit.
         self._ends = [self._read_end(file, number) for number, file in enumerate(files)]
         self.hits = self.misses = self.rows_read = self.bytes_read = 0
 
     def _read_end(self, file: File, volume: int) -> tuple[int, torch.Tensor]:
-        """Return the number of a file's last unit if that is not a whole one, and its bytes."""
+        """Return the number of a file's last, incomplete unit, and its bytes: none if all units are whole."""
         whole, rest = divmod(file.size(), self.unit)
         end = torch.zeros(rest, dtype=torch.uint8)
         if rest and whole * self.unit < self._layout.bytes_in(volume):
             self._engine.read(end, file, whole * self.unit).result()
         return whole, end
 
-    def batch(self, rows: torch.Tensor, out: torch.Tensor | None, begin: int, width: int, admit: bool) -> Batch:
-        """Return a batch of rows, none of which is read yet.
+    def new_read(self, rows: torch.Tensor, out: torch.Tensor | None, width: int, admit: bool) -> RowRead:
+        """Return a read of rows that has not begun.
 
         Args:
             rows: Their numbers, int64, contiguous.
-            out: Contiguous bytes, ``width`` for each number; None to have the rows in the cache only.
-            begin: Where the bytes to copy begin in a record.
-            width: How many they are.
+            out: Contiguous memory, ``width`` bytes for each number; None to have the rows in the cache only.
+            width: Bytes of each record to copy, from its beginning.
             admit: Whether all rows that are read go into the cache.
         """
         address = 0 if out is None else out.data_ptr()
         rows_of = load_async_io().tables.RowBatch
-        return Batch(rows_of(self._cache, rows.data_ptr(), rows.numel(), address, begin, width, admit), out)
+        return RowRead(rows_of(self._cache, rows.data_ptr(), rows.numel(), address, 0, width, admit), out)
 
-    def start(self, batch: Batch) -> None:
+    def start(self, read: RowRead) -> None:
         """Copy the rows that are in memory, and start reading the others.
 
         Blocks while all staging memory is in use, and for those parts of prefetches that have the same rows.
 
         Raises:
-            OSError: If a file cannot be read at all. The batch is abandoned then.
+            OSError: If a file cannot be read at all. The read is abandoned then.
         """
-        native = batch.native
+        native = read.native
         try:
             self.collect()
             native.look_up()
@@ -170,13 +177,13 @@ class RowReader:
             self.misses += native.numbers - native.hits
             self.rows_read += native.missing
             for number, part in enumerate(native.parts):
-                self._start_part(batch, number, part, awaited=True)
+                self._start_part(read, number, part, awaited=True)
         except BaseException:
-            batch.abandon()
+            read.abandon()
             raise
 
     def load(self, rows: torch.Tensor) -> None:
-        """Have rows in the cache, as far as there is room. Blocks until they are read.
+        """Read rows into the cache, as far as there is room. Blocks.
 
         Args:
             rows: Their numbers, int64, contiguous.
@@ -185,37 +192,37 @@ class RowReader:
             RowsUnreadable, OSError: If they cannot be read.
         """
         hits, misses = self.hits, self.misses
-        batch = self.batch(rows, None, 0, 0, True)
-        self.start(batch)
+        read = self.new_read(rows, None, 0, True)
+        self.start(read)
         self.hits, self.misses = hits, misses  # nobody has asked for these rows
-        self.finish(batch)
-        failure = self.failure_of(batch)
+        self.finish(read)
+        failure = self.failure_of(read)
         if failure is not None:
             raise failure
 
     def prefetch(self, rows: torch.Tensor) -> None:
-        """Start reading rows into the cache, as far as there is free staging memory that callers do not need. Never waits for the
-        drive: what is not begun yet is begun by :meth:`next_prefetched`, :meth:`collect`, or a read of the same rows.
+        """Start reading rows into the cache, as far as there is staging memory that callers do not need. Never waits for the
+        drive: :meth:`next_prefetched`, :meth:`collect`, or a read of the same rows starts the remaining parts.
 
         Raises:
             OSError: If a file cannot be read at all.
         """
-        batch = self.batch(rows, None, 0, 0, True)
-        native = batch.native
+        read = self.new_read(rows, None, 0, True)
+        native = read.native
         self.collect()
         native.look_up()
         for each in self._prefetches:
             native.leave_out(each.native)
         native.plan(self._staging.part_bytes, _GAP_BYTES)
-        batch.unstarted.update(enumerate(native.parts))
-        if batch.unstarted:
+        read.unstarted.update(enumerate(native.parts))
+        if read.unstarted:
             self.rows_read += native.missing
-            self._prefetches.append(batch)
+            self._prefetches.append(read)
             self._start_prefetches()
 
     @property
     def prefetching(self) -> bool:
-        """Whether there are prefetches of which something is not delivered."""
+        """Whether a prefetch is not delivered completely."""
         return bool(self._prefetches)
 
     def next_prefetched(self) -> Future | None:
@@ -225,61 +232,61 @@ class RowReader:
             A read to wait for until there is more to do; None if no prefetch is left.
         """
         try:
-            for batch in self._prefetches:
-                for part in batch.parts:
+            for read in self._prefetches:
+                for part in read.parts:
                     if part.future.done():
                         self._deliver(part)
                         break  # one at a time: others wait for the lock
                 else:
                     continue
                 break
-            self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
+            self._prefetches = [read for read in self._prefetches if not read.delivered]
             self._start_prefetches()
-        except (OSError, ValueError):  # whoever reads the rows gets the error
+        except (OSError, ValueError):  # a read of the same rows raises the error
             self.drop_prefetches()
-        for batch in self._prefetches:
-            for part in batch.parts:
+        for read in self._prefetches:
+            for part in read.parts:
                 return part.future
-        # All staging memory is in use by others, whose reads make room for those that are not begun.
+        # Other reads have all staging memory: the prefetch goes on when one of them ends.
         return self._under_way[0].future if self._prefetches and self._under_way else None
 
     def drop_prefetches(self) -> None:
-        """Begin no more reads of prefetches."""
-        for batch in self._prefetches:
-            batch.unstarted.clear()
-        self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
+        """Start no further parts of prefetches."""
+        for read in self._prefetches:
+            read.unstarted.clear()
+        self._prefetches = [read for read in self._prefetches if not read.delivered]
 
     def _start_prefetches(self) -> None:
-        for batch in self._prefetches:
-            while batch.unstarted:
+        for read in self._prefetches:
+            while read.unstarted:
                 if self._staging.free <= self._kept_for_callers:
                     return
-                self._start_planned(batch, next(iter(batch.unstarted)), awaited=False)
+                self._start_planned(read, next(iter(read.unstarted)), awaited=False)
 
-    def _start_planned(self, batch: Batch, number: int, awaited: bool) -> None:
+    def _start_planned(self, read: RowRead, number: int, awaited: bool) -> None:
         self._make_room()  # it may wait for the drive: interrupts are let through
         with defer_interrupts():
             try:
-                self._start_part(batch, number, batch.unstarted[number], awaited)
+                self._start_part(read, number, read.unstarted[number], awaited)
             finally:
-                batch.unstarted.pop(number, None)
+                read.unstarted.pop(number, None)
 
     def _finish_prefetched(self, native: RowBatch) -> bool:
-        """Wait for those parts of prefetches that have missing rows of a batch. Returns whether there were any."""
-        awaited = [(batch, number) for batch in self._prefetches for number in native.awaited_parts(batch.native)]
-        for batch, number in awaited:
-            for part in batch.parts:
+        """Wait for the parts of prefetches that have missing rows of a read. Returns whether there were any."""
+        awaited = [(read, number) for read in self._prefetches for number in native.awaited_parts(read.native)]
+        for read, number in awaited:
+            for part in read.parts:
                 part.awaited = part.awaited or part.number == number
-        for batch, number in awaited:
-            if number in batch.unstarted:
-                self._start_planned(batch, number, awaited=True)
-        for batch, number in awaited:
-            for part in [each for each in batch.parts if each.number == number]:
+        for read, number in awaited:
+            if number in read.unstarted:
+                self._start_planned(read, number, awaited=True)
+        for read, number in awaited:
+            for part in [each for each in read.parts if each.number == number]:
                 self._deliver(part)
-        self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
+        self._prefetches = [read for read in self._prefetches if not read.delivered]
         return bool(awaited)
 
-    def _start_part(self, batch: Batch, number: int, part: _PlannedPart, awaited: bool) -> None:
+    def _start_part(self, read: RowRead, number: int, part: _PlannedPart, awaited: bool) -> None:
         volume, address, count = part
         units = int64_at(address, count)
         self._make_room()
@@ -298,18 +305,18 @@ class RowReader:
                 if isinstance(error, ValueError) and hasattr(error, "file_size"):
                     raise self._changed_size(volume, error.file_size) from error
                 raise
-            started = _Part(batch, number, volume, future, units, staging, awaited)
-            batch.parts.append(started)
+            started = _Part(read, number, volume, future, units, staging, awaited)
+            read.parts.append(started)
             self._under_way.append(started)
         self.bytes_read += wanted.nbytes
 
     def _make_room(self) -> None:
-        """Have a part of staging memory free. Blocks."""
+        """Wait until a part of staging memory is free."""
         while not self._staging.free:
             self._deliver(self._next_to_end())
 
     def _next_to_end(self) -> _Part:
-        """Return the part whose memory is to be free next: one that has been read, or the oldest that a caller waits for, or the
+        """Return the part whose memory is free next: one that has been read, else the oldest that a caller waits for, else the
         oldest of a prefetch.
         """
         for part in self._under_way:
@@ -323,7 +330,7 @@ class RowReader:
         return OSError(errno.ESTALE, f"the file has {size} bytes, and the table had {wanted} in it when it was opened", file.path)
 
     def _deliver(self, part: _Part) -> None:
-        """Wait for a part, copy its rows, and free its memory. Does nothing if that was done."""
+        """Wait for a part, copy its rows, and free its memory. Idempotent."""
         if part.delivered:
             return
         with profiler_range("wait_rows"):
@@ -333,18 +340,18 @@ class RowReader:
             failed, error = self._read_singly(part, getattr(error, "indices", None) or list(range(len(part.units))), error)
         with defer_interrupts():
             if failed and error is not None:
-                part.batch.errors.append(error)
-            if not part.batch.abandoned:
-                part.batch.native.deliver(part.number, part.staging.data_ptr(), failed)
+                part.read.errors.append(error)
+            if not part.read.abandoned:
+                part.read.native.deliver(part.number, part.staging.data_ptr(), failed)
             part.delivered = True
-            part.batch.parts.remove(part)
+            part.read.parts.remove(part)
             self._under_way.remove(part)
             self._staging.give_back(part.staging)
 
     def _read_singly(self, part: _Part, failed: Sequence[int], error: OSError) -> tuple[list[int], OSError]:
-        """Read units once more that could not be read with their neighbours: of a page that is broken only its rows are lost.
+        """Read failed units again, one by one: of a broken page, only the rows on it are lost.
 
-        Returns those that still cannot be read, and the error of the first.
+        Returns the units that cannot be read, and the error of the first.
         """
         futures: list[tuple[int, Future]] = []
         broken: list[tuple[int, OSError]] = []
@@ -359,44 +366,44 @@ class RowReader:
         return [index for index, _ in broken], broken[0][1] if broken else error
 
     def collect(self) -> None:
-        """Deliver what has been read by now: rows that were read ahead, and those of futures that nobody has asked."""
+        """Deliver all parts that were read by now, also those of prefetches and of futures that nobody has asked."""
         for part in list(self._under_way):
             if part.future.done():
                 self._deliver(part)
-        self._prefetches = [batch for batch in self._prefetches if not batch.delivered]
+        self._prefetches = [read for read in self._prefetches if not read.delivered]
         self._start_prefetches()
 
-    def finish(self, batch: Batch) -> None:
-        """Wait for all rows of a batch. Blocks; may be called without the lock, which is not held while it waits."""
-        for part in list(batch.parts):
+    def finish(self, read: RowRead) -> None:
+        """Wait for all rows of a read. May be called without the lock, which is free while this waits."""
+        for part in list(read.parts):
             if not part.delivered:
                 with profiler_range("wait_rows"):
                     part.future.exception()
             with self._lock:
                 self._deliver(part)
 
-    def abandon(self, batch: Batch) -> None:
-        """Deliver nothing of a batch any more, once this returns. May be called without the lock."""
+    def abandon(self, read: RowRead) -> None:
+        """Deliver no further rows of a read, once this returns. May be called without the lock."""
         with defer_interrupts(), self._lock:
-            batch.abandon()
+            read.abandon()
 
     def finish_all(self) -> None:
-        """Wait for all that is under way. What a prefetch has not begun yet is not read."""
+        """Wait for all parts under way. Drops prefetches that were not started."""
         self.drop_prefetches()
         while self._under_way:
             self._deliver(self._under_way[0])
         self._prefetches.clear()
 
-    def failure_of(self, batch: Batch) -> RowsUnreadable | None:
-        """Return the error of a batch some of whose rows could not be read."""
-        failed = batch.native.failed_rows
+    def failure_of(self, read: RowRead) -> RowsUnreadable | None:
+        """Return the error of a read some of whose rows could not be read."""
+        failed = read.native.failed_rows
         if not failed:
             return None
         rows = tuple(FailedRow(row, self._files[volume].path, offset) for row, volume, offset, _ in sorted(failed))
-        cause, first = batch.errors[0], rows[0]
+        cause, first = read.errors[0], rows[0]
         more = f", and {len(rows) - 1} other rows" if len(rows) > 1 else ""
         text = f"row {first.row} at offset {first.offset}{more}: {cause.strerror}"
-        # ENODATA is the engine's, of a read that ended before its last byte: the file has become shorter.
+        # The engine reports ENODATA for a read that ended early: the file has become shorter.
         error = RowsUnreadable(errno.ESTALE if cause.errno == errno.ENODATA else cause.errno, text, first.file)
         error.failed = rows
         error.__cause__ = cause
@@ -404,35 +411,43 @@ class RowReader:
 
 
 def unit_of(layout: TableLayout, files: Sequence[File]) -> int:
-    """Return the bytes that are read as one."""
+    """Return the bytes of a unit, which is read as a whole."""
     return layout.unit(max(512, *(file.sector_size for file in files)))
 
 
-class RowsFuture:
-    """Rows that are being read, by :meth:`Table.read_async`."""
+class StagingPool:
+    """Pinned memory in parts of equal size. It is allocated when the first part is taken.
 
-    def __init__(self, batch: Batch, finish: Callable[[], torch.Tensor]) -> None:
-        self._batch: Batch | None = batch
-        self._finish: Callable[[], torch.Tensor] | None = finish
-        self._rows: torch.Tensor | None = None
+    Args:
+        engine: Allocates the memory.
+        nbytes: Bytes of all parts. A part has 1 MiB, or less if there would be fewer than 8 parts, but at least 256 KiB and
+            ``row_bytes``. There are at least two parts, even if they are more than ``nbytes``.
+        row_bytes: Least size of a part.
+        multiple: The size of a part is a multiple of this.
+    """
 
-    def done(self) -> bool:
-        """Return whether all rows are in memory, so that :meth:`result` does not wait for the drive. Never blocks.
+    def __init__(self, engine: Engine, nbytes: int, row_bytes: int, multiple: int) -> None:
+        self._engine = engine
+        wanted = min(max(nbytes // _WANTED_PARTS, _LEAST_PART_BYTES), _MOST_PART_BYTES)
+        self.part_bytes = max(wanted // multiple * multiple, padded(row_bytes, multiple))
+        """Bytes of a part."""
+        self.parts = max(nbytes // padded(self.part_bytes, 4096), _FEWEST_PARTS)
+        """Number of parts, in use or free."""
+        self._free: deque[torch.Tensor] | None = None
 
-        A commit of another process in between has them read once more, by :meth:`result`.
-        """
-        batch = self._batch
-        return batch is None or all(part.future.done() for part in list(batch.parts))
+    @property
+    def free(self) -> int:
+        """Number of free parts."""
+        return self.parts if self._free is None else len(self._free)
 
-    def result(self) -> torch.Tensor:
-        """Wait for the rows, and return them: ``ids.shape + table.shape``. The same tensor each time.
+    def take(self) -> torch.Tensor:
+        """Return a free part, bytes of shape (part_bytes,). Raises MemoryError if the memory cannot be allocated."""
+        if self._free is None:
+            memory = self._engine.empty_pinned(self.parts * padded(self.part_bytes, 4096), torch.uint8)
+            self._free = deque(part[: self.part_bytes] for part in memory.view(self.parts, -1))
+        return self._free.popleft()
 
-        Raises:
-            RowsUnreadable: If some could not be read.
-        """
-        finish = self._finish
-        if finish is not None:
-            self._rows = finish()
-            self._batch = self._finish = None
-        assert self._rows is not None
-        return self._rows
+    def give_back(self, part: torch.Tensor) -> None:
+        """Free a part."""
+        assert self._free is not None
+        self._free.append(part)

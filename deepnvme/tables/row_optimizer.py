@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from .common_commits import CommonCommits
+from .common_commits import CommonCommits, commit_name
 from .embedding import RowsOnDisk
 from .mapped_tensors import mapped_tensors, parts_of
 from .row_states import OptimizerFactory, OptimizerStates, as_number, check_states, copied, optimizer_name
 from .table import Table
 
 _ATTRIBUTE = "optimizer"
-"""Of a table's attributes: the states of the table as a whole."""
+"""Name of the table's attribute that has the states of the table as a whole."""
 
 
 @dataclass(eq=False)
@@ -29,12 +29,12 @@ class _Trained:
     embedding: RowsOnDisk
     states: OptimizerStates
     inner: torch.optim.Optimizer
-    """Has no parameter but during a step."""
+    """Torch's optimizer. It has a parameter only during a step."""
     stepped: tuple[TensorWeakRef, int] | None = None
-    """The gradient of the last step, and its version then: to notice one that was not set to None since."""
+    """The gradient of the last step, with its version: a gradient that was not dropped since is noticed."""
 
     def adds_to_stepped(self) -> bool:
-        """Return whether the gradient is that of the last step, and a backward has added to it since."""
+        """Return whether a backward has added to the gradient of the last step."""
         gradient = self.embedding.gradient_holder.grad
         if self.stepped is None or gradient is None:
             return False
@@ -48,7 +48,7 @@ class _Trained:
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Trains the rows of embeddings on a drive: reads those that have gradients, has torch's optimizer change them, and writes
+    """Trains the rows of embeddings on a drive: reads the rows that have gradients, steps them by torch's optimizer, and writes
     them with their states.
 
     >>> optimizer = RowOptimizer(model, torch.optim.SparseAdam, lr=1e-3)
@@ -70,14 +70,14 @@ class RowOptimizer(torch.optim.Optimizer):
     ``holders`` are the params of these groups.
 
     Args:
-        embeddings: A model, of which all embeddings on a drive are trained that are not frozen; or some of them; or groups of
-            them, as ``{"params": [embedding, ...], "lr": ...}``.
+        embeddings: A model, whose embeddings on a drive are trained unless they are frozen; or a list of embeddings; or groups of
+            embeddings, as ``{"params": [embedding, ...], "lr": ...}``.
         optimizer: A class of torch.optim, or :class:`RowWiseAdagrad`; None for the one that the embeddings were made for.
         **settings: Arguments of that class.
 
     Raises:
         ValueError: If there is no embedding to train, or the optimizer has other states than are kept beside the rows.
-        OSError: From the drive, if a commit of several tables has to be finished that a process before was killed in.
+        OSError: From the drive, if the commit of a process that was killed has to be finished.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class RowOptimizer(torch.optim.Optimizer):
             return
         self._check_whole()
         self._commits.finish()
-        commits_before = {holder: trained.table.commit_name for holder, trained in self._trained.items()}
+        commits_before = {holder: commit_name(trained.table.session) for holder, trained in self._trained.items()}
         group = self._with_holders({**param_group, "params": given})
         super().add_param_group(group)
         self._commits = self._common_commits()
         for holder, trained in self._trained.items():
             # A table of before may have been prepared for a commit of the new tables, and is now at that one.
-            if commits_before.get(holder) != trained.table.commit_name or holder not in commits_before:
+            if commits_before.get(holder) != commit_name(trained.table.session) or holder not in commits_before:
                 self._continue(holder)
 
     @torch.no_grad()
@@ -238,7 +238,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What the last commit has noted, by :meth:`commit`: of several tables, the first one's."""
+        """The attributes of the last :meth:`commit`: of several tables, the first table's."""
         first = next(iter(self._trained.values()))
         return {name: value for name, value in first.table.attributes.items() if name != _ATTRIBUTE}
 
@@ -250,8 +250,8 @@ class RowOptimizer(torch.optim.Optimizer):
         again.
 
         Args:
-            attributes: What is noted with them, for :attr:`attributes`, such as a position in the data: what JSON can hold. None
-                for what it is now.
+            attributes: Noted with the commit, for :attr:`attributes`, such as a position in the data: anything JSON can hold.
+                None keeps the last commit's.
 
         Raises:
             ValueError: For attributes named "optimizer".
@@ -351,13 +351,13 @@ class RowOptimizer(torch.optim.Optimizer):
         self._failed = False
 
     def _numbered(self) -> Iterator[tuple[int, _Trained]]:
-        """Return the embeddings with the numbers that they have in state dicts."""
+        """Return each embedding with its number in state dicts."""
         holders = [holder for group in self.param_groups for holder in group["params"]]
         return ((number, self._trained[holder]) for number, holder in enumerate(holders))
 
 
 def _load_rows(trained: _Trained, given: Mapping[str, torch.Tensor] | None) -> None:
-    """Write the states of all rows, some at a time; without any given, those that they begin with."""
+    """Write the states of all rows, some MiB at a time: the given states, or the initial ones if none are given."""
     table, rows = trained.table, trained.states.rows
     if not rows:
         return
@@ -390,5 +390,57 @@ def _groups_of(embeddings: nn.Module | Iterable[nn.Module | dict[str, Any]]) -> 
 
 
 def _like(number: float, example: Any) -> Any:
-    """Return a number as the optimizer has it."""
+    """Return a number as a tensor like the example, if that is one."""
     return torch.full_like(example, number) if isinstance(example, torch.Tensor) else number
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Adagrad whose accumulator is the sum of the mean squares of each row's gradients: one number for each row.
+
+    That is FBGEMM's EXACT_ROWWISE_ADAGRAD: ``sum += mean(gradient ** 2)``, then
+    ``row -= lr * gradient / (sqrt(sum) + eps)``. Takes sparse gradients, as ``nn.Embedding(sparse=True)`` has them, and dense
+    ones. The sum is float32, of float64 rows float64.
+
+    Args:
+        params: Parameters, whose first dimension is the row.
+        lr: Learning rate.
+        eps: Added to the denominator.
+        initial_accumulator_value: Initial value of the sums.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-8, initial_accumulator_value: float = 0.0) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("initial_accumulator_value", initial_accumulator_value)):
+            if not value >= 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        super().__init__(params, {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Change the rows that have gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._change(parameter, parameter.grad, group)
+        return loss
+
+    def _change(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        if not state:
+            initial = float(group["initial_accumulator_value"])
+            state["sum"] = torch.full(parameter.shape[:1], initial, dtype=dtype, device=parameter.device)
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            rows, values = gradient.indices()[0], gradient.values()
+        else:
+            rows, values = torch.arange(len(parameter), device=parameter.device), gradient
+        wide = values.to(dtype)
+        sums = state["sum"].index_select(0, rows) + wide.square().flatten(1).mean(1)
+        state["sum"].index_copy_(0, rows, sums)
+        scale = (float(group["lr"]) / (sums.sqrt() + group["eps"])).view(-1, *[1] * (values.dim() - 1))
+        changed = parameter.index_select(0, rows).to(dtype) - scale * wide
+        parameter.index_copy_(0, rows, changed.to(parameter.dtype))

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each row of a table, found by trying it on a parameter of three rows."""
+"""The states that an optimizer keeps for each row, found by trying the optimizer on a parameter of three rows."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What an optimizer keeps for a table."""
+    """The states that an optimizer keeps for a table."""
 
     rows: Mapping[str, State]
     """States of each row."""
     table: Mapping[str, Any]
-    """States of the table as a whole, such as the number of steps, before the first step; empty if the optimizer makes them in
-    its first step."""
+    """States of the table as a whole, such as the number of steps, as they are before the first step. Empty if the optimizer
+    makes them in its first step."""
     names: tuple[str, ...]
     """Names of all states, in the optimizer's order."""
 
     @property
     def all_by_row(self) -> bool:
-        """Whether there are none of the table as a whole."""
+        """Whether all states are of single rows."""
         return set(self.names) == set(self.rows)
 
 
@@ -47,10 +47,10 @@ def optimizer_name(optimizer: OptimizerFactory) -> str:
 
 
 def states_of(optimizer: OptimizerFactory, dtype: torch.dtype, embedding_dim: int) -> OptimizerStates:
-    """Return what an optimizer keeps for a table of rows of ``embedding_dim`` elements.
+    """Return the states that an optimizer keeps for a table of rows of ``embedding_dim`` elements.
 
     Raises:
-        ValueError: If it does not take sparse gradients, changes rows that are not in them, or makes NaN of gradients of 0.
+        ValueError: If the optimizer takes no sparse gradients, changes rows without gradients, or makes NaN of gradients of 0.
     """
     name = optimizer_name(optimizer)
     parameter = torch.nn.Parameter(torch.ones(_ROWS, embedding_dim, dtype=dtype))
@@ -94,7 +94,7 @@ def states_of(optimizer: OptimizerFactory, dtype: torch.dtype, embedding_dim: in
 
 
 def check_states(table: Table, optimizer: OptimizerFactory) -> OptimizerStates:
-    """Return what an optimizer keeps for a table. Raises ValueError if the table has not what it keeps for each row."""
+    """Return the states that an optimizer keeps for a table. Raises ValueError if the table was made for other states."""
     states = states_of(optimizer, table.dtype, table.row_shape[0])
     wanted = {name: (state.dtype, tuple(state.shape)) for name, state in states.rows.items()}
     if table.states != wanted:
@@ -116,12 +116,12 @@ def _is_per_row(value: object) -> bool:
 
 
 def copied(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of states, which an optimizer may change in place."""
+    """Return copies of states: an optimizer may change the originals in place."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in states.items()}
 
 
 def as_number(value: Any) -> int | float:
-    """Return a state of a table as JSON can hold it."""
+    """Return a state of a table as a number, which JSON can hold."""
     number = value.item() if isinstance(value, torch.Tensor) else value
     if not isinstance(number, int | float):
         raise ValueError(f"a state of a table must be a number, got {value!r}")

@@ -19,14 +19,13 @@ from deepnvme.ops import load_async_io
 from .identity import write_identity
 from .layout import TableLayout
 from .manifest import Epochs, Prepared, save_manifest
-from .reading import RowReader, int64_at
-from .staging import StagingPool
+from .reading import RowReader, StagingPool, int64_at
 
 if TYPE_CHECKING:
     from deepnvme.ops.aio.async_io_op.tables import RowCache, WriteBatch
 
 _RESERVED_EPOCHS = 1 << 16
-"""Commits until the manifest has to be written once more. Of so many epochs, a writer that crashes abandons the rest."""
+"""Commits that one reservation in the manifest is enough for. A writer that crashes abandons the unused epochs."""
 
 
 @dataclass(eq=False)
@@ -37,25 +36,24 @@ class _Write:
     staging: torch.Tensor
     futures: list[Future]
     incomplete: bool = False
-    """Whether some of it was refused."""
+    """Whether the engine refused some of the writes."""
 
 
 class RowWriter:
     """Changes rows of one table, whose two versions make a commit whole or undone. Its methods are called with the table's
     lock held.
 
-    A changed row stays in memory until it is written, which is begun when a quarter of the cache is changed. It is written to the
-    version that the last commit does not have. A commit waits for all of that, flushes the files, and then says in the
-    manifest which epoch is the last that counts.
+    A changed row stays in memory until it is written. Writing begins when a quarter of the cache is changed. The invariants of
+    versions and epochs are in :mod:`deepnvme.tables.manifest`.
 
     Args:
         engine: Writes the files.
         files: Of the layout, open for reading and writing.
         layout: Where the rows are.
         cache: The rows that are in memory.
-        reader: Reads rows that are not.
+        reader: Reads rows that are not in memory.
         directories: Of the table; the first has the manifest.
-        epochs: Of the manifest, for a new writer.
+        epochs: The manifest's, as :meth:`Epochs.begin` returns them for a new writer.
         staging_bytes: Bytes of memory for rows that are being written.
     """
 
@@ -74,9 +72,9 @@ class RowWriter:
         self._directories = directories
         self.epochs = replace(epochs, prepared=None)
         self.prepared = epochs.prepared
-        """A commit of the writer before that other tables may have; None once a row was changed here."""
+        """A commit that the previous writer has prepared, and other tables may have; None once a row was changed."""
         self._written_in_epoch = False
-        self._identity_written = False  # into the files, which only a commit flushes
+        self._identity_written = False  # not flushed before a commit
         self._manifest_uncertain = False  # a commit failed or was interrupted, and may be in force nevertheless
         self._flush_error: OSError | None = None
         self._flushed = False  # nothing was changed since the last flush
@@ -92,7 +90,7 @@ class RowWriter:
 
     @property
     def rows_at_a_time(self) -> int:
-        """Most rows that :meth:`change` takes: they are all in memory before they are written."""
+        """Most rows that :meth:`change` takes, since they all have to be in memory."""
         return max((self._cache.slots - self._cache.pinned) // 4, 1)
 
     def change(self, rows: torch.Tensor, records: torch.Tensor) -> None:
@@ -110,27 +108,28 @@ class RowWriter:
         self._make_room(len(rows))
         epoch = self.epochs.present
         while absent := self._cache.change(rows.data_ptr(), len(rows), records.data_ptr(), epoch):
-            # Where their last committed version is, is read from the drive.
+            # The drive says which version of them is the last committed one.
             rows, records = rows[absent].contiguous(), records[absent].contiguous()
             self._reader.load(rows)
         self.write_behind()
 
     @property
     def writing_behind(self) -> bool:
-        """Whether there is something to write, or a write under way, without anybody waiting for it."""
+        """Whether the background thread has something to write, or to wait for."""
         return bool(self._under_way) or self._much_changed()
 
     def _much_changed(self) -> bool:
-        """After an error, nothing is written until the next change or commit has raised it: a drive that fails is not asked again
-        and again."""
+        """Return whether a quarter of the cache is changed. False after an error, until a change or commit has raised it: a
+        failing drive is not asked again and again.
+        """
         return self._error is None and self._cache.changed > 0 and self._cache.changed >= self._cache.slots // 4
 
     def write_behind(self, parts: int | None = None) -> None:
-        """Go on writing if much is changed, as far as there is staging memory. Does not block; errors are raised by what changes
-        or commits next.
+        """Start writing if much is changed, as far as there is staging memory. Does not block. The next change or commit raises
+        errors.
 
         Args:
-            parts: Most parts whose write is begun; None for all.
+            parts: Most parts to start; None for no limit.
         """
         try:
             self._collect()
@@ -140,16 +139,16 @@ class RowWriter:
             self._error = error
 
     def next_written(self) -> Future | None:
-        """Go on writing, some of it.
+        """Go on writing, without waiting for the drive.
 
         Returns:
-            A write to wait for until there is more to do; None if nothing has to be written now.
+            A write to wait for before the next call; None if nothing has to be written now.
         """
         self.write_behind()
         return next((future for write in self._under_way for future in write.futures if not future.done()), None)
 
     def _make_room(self, rows: int) -> None:
-        """Have so many rows in memory that need not stay."""
+        """Wait until the cache has room for this number of changed rows."""
         most = self._cache.slots - self._cache.pinned - rows
         while self._cache.changed + self._cache.writing > most:
             if not self._write_some(1):
@@ -159,7 +158,7 @@ class RowWriter:
             self._raise_error()
 
     def _write_some(self, parts: int | None = None) -> int:
-        """Begin to write changed rows, as far as there is memory for it. Returns how many parts were begun.
+        """Start writing changed rows, as far as there is staging memory. Returns the number of parts that were started.
 
         Does not block, but for the first write of an epoch.
         """
@@ -175,8 +174,8 @@ class RowWriter:
         return begun
 
     def _begin_epoch(self) -> None:
-        """Have the manifest say that versions of this epoch may be on the drive, before they are. Before the first ones of this
-        writer the table gets a new identity, so that its files are not taken for those of a copy any more.
+        """Reserve this epoch in the manifest before its first version is written. Before this writer's first version, give the
+        table a new identity: from then on its files are not those of a copy.
         """
         reserving = self.epochs
         if reserving.present > reserving.reserved:
@@ -196,7 +195,7 @@ class RowWriter:
         self._written_in_epoch = True
 
     def _write_part(self) -> bool:
-        """Begin to write some rows. Returns whether there were any that are not being written already."""
+        """Start writing one part. Returns False if all changed rows are already being written."""
         size = self._layout.version_bytes
         with defer_interrupts():
             staging = self._staging.take()
@@ -223,12 +222,12 @@ class RowWriter:
         return True
 
     def _collect(self) -> None:
-        """Note which writes have ended."""
+        """Finish all writes that have ended, without waiting."""
         while self._under_way and all(future.done() for future in self._under_way[0].futures):
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest write. If this is interrupted, it is under way still."""
+        """Wait for the oldest write. After an interrupt, the write is still under way."""
         write = self._under_way[0]
         errors = [error for future in write.futures if (error := future.exception()) is not None]
         with defer_interrupts():
@@ -244,13 +243,13 @@ class RowWriter:
             raise error
 
     def flush(self) -> None:
-        """Write all that is changed, to stable storage. Blocks. Raises OSError; what was not written is still changed."""
+        """Write all changed rows to stable storage. Blocks. Raises OSError; rows that were not written are still changed."""
         if self._flush_error is not None:
             raise self._flush_error
         if self._flushed:
             return
         self.finish_writes()
-        self._error = None  # what could not be written is still changed, and is written once more now
+        self._error = None  # rows that could not be written are still changed, and are written again now
         while self._cache.changed or self._under_way:
             self._write_some()
             if self._under_way:
@@ -268,8 +267,8 @@ class RowWriter:
         self._flushed = True
 
     def prepare(self, name: str, attributes: Mapping[str, Any]) -> None:
-        """Have all changes so far on the drive, so that :meth:`commit` of the same name and attributes only has to say so. A
-        writer that comes after a crash finds it in :attr:`prepared`. Blocks.
+        """Write all changes, and note the commit in the manifest as prepared: :meth:`commit` then only replaces the manifest.
+        After a crash, the next writer has it as :attr:`prepared`. Blocks.
 
         Raises:
             OSError: As :meth:`commit` does.
@@ -283,15 +282,15 @@ class RowWriter:
         """Make all changes so far the table's last commit. Blocks.
 
         Args:
-            attributes: What is noted with it from now on; None for what is.
-            name: Of the commit, if it is made together with those of other tables.
+            attributes: Attributes of the table from now on; None to keep them.
+            name: Name of the commit, if several tables make it together.
 
         Returns:
             Its number.
 
         Raises:
-            OSError: From the drive. The last commit is the one before then, and all changes are still there: commit again. Only
-                if the flush has failed, they may be lost, and every commit raises this until :meth:`rollback`.
+            OSError: From the drive. The last commit is unchanged, and all changes are still in memory: commit again. Only after a
+                failed flush they may be lost, and every commit raises this error until :meth:`rollback`.
         """
         self.flush()
         attributes = self.epochs.attributes if attributes is None else copy.deepcopy(dict(attributes))
@@ -310,8 +309,9 @@ class RowWriter:
         return self.epochs.committed
 
     def adopt_prepared(self) -> None:
-        """Make the prepared commit the last one. Blocks. No row is being read. Raises OSError; call it again then."""
+        """Make the prepared commit the last one. Blocks. Raises OSError; call it again then."""
         assert self.prepared is not None
+        self._reader.finish_all()
         adopted = self.epochs.adopt(self.prepared)
         save_manifest(self._directories, self._layout, adopted)
         with defer_interrupts():
@@ -321,7 +321,8 @@ class RowWriter:
             self._show()
 
     def rollback(self) -> None:
-        """Go back to the last commit. Blocks for writes under way. Raises OSError; call it again then."""
+        """Go back to the last commit. Waits for writes under way. Raises OSError; call it again then."""
+        self._reader.finish_all()
         self.finish_writes()
         self._error = None
         if self._written_in_epoch or self._manifest_uncertain:
@@ -338,12 +339,12 @@ class RowWriter:
             self._cache.drop_changed(self.epochs.present)
 
     def finish_writes(self) -> None:
-        """Wait for writes under way."""
+        """Wait for all writes under way."""
         while self._under_way:
             self._finish_oldest()
 
     def close(self) -> None:
-        """Wait for writes under way. What was not committed is lost."""
+        """Wait for all writes under way. Uncommitted changes are lost."""
         self.finish_writes()
         unchanged = not self._written_in_epoch and not self._manifest_uncertain
         if unchanged and self.epochs.reserved > self.epochs.committed >= self.epochs.present - 1:

@@ -103,8 +103,9 @@ public:
           slots_(below(random, 3) == 0 ? below(random, 5) : below(random, 2 * geometry_.rows)),
           memory_(std::max<std::uint64_t>(slots_, 1) * RowCache::slot_bytes(geometry_.record_bytes)),
           cache_(geometry_.rows, geometry_.record_bytes, slots_, memory_.data()) {
-        const std::uint64_t rows_per_volume = (geometry_.rows / (geometry_.chunk * geometry_.volumes) + 1) * geometry_.chunk;
-        const std::uint64_t bytes = geometry_.base + rows_per_volume * geometry_.stride;
+        std::uint64_t bytes = 0;
+        for (std::uint64_t row = 0; row < geometry_.rows; ++row)
+            bytes = std::max(bytes, geometry_.offset_of(row) + geometry_.stride);
         volumes_.assign(geometry_.volumes, Bytes((bytes + geometry_.unit - 1) / geometry_.unit * geometry_.unit));
         for (std::uint64_t row = 0; row < geometry_.rows; ++row) {
             rows_.push_back(geometry_.versioned() ? Bytes(geometry_.record_bytes) : random_bytes(random, geometry_.record_bytes));
@@ -158,6 +159,12 @@ private:
         } else {
             geometry.base = below(random, 1000);
             geometry.stride = geometry.record_bytes;
+            if (below(random, 2)) {  // shards of any size, some without rows
+                for (std::uint64_t volume = 0, first = 0; volume < geometry.volumes; ++volume) {
+                    geometry.shards.push_back({first, below(random, 1000)});
+                    first += below(random, geometry.rows - first);
+                }
+            }
         }
         return geometry;
     }

@@ -14,6 +14,8 @@ import torch
 from deepnvme.store.manifest import MEMBERSHIP_NAME
 from deepnvme.swap import TensorStore
 
+from ..support.files import copied
+
 TENSOR = torch.arange(3_000_000)  # large enough to be split over all directories
 
 
@@ -22,13 +24,6 @@ def original(drive: Path) -> list[Path]:
     directories = [drive / name for name in ("a", "b", "c")]
     put(directories, TENSOR)
     return directories
-
-
-def copied(directories: Sequence[Path], name: str) -> list[Path]:
-    copies = [each.with_name(f"{name} {each.name}") for each in directories]
-    for each, copy in zip(directories, copies, strict=True):
-        shutil.copytree(each, copy)
-    return copies
 
 
 def put(directories: Sequence[Path], tensor: torch.Tensor) -> None:
@@ -85,6 +80,13 @@ def test_one_directory_is_moved_to_another_drive(original: list[Path]) -> None:
     shutil.rmtree(original[1])
     put([original[0], copy, original[2]], -TENSOR)
     check([original[0], copy, original[2]], -TENSOR)
+
+
+def test_a_copy_beside_a_directory_in_place_is_refused_though_the_first_has_moved(original: list[Path]) -> None:
+    copies = copied(original, "copy")
+    moved = original[0].rename(original[0].with_name("moved"))
+    refused([moved, original[1], copies[2]], copies[2], original[2], "away")
+    check([moved, *original[1:]], TENSOR)
 
 
 def test_a_crash_between_the_memberships_and_the_manifest_leaves_a_store(original: list[Path]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -36,3 +38,11 @@ def open_files(directory: Path, pattern: str = "*") -> list[str]:
     """The files below ``directory`` that this process has open, once for each descriptor."""
     found = (Path(os.path.realpath(f"/proc/self/fd/{number}")) for number in os.listdir("/proc/self/fd"))
     return [str(path) for path in found if path.is_relative_to(directory) and path.match(pattern)]
+
+
+def copied(directories: Sequence[Path], name: str) -> list[Path]:
+    """Return copies of directories, beside them, whose names begin with another one."""
+    copies = [each.with_name(f"{name} {each.name}") for each in directories]
+    for each, copy in zip(directories, copies, strict=True):
+        shutil.copytree(each, copy)
+    return copies

@@ -11,7 +11,7 @@ import torch
 
 from deepnvme import Engine
 from deepnvme.tables import Table
-from deepnvme.tables.staging import StagingPool
+from deepnvme.tables.reading import StagingPool
 
 from ..support.interpreters import Interpreters
 
@@ -65,7 +65,7 @@ _READ_ALL = """
 import torch
 from deepnvme import Engine
 from deepnvme.tables import Table
-from deepnvme.tables.staging import StagingPool
+from deepnvme.tables.reading import StagingPool
 def pages(kind):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))

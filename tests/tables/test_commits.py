@@ -212,29 +212,20 @@ def test_what_a_writer_prepares_does_not_empty_the_memory_of_a_reader(drive: Pat
         assert reader.attributes == {"step": 1}
         reader.read(ids)
         writer.write(ids, torch.ones(50, 4, dtype=torch.int64))
-        writer.prepare_commit("with others", {"step": 2})
+        with writer.session.lock:
+            writer.session.writer_here().prepare("with others", {"step": 2})
         misses = reader.stats().misses
         rows = reader.read(ids)
         assert isinstance(rows, torch.Tensor)
         assert not rows.any()
         assert reader.stats().misses == misses
         assert reader.attributes == {"step": 1}
-        writer.commit_prepared("with others", {"step": 2})
+        with writer.session.lock:
+            writer.session.writer_here().commit({"step": 2}, "with others")
         assert reader.attributes == {"step": 2}  # without a read
         rows = reader.read(ids)
         assert isinstance(rows, torch.Tensor)
         assert (rows == 1).all()
-
-
-def test_attributes_that_are_changed_in_place_are_committed(drive: Path) -> None:
-    with Table.create(drive / "table", 10, 4, torch.int64) as table:
-        table.commit({"history": [1]})
-        attributes = table.attributes
-        attributes["history"].append(2)
-        assert table.attributes == {"history": [1]}
-        table.commit(attributes)
-    with Table.open(drive / "table") as table:
-        assert table.attributes == {"history": [1, 2]}
 
 
 def test_a_future_that_nobody_asked_knows_that_too_much_was_changed_to_be_remembered(drive: Path) -> None:

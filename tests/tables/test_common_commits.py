@@ -133,8 +133,10 @@ def test_a_prepared_commit_is_void_once_a_row_was_changed_by_someone_else(drive:
         for table in tables:
             table.write(CHANGED, torch.ones(len(CHANGED), 4, dtype=torch.int64))
         for table in tables:
-            table.prepare_commit("of all", {"round": 1})
-        tables[0].commit_prepared("of all", {"round": 1})
+            with table.session.lock:
+                table.session.writer_here().prepare("of all", {"round": 1})
+        with tables[0].session.lock:
+            tables[0].session.writer_here().commit({"round": 1}, "of all")
     with Table.open(paths[1], writable=True) as alone:
         alone.write(torch.tensor([0]), torch.full((1, 4), 9))
         alone.commit({"round": 0})

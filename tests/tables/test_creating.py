@@ -47,7 +47,7 @@ def test_a_table_is_made_where_a_process_was_killed_that_made_one(
 
 def test_rows_of_another_table_are_no_leftovers(interpreters: Interpreters, drive: Path) -> None:
     """Those of a second directory have no manifest beside them."""
-    interpreters.run(_KILLED.format(where="save_manifest", call=1, paths=[str(drive / "a"), str(drive / "b")]))
+    interpreters.run(_KILLED.format(where="sync_directory", call=4, paths=[str(drive / "a"), str(drive / "b")]))
     (drive / "b" / "rows").unlink()
     Table.create([drive / "c", drive / "d"], 100, 4, torch.float32).close()
     (drive / "d" / "rows").rename(drive / "b" / "rows")

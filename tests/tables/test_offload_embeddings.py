@@ -133,7 +133,7 @@ from torch import nn
 from deepnvme import Engine
 from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.tables import RowOptimizer, offload_embeddings
-from deepnvme.tables.staging import StagingPool
+from deepnvme.tables.reading import StagingPool
 def pages(kind):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))

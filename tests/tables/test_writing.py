@@ -121,8 +121,9 @@ def test_attributes_are_committed_with_the_rows(drive: Path) -> None:
         assert table.attributes == {}
         first = table.commit(noted)
         assert table.attributes == noted
+        table.attributes["history"].append(2)
         noted["history"].append(3)  # type: ignore[attr-defined]
-        assert table.attributes != noted
+        assert table.attributes["history"] == [1.5, float("inf")]
         assert table.commit(noted) > first, "what the caller has changed since is not noticed"
         table.write(torch.tensor([0]), VALUES[1:2])
         table.commit()
@@ -149,39 +150,6 @@ def test_rollback_goes_back_to_the_last_commit(drive: Path, written: bool) -> No
         expected[0] = VALUES[0] - 1
     with Table.open(drive / "table") as table:
         assert torch.equal(table.read(torch.arange(200)), expected)
-
-
-def test_many_rollbacks_between_commits_leave_a_table_that_opens(drive: Path) -> None:
-    with Table.from_tensor(drive / "table", VALUES, updatable=True, memory_budget=0) as table:
-        for turn in range(20):
-            table.write(torch.arange(100), VALUES[:100] + turn)
-            table.rollback()
-            table.write(torch.arange(100), VALUES[:100] - turn)
-            table.commit()
-    with Table.open(drive / "table", writable=True) as table:
-        assert torch.equal(table.read(torch.arange(100)), VALUES[:100] - 19)
-
-
-@pytest.mark.parametrize("budget", [0, 1 << 20])
-def test_pinned_rows_are_no_obstacle_to_writing(drive: Path, budget: int) -> None:
-    with Table.from_tensor(drive / "table", VALUES, updatable=True, memory_budget=budget) as table:
-        assert table.pin(torch.arange(200)) > 50
-        table.write(torch.arange(200), VALUES + 1)
-        table.commit()
-        table.rollback()
-        table.write(torch.arange(199, -1, -1), VALUES.flip(0) + 2)
-        assert torch.equal(table.read(torch.arange(200)), VALUES + 2)
-        table.commit()
-
-
-def test_prefetched_rows_are_read_as_they_were_written(drive: Path) -> None:
-    with Table.from_tensor(drive / "table", VALUES, updatable=True, memory_budget=0) as table:
-        for turn in range(30):
-            ids = torch.randperm(200)[:80]
-            table.prefetch(ids)
-            rows = torch.full((80, 3), float(turn))
-            table.write(ids, rows)
-            assert torch.equal(table.read(ids), rows)
 
 
 class ChangedTable(RuleBasedStateMachine):

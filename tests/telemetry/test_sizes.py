@@ -147,8 +147,6 @@ NOT_HERE = {
     "drives.aio_config.AioConfig(block_size)": "checked by pydantic, with an error of its own: see test_config.py",
     "streaming.streamed_model.Streaming(memory_budget)": "made by stream; the device is needed for a share",
     "streaming.streamed_model.Streaming(least_budget)": "made by stream",
-    "tables.table.Table(memory_budget)": "made by open, which checks it",
-    "tables.table.Table(staging_bytes)": "made by open, which checks it",
 }
 """Public parameters that sound like bytes and are not tested here, each with the reason."""
 _SOUNDS_LIKE_BYTES = re.compile(r"(^|_)(bytes|nbytes|budget|shard_size|block_size|chunk_size|record_size|buffer_size)$")
