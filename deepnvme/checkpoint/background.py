@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from deepnvme._interrupts import Latch, defer_interrupts
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people, state_text
@@ -48,7 +48,7 @@ class SaveFuture:
         self._snapshot = snapshot
         self._engine: Engine | None = engine  # until the save has ended: a future may be kept for long
         self._process = os.getpid()
-        self._ended = Latch()
+        self._ended = threading.Event()
         self._error: BaseException | None = None
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ class SaveFuture:
         _saves.seen(self)
         return self._error
 
-    def _wait(self, event: Latch, timeout: float | None, what: str) -> None:
+    def _wait(self, event: threading.Event, timeout: float | None, what: str) -> None:
         """Wait for a latch. Raises TimeoutError saying what the file is not yet."""
         self._check()
         if not event.wait(timeout):
