@@ -37,15 +37,19 @@ def _storm(random: randoms.Random, operation: Callable[[int], object], check: Ca
     """Call ``operation`` with 1, 2, 3 and so on under Ctrl-C for two seconds; call ``check`` after each, without."""
     period = random.choice((0.001, 0.003, 0.01))
     until = time.monotonic() + _STORM_SECONDS
+    heard = 0
     for number in itertools.count(1):
-        with ctrl_c_every(period):
+        with ctrl_c_every(period) as storm:
             try:
                 operation(number)
             except KeyboardInterrupt:
                 torch.set_grad_enabled(True)  # which torch's own decorators may not have come to
         streams.in_another_thread(lambda number=number: check(number))  # type: ignore[misc]
+        heard += storm.count
         if time.monotonic() > until:
-            return
+            break
+    if not heard:
+        raise Wrong("no Ctrl-C was heard")
 
 
 def _tensors(random: randoms.Random) -> Callable[[int], Tensors]:
