@@ -205,8 +205,7 @@ def _in_threads(function: Callable[[PlannedFile], Result], files: Sequence[Plann
     After an error no further file is begun. The first error, or Ctrl-C, is raised when all threads have ended: what they
     publish later could replace the files of another save.
     """
-    # concurrent.futures can leave a lock taken when Ctrl-C interrupts this thread, and Thread.join takes the thread for ended in
-    # some versions of Python. A threading.Event does neither.
+    # Thread.join takes a thread for ended in some versions of Python when Ctrl-C interrupts it. An Event does not.
     left = deque(enumerate(files))
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}

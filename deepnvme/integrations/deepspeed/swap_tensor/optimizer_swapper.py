@@ -507,7 +507,6 @@ def read_partitions(
             places.append((part.view((buffers[0] if buffers else tensor).dtype)[-numel:], part))
     reading = Transfers()
     try:
-        # One call in C, so that Ctrl-C cannot come between starting a read and noting it.
         reading.add(map(engine.read, [values for values, _ in places], paths))
         for values, part in places:
             reading.end_first()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random as randoms
 import time
@@ -173,6 +174,8 @@ def _stream(random: randoms.Random, directory: Path) -> None:
                     raise Wrong("more stays in memory than the budget")
 
             _storm(random, lambda number: [streams.output(model) for _ in range(20)], check)
+            with contextlib.suppress(KeyboardInterrupt), ctrl_c_every(random.choice((0.0005, 0.002))):
+                streaming.close(restore=True)
             streaming.close(restore=True)
         if streaming_of(model) is not None:
             raise Wrong("a closed stream still has the model's forwards")
