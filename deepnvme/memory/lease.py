@@ -92,7 +92,8 @@ class Lease:
         self._buffer = None  # last: from now on, the memory may be lent again
 
     def __del__(self) -> None:
-        self.release()
+        if hasattr(self, "_buffer"):  # not if __init__ was never called
+            self.release()
 
     def __enter__(self) -> Lease:
         return self

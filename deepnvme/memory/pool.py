@@ -176,20 +176,21 @@ class BufferPool:
         """
         return self._lease(byte_count(nbytes, "nbytes"), waited=False)
 
-    def ensure_possible(self, nbytes: int, held: Iterable[Lease] = ()) -> None:
+    def ensure_possible(self, nbytes: ByteCount, held: Iterable[Lease] = ()) -> None:
         """Raise OutOfBuffers if the budget has no room for a lease, and no other thread can make room.
 
         Args:
-            nbytes: Bytes of the lease.
+            nbytes: Bytes of the lease, or a size such as "64MiB".
             held: Leases that count as the calling thread's, whichever thread leased them.
         """
+        wanted = byte_count(nbytes, "nbytes")
         thread, own = threading.current_thread(), {lease._chunk for lease in held}
 
         def check(chunks: ChunkList) -> None:
-            size = padded(nbytes, PAGE)
+            size = padded(wanted, PAGE)
             others = self._awaited or any(chunk.thread is not thread and chunk not in own for chunk in chunks.lent)
             if size > chunks.budget or not (others or chunks.fits(size)):
-                self._raise_shortage(nbytes, ", all leased by this thread" if chunks.lent and not others else "")
+                self._raise_shortage(wanted, ", all leased by this thread" if chunks.lent and not others else "")
 
         self._call(check)
 
