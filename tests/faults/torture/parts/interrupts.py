@@ -36,11 +36,10 @@ def attack(random: randoms.Random, directory: Path) -> None:
 
 def _storm(random: randoms.Random, operation: Callable[[int], object], check: Callable[[int], object]) -> None:
     """Call ``operation`` with 1, 2, 3 and so on under Ctrl-C for two seconds; call ``check`` after each, without."""
-    period = random.choice((0.001, 0.003, 0.01))
     until = time.monotonic() + _STORM_SECONDS
     heard = 0
     for number in itertools.count(1):
-        with ctrl_c_every(period) as storm:
+        with ctrl_c_every(random.choice((0.0002, 0.001, 0.003, 0.01))) as storm:
             try:
                 operation(number)
             except KeyboardInterrupt:
