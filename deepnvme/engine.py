@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .ops.aio.async_io_op import Engine as NativeEngine
 
-__all__ = ["AnySource", "Backend", "Engine", "File", "FileMode", "Future", "Stats", "without_python"]
+__all__ = ["AnySource", "Backend", "Engine", "File", "FileMode", "Future", "Stats"]
 
 __dir__ = public_names(__name__)
 
@@ -490,18 +490,3 @@ class Engine:
             lambda: f"num_threads={self.num_threads}",
             lambda: state_text(os.getpid() == self._process and self.closed, self._process),
         )
-
-
-_STARTS = (Engine.read, Engine.write, Engine.read_many, Engine.write_many, Engine.gather, Engine.fsync)
-
-
-def without_python(start: Callable[..., Future]) -> Callable[..., Future]:
-    """Return the compiled function behind a method of an engine that starts transfers; return anything else unchanged.
-
-    A builtin such as ``map`` can call the compiled function and store its future without running Python code, so Ctrl-C cannot
-    come between starting a transfer and storing its future.
-    """
-    if getattr(start, "__func__", None) not in _STARTS:
-        return start
-    native: Callable[..., Future] = getattr(start.__self__._native, start.__name__)  # type: ignore[attr-defined]
-    return native

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import faulthandler
-import os
 import signal
-import socket
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from types import FrameType
 
 import pytest
 
-from deepnvme import _interrupts as interrupts
 from deepnvme._interrupts import defer_interrupts
-from tests.faults.torture.interruption import Interruption, all_but
 
 from .support.interpreters import Interpreters
 
@@ -91,38 +83,6 @@ def test_timers_are_held_back(number: signal.Signals) -> None:
         signal.signal(number, before)
 
 
-def test_a_restarting_read_and_a_handler_in_c_are_as_before() -> None:
-    """``siginterrupt(False)``: a read in C goes on. Python's own reads do so by themselves."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    ours, theirs = socket.socketpair()
-    signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    signal.siginterrupt(signal.SIGUSR1, False)
-    with tempfile.TemporaryFile() as dumped, ours, theirs:
-        with defer_interrupts():
-            pass
-
-        def disturb(thread: int) -> None:
-            time.sleep(0.2)
-            signal.pthread_kill(thread, signal.SIGUSR1)
-            time.sleep(0.2)
-            theirs.send(b"x")
-
-        thread = threading.Thread(target=disturb, args=(threading.get_ident(),))
-        thread.start()
-        read = libc.read(ours.fileno(), ctypes.create_string_buffer(1), 1)
-        thread.join()
-        assert read == 1
-        faulthandler.register(signal.SIGUSR1, dumped, chain=True)
-        try:
-            with defer_interrupts():
-                signal.raise_signal(signal.SIGUSR1)
-            held = os.fstat(dumped.fileno()).st_size
-            signal.raise_signal(signal.SIGUSR1)
-            assert 0 < held < os.fstat(dumped.fileno()).st_size
-        finally:
-            faulthandler.unregister(signal.SIGUSR1)
-
-
 def test_nested_ones_let_through_at_the_end_of_the_outermost() -> None:
     def nested() -> None:
         with defer_interrupts():
@@ -176,37 +136,6 @@ def test_a_child_that_another_thread_forks_has_its_handlers(interpreters: Interp
         print(statuses)
     """
     assert interpreters.run(program).check() == "[0]\n"
-
-
-def here_the_other_may_come() -> None: ...
-
-
-def test_of_two_signals_at_any_point_none_is_lost_and_handlers_are_put_back() -> None:
-    numbers = (signal.SIGUSR1, signal.SIGTERM)
-    for point in range(1, 1000):
-        interruption = Interruption(point, all_but(interrupts), by=numbers)
-        last: BaseException | None = None
-        try:
-            try:
-                with interruption, defer_interrupts():
-                    pass
-            except TimeIsUp as error:
-                last = error
-                here_the_other_may_come()
-        except TimeIsUp as error:
-            last = error
-        if not interruption.where:
-            break
-        raised = []
-        while last is not None:
-            raised += last.args
-            last = last.__context__
-        assert sorted(raised) == sorted(numbers), interruption.where
-        with defer_interrupts():
-            pass
-        assert [signal.getsignal(number) for number in numbers] == [up] * len(numbers), interruption.where
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, interruption.where
-    assert 20 < point < 999
 
 
 def test_other_threads_hold_nothing_back() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from deepnvme._interrupts import Latch, defer_interrupts
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people, state_text
@@ -48,7 +48,7 @@ class SaveFuture:
         self._snapshot = snapshot
         self._engine: Engine | None = engine  # until the save has ended: a future may be kept for long
         self._process = os.getpid()
-        self._ended = Latch()
+        self._ended = threading.Event()
         self._error: BaseException | None = None
 
     def __repr__(self) -> str:
@@ -119,8 +119,8 @@ class SaveFuture:
         _saves.seen(self)
         return self._error
 
-    def _wait(self, event: Latch, timeout: float | None, what: str) -> None:
-        """Wait for a latch. Raises TimeoutError saying what the file is not yet."""
+    def _wait(self, event: threading.Event, timeout: float | None, what: str) -> None:
+        """Wait for an event. Raises TimeoutError saying what the file is not yet."""
         self._check()
         if not event.wait(timeout):
             raise TimeoutError(f"'{self._path}' is not {what} after {timeout} s")
@@ -144,10 +144,6 @@ class SaveFuture:
 
 class _Saves:
     """The background saves of this process, written in the order of their calls: the last call for a path wins."""
-
-    # Ctrl-C can interrupt the main thread at any point, and must not leave the lock taken. So this is a plain Lock, which `with`
-    # acquires and releases in C, and no thread waits while holding it. threading.Condition and Event can be interrupted in their
-    # own Python code.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -238,7 +234,7 @@ def raise_unseen() -> None:
         try:
             raise failed._error
         finally:
-            _saves.seen(failed)  # only now: after a Ctrl-C before this point the next save still raises the error
+            _saves.seen(failed)
 
 
 def wait_for_saves(path: str | os.PathLike[str]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from deepnvme.drives.profiles import create_engine, settings_for
-from deepnvme.engine import Engine, File, Future, without_python
+from deepnvme.engine import Engine, File, Future
 from deepnvme.files.replacing import with_filename
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.host import give_pages, huge_pages
@@ -140,7 +140,7 @@ def write(
     checksums = image.checksums if parts is None else None
     if parts is None:
         parts = [(0, image.nbytes)]
-    start = without_python(engine.write)
+    start = engine.write
     under_way = Transfers(ended=count_bytes(progress, sum(end - begin for begin, end in parts)))
     ring = ChunkRing(pool, min(CHUNK, sum(end - begin + PAGE for begin, end in parts)), wait=True)
 
@@ -237,7 +237,7 @@ def read(placed: Sequence[Placed], path: Path, engine: Engine, pool: BufferPool,
     """
     sizes = [each.nbytes for each in placed]  # once: there can be tens of thousands
     ended = count_bytes(progress, sum(sizes))
-    start = without_python(engine.read)
+    start = engine.read
     alone = Transfers(ended=ended)
     places: list[tuple[int, int]] = []
     addresses: list[int] = []

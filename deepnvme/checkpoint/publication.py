@@ -104,10 +104,6 @@ class Publication:
         engine: Engine that opens and flushes the file.
     """
 
-    # Ctrl-C may come after any call and at the beginning of any function. So descriptors belong, from the call that opens them,
-    # to objects that close them when they are dropped. And they are opened in __enter__, not in __init__: the interpreter checks
-    # for signals after __init__, but not between __enter__ and the block of `with`.
-
     def __init__(self, destination: Destination, nbytes: int, engine: Engine) -> None:
         self.path = Path(os.path.realpath(destination.path))
         self._destination = destination

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
-from deepnvme._interrupts import Latch
 from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.lease import Lease
@@ -48,7 +47,7 @@ class Snapshot:
     def __init__(self, image: FileImage, pool: BufferPool) -> None:
         image.fence()
         self.nbytes = image.nbytes
-        self.staged = Latch()
+        self.staged = threading.Event()
         """Set when the image is not used any more, so that its tensors may change."""
         self._image: FileImage | None = image
         self._checksums = image.checksums
@@ -67,8 +66,7 @@ class Snapshot:
 
         The writing thread would wait for that memory, and this thread possibly for the writing thread.
         """
-        with contextlib.suppress(TimeoutError):  # held by others, who will release it
-            self._pool.lease(self._size(self._at), timeout=0).release()
+        self._pool.ensure_possible(self._size(self._at))
 
     @clearing_frames
     def stage(self) -> None:

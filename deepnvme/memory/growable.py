@@ -8,9 +8,6 @@ import torch
 
 from .pool import BufferPool, Lease, OutOfBuffers
 
-_PATIENCE_SECONDS = 300.0
-"""How long to wait for others to release leases: longer than any transfer takes, not so long that the program seems to hang."""
-
 
 class GrowableLease:
     """Leased memory that is replaced where more is needed."""
@@ -33,24 +30,25 @@ class GrowableLease:
 
     def release(self) -> None:
         """Give the memory back to the pool. Tensors from :meth:`take` may not be used any more. Idempotent."""
-        lease, self._lease = self._lease, None  # first: what is released must not be found here, even after Ctrl-C
+        lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
 
 
 def lease_more(pool: BufferPool, nbytes: int, held: Iterable[Lease], shortage: str) -> Lease:
-    """Lease ``nbytes`` bytes, waiting up to 300 s for other threads to release memory if they have any leased.
+    """Lease ``nbytes`` bytes, waiting for other threads to release memory if they have any leased.
 
     Args:
         pool: The pool to lease from.
         nbytes: Bytes to lease.
-        held: Leases that the caller does not release while it waits, whichever thread leased them.
+        held: Leases that the caller does not release meanwhile, whichever thread leased them.
         shortage: The beginning of the message of the OutOfBuffers below.
 
     Raises:
         OutOfBuffers: If the pool has no room: at once if no other thread has leases, else after waiting.
     """
     try:
-        return pool.lease(nbytes, timeout=_PATIENCE_SECONDS, keeping=held)
-    except (OutOfBuffers, TimeoutError) as error:
+        pool.ensure_possible(nbytes, held)
+        return pool.lease(nbytes)
+    except OutOfBuffers as error:
         raise OutOfBuffers(f"{shortage}; {error}") from error

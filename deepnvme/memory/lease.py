@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+    from .chunks import PinnedChunk
 
 
 class Transfer(Protocol):
@@ -35,12 +37,12 @@ class Lease:
     release, or be passed to :meth:`release` as ``after``.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_chunk", "_give_back", "nbytes")
+    __slots__ = ("__weakref__", "_awaited", "_buffer", "_chunk", "nbytes")
 
-    def __init__(self, buffer: torch.Tensor, give_back: Callable[[Transfer | None], None], chunk: object = None) -> None:
+    def __init__(self, buffer: torch.Tensor, chunk: PinnedChunk, awaited: dict[PinnedChunk, Transfer]) -> None:
         self._buffer: torch.Tensor | None = buffer
-        self._give_back = give_back
-        self._chunk = chunk  # identifies the memory to its pool
+        self._chunk = chunk
+        self._awaited = awaited  # the pool's: what it takes chunks back after
         self.nbytes = buffer.nbytes
         """Bytes, as asked for."""
 
@@ -85,13 +87,12 @@ class Lease:
         if self._buffer is None:
             return
         if after is not None:
-            self._give_back(after)  # before _buffer is dropped, so that the memory is not lent again too early
-        self._buffer = None
-        if after is None:
-            self._give_back(None)
+            self._awaited[self._chunk] = after
+        self._chunk.thread = None
+        self._buffer = None  # last: from now on, the memory may be lent again
 
     def __del__(self) -> None:
-        if hasattr(self, "_give_back"):  # not if __init__ was interrupted earlier
+        if hasattr(self, "_buffer"):  # not if __init__ was never called
             self.release()
 
     def __enter__(self) -> Lease:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,47 +53,17 @@ Parts = tuple[TensorPart, ...]
 class StoreAllocator:
     """Allocates parts of tensors in a store's data files. Not thread-safe; only :meth:`trim` waits for the drive.
 
-    The parts in use are the truth, and the files' extent maps are an index of them. Whoever changes either does so in a ``with``
-    block of the allocator, at the end of which both agree. If an exception (Ctrl-C, say) leaves the block, the next block, or
-    :meth:`mend`, rebuilds the extent maps. So no byte is allocated twice or leaked.
-
     Args:
         files: The store's data files, one for each directory.
-        held: A method that returns the parts of all tensors in use. Kept as a weak reference: its object owns the allocator.
     """
 
-    def __init__(self, files: Sequence[DataFile], held: Callable[[], Iterable[Parts]]) -> None:
+    def __init__(self, files: Sequence[DataFile]) -> None:
         self.files = files
         self._weights = [file.weight for file in files]
         self._extents = [ExtentMap() for _ in files]
-        self._held = weakref.WeakMethod(held)
-        self._changing = False
-
-    def __enter__(self) -> None:
-        """Begin a change of the parts in use or of the extent maps. Repairs the maps first, like :meth:`mend`."""
-        self.mend()
-        self._changing = True
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End a change: the parts in use and the extent maps agree, unless it was interrupted."""
-        if kind is None or kind is FilesTooSmall:
-            self._changing = False
-
-    def mend(self) -> None:
-        """Rebuild the extent maps from the parts in use, if a change was interrupted."""
-        if not self._changing:
-            return
-        held = self._held()
-        assert held is not None
-        extents = [ExtentMap() for _ in self.files]
-        for part in sorted({part for parts in held() for part in parts}):
-            extents[part.file].take_at(part.offset, padded(part.nbytes))
-        self._extents = extents
-        self._changing = False
 
     def used(self) -> tuple[int, ...]:
         """Return the bytes in use in each file, in whole pages."""
-        self.mend()
         return tuple(extents.used for extents in self._extents)
 
     def part_sizes(self, nbytes: int) -> list[int]:
@@ -104,8 +72,6 @@ class StoreAllocator:
 
     def allocate(self, sizes: Sequence[int]) -> list[Parts]:
         """Allocate parts for several tensors, the small ones side by side.
-
-        Call in a ``with`` block of the allocator.
 
         Args:
             sizes: Bytes of each tensor.
@@ -154,7 +120,7 @@ class StoreAllocator:
             self._extents[part.file].take_at(part.offset, padded(part.nbytes))
 
     def give_back(self, parts: Iterable[TensorPart]) -> None:
-        """Free these parts. Call in a ``with`` block of the allocator."""
+        """Free these parts."""
         file, begin, end = -1, 0, 0  # the neighbours seen last, which are given back together: 4 times as fast
         for part in (*sorted(parts), _NO_PART):
             if (part.file, part.offset) != (file, end):
@@ -169,7 +135,6 @@ class StoreAllocator:
 
     def trim(self) -> None:
         """Truncate each file after its last tensor. Raises OSError."""
-        self.mend()
         for file, size in self._sizes():
             file.trim(size)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,9 +30,6 @@ class Catalog:
     error once, and then goes on as if it had written them. So all tensors put since the last successful flush are damaged until
     they are put again.
 
-    Ctrl-C may interrupt any method at any point. Each change is one step of the interpreter, and the steps are in such an order
-    that settling the operation completes or undoes what it had begun. The space is repaired by :class:`StoreAllocator`.
-
     Args:
         files: The store's data files.
         tensors: What the last commit has published.
@@ -44,7 +41,7 @@ class Catalog:
 
     def __init__(self, files: Sequence[DataFile], tensors: Mapping[str, StoredTensor], persist: bool) -> None:
         self.entries: dict[str, CatalogEntry] = {}
-        self.space = StoreAllocator(files, self._held)
+        self.space = StoreAllocator(files)
         self._persist = persist
         for name, stored in tensors.items():
             entry = CatalogEntry(name)
@@ -97,9 +94,8 @@ class Catalog:
     def remove(self, name: str) -> int:
         """Remove a name and free its space. Return the bytes of its tensor. Raises KeyError."""
         version = self.entry(name).newest
-        with self.space:
-            del self.entries[name]
-            self._release(version)
+        del self.entries[name]
+        self._release(version)
         return version.info.nbytes
 
     # Puts.
@@ -114,7 +110,7 @@ class Catalog:
         """Allocate space for tensors and enter them under their names, as an operation under way.
 
         A tensor is put in the space of the old one where that is possible: if the store does not persist, and the size is the
-        same. If this is interrupted, :meth:`end_put` undoes what was begun.
+        same.
 
         Args:
             names: Names to put.
@@ -141,30 +137,29 @@ class Catalog:
             shape, dtype, _, _ = old.info
             same = sums is None and dtype == tensor.dtype and shape == tensor.shape
             found.append(old if same else TensorVersion(tensor.shape, tensor.dtype, size, old.parts, sums))
-        with self.space:
-            places = iter(self.space.allocate(wanted))
-            versions = [
-                version or TensorVersion(tensor.shape, tensor.dtype, tensor.nbytes, next(places), sums)
-                for version, tensor, sums in zip(found, tensors, checksums, strict=True)
-            ]
-            operation.set_subjects(entries)
-            for entry, version in zip(entries, versions, strict=True):
-                entry.put = operation
-                if self._persist:
-                    entry.coming = version
-                    self.entries[entry.name] = entry
-                    continue
-                entry.damage = None
-                old, entry.version = entry.version, version
+        places = iter(self.space.allocate(wanted))
+        versions = [
+            version or TensorVersion(tensor.shape, tensor.dtype, tensor.nbytes, next(places), sums)
+            for version, tensor, sums in zip(found, tensors, checksums, strict=True)
+        ]
+        operation.set_subjects(entries)
+        for entry, version in zip(entries, versions, strict=True):
+            entry.put = operation
+            if self._persist:
+                entry.coming = version
                 self.entries[entry.name] = entry
-                if old is not None and old.parts is not version.parts:
-                    self._release(old)
+                continue
+            entry.damage = None
+            old, entry.version = entry.version, version
+            self.entries[entry.name] = entry
+            if old is not None and old.parts is not version.parts:
+                self._release(old)
         return entries, versions
 
     def end_put(self, operation: Operation, failures: Sequence[Failure]) -> None:
         """Complete a put whose transfers have ended, or undo it for the tensors that failed.
 
-        In a store that does not persist, tensors that failed are damaged instead. Called again if it was interrupted.
+        In a store that does not persist, tensors that failed are damaged instead.
 
         Args:
             operation: The put.
@@ -179,23 +174,22 @@ class Catalog:
             for entry in entries:
                 entry.damage = failed.get(entry)
             return
-        with self.space:
-            for entry in entries:
-                coming, old = entry.coming, entry.version
-                if coming is None:
-                    continue
-                if entry not in failed:
-                    entry.version = coming
-                    entry.damage = None
-                    entry.coming = None
-                    if old is not None and old is not coming:
-                        self._release(old)
-                    continue
-                if old is None:
-                    del self.entries[entry.name]
-                else:
-                    entry.coming = None
-                self._release(coming)
+        for entry in entries:
+            coming, old = entry.coming, entry.version
+            if coming is None:
+                continue
+            if entry not in failed:
+                entry.version = coming
+                entry.damage = None
+                entry.coming = None
+                if old is not None and old is not coming:
+                    self._release(old)
+                continue
+            if old is None:
+                del self.entries[entry.name]
+            else:
+                entry.coming = None
+            self._release(coming)
 
     # Commits.
 
@@ -221,7 +215,7 @@ class Catalog:
         return versions
 
     def end_flush(self, flush: Operation, failures: Sequence[Failure]) -> None:
-        """Record what a flush has flushed, and mark what it failed to flush as damaged. Called again if it was interrupted.
+        """Record what a flush has flushed, and mark what it failed to flush as damaged.
 
         Args:
             flush: The operation of the flush.
@@ -237,9 +231,8 @@ class Catalog:
     def committed(self) -> None:
         """Free the space that only the previous manifest referred to. Call when the manifest lists exactly what was flushed."""
         gone = self._referred - self._flushed
-        with self.space:
-            self._referred = self._flushed
-            self.space.give_back(part for version in gone for part in version.parts)
+        self._referred = self._flushed
+        self.space.give_back(part for version in gone for part in version.parts)
 
     def _damage(self, failed: Mapping[int, OSError]) -> None:
         """Mark tensors as damaged that are in files that failed to flush, and were not flushed before.
@@ -260,16 +253,9 @@ class Catalog:
                     operation.fail(copy)
 
     def _release(self, version: TensorVersion) -> None:
-        """Free the space of a version, unless a manifest may refer to it. Call within a change of the space."""
+        """Free the space of a version, unless a manifest may refer to it."""
         if version not in self._referred:
             self.space.give_back(version.parts)
-
-    def _held(self) -> Iterator[Parts]:
-        """Yield the parts of every version that is in use."""
-        for entry in self.entries.values():
-            yield from (version.parts for version in (entry.version, entry.coming) if version is not None)
-        for version in self._referred:
-            yield version.parts
 
 
 def _failure_of(version: TensorVersion, failed: Mapping[int, OSError]) -> OSError | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+from deepnvme._interrupts import defer_interrupts
 from deepnvme._polling import TRANSFER_POLL_SECONDS
 from deepnvme.engine import Future
 from deepnvme.telemetry.descriptions import representation, size_for_people
@@ -39,14 +41,14 @@ class Operation:
     """All transfers of one call of a store, and what to do when they have ended.
 
     The thread that starts the transfers holds the lock ``starting`` meanwhile, and calls :meth:`mark_complete` when all are
-    started. If an exception (Ctrl-C, say) interrupts it before, ``starting`` is free and ``complete`` is False: the operation has
-    then failed for all its subjects.
+    started. If an exception (Ctrl-C in a wait, say) comes before, ``starting`` is free and ``complete`` is False: the operation
+    has then failed for all its subjects.
 
     No background thread is used: ``finish`` is called by the first thread that waits for the operation or looks at its result.
 
     Args:
         lock: The store's lock, held while ``finish`` is called.
-        finish: Called with the operation and its failures when all transfers have ended; again if it was interrupted.
+        finish: Called with the operation and its failures when all transfers have ended.
     """
 
     def __init__(self, lock: threading.RLock, finish: Callable[[Operation, list[Failure]], None]) -> None:
@@ -89,9 +91,6 @@ class Operation:
     def submit(self, start: Callable[..., Future], *columns: Iterable[Any], subjects: Iterable[Sequence[Any]]) -> list[Future]:
         """Start one transfer for each row of the columns.
 
-        If ``start`` is no Python code, each transfer is recorded in the same step that starts it, so that Ctrl-C cannot come in
-        between.
-
         Args:
             start: Starts a transfer; called with one value from each column.
             columns: The arguments of all transfers, column by column.
@@ -101,7 +100,8 @@ class Operation:
             The futures of the transfers.
         """
         before = len(self._transfers)
-        self._transfers.extend(zip(map(start, *columns), subjects, strict=False))
+        with defer_interrupts():  # a transfer that was started has to be recorded
+            self._transfers.extend(zip(map(start, *columns), subjects, strict=False))
         return [transfer for transfer, _ in self._transfers[before:]]
 
     def ended(self) -> bool:
@@ -140,7 +140,7 @@ class Operation:
             self._wait_for_start(deadline)
             for transfer, _ in list(self._transfers):
                 transfer.exception(None if deadline is None else max(deadline - time.monotonic(), 0.0))
-            with self._lock:
+            with defer_interrupts(), self._lock:
                 self.settle_ended()
         return self.error
 
@@ -149,8 +149,8 @@ class Operation:
         if self._finish is None:
             return
         if not self.complete:
-            self.fail(self._failure or OSError(errno.ECANCELED, "the call was interrupted"))
-            self.mark_seen()  # the interrupted call has raised it
+            self.fail(self._failure or OSError(errno.ECANCELED, "the call has failed"))
+            self.mark_seen()  # the call has raised it
         failures: list[Failure] = [] if self._failure is None else [(self._failure, self.subjects)]
         for transfer, tensors in self._transfers:
             error = transfer.exception()
@@ -162,7 +162,7 @@ class Operation:
         self._transfers, self.subjects = [], ()  # they keep tensors alive
 
     def _wait_for_start(self, deadline: float | None) -> None:
-        """Wait until the thread that starts the transfers has started all, or was interrupted."""
+        """Wait until the thread that starts the transfers has started all, or has failed."""
         while not self.complete and self.starting.locked():
             if self._starter == threading.get_ident():
                 raise RuntimeError("the store is in the midst of a call of this very thread, which this one would wait for")
@@ -184,7 +184,7 @@ class StoreFuture(Generic[Result]):
         operation: The transfers.
         nbytes: Bytes of the tensors.
         conclude: Returns the result, or raises OSError. Called by the first thread that asks for the result, if the transfers
-            have ended well; again if it was interrupted.
+            have ended well; again if Ctrl-C came meanwhile.
     """
 
     def __init__(self, operation: Operation, nbytes: int, conclude: Callable[[], Result]) -> None:
@@ -270,9 +270,8 @@ class StoreTransfer:
 class OperationScheduler:
     """Begins a store's operations one at a time, with the store's lock held; several can be under way together. Thread-safe.
 
-    Nothing blocks while the lock is held: neither on the drive, nor on memory, nor on another lock. The lock is only ever taken
-    by a ``with`` statement directly, so that Ctrl-C cannot come between taking it and entering the block. In a forked child every
-    method raises RuntimeError.
+    Nothing blocks while the lock is held: neither on the drive, nor on memory, nor on another lock. So interrupts are deferred
+    meanwhile, and heard in the waits between. In a forked child every method raises RuntimeError.
     """
 
     def __init__(self) -> None:
@@ -283,9 +282,9 @@ class OperationScheduler:
         self._swept = _SWEPT_FROM
         self._failed: list[Operation] = []
 
-    @property
-    def lock(self) -> threading.RLock:
-        """The store's lock. Public methods of the store take it with ``with``.
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the store's lock, with interrupts deferred.
 
         Raises:
             RuntimeError: If this thread holds the lock already: a finalizer or signal handler uses the store in the middle of a
@@ -294,7 +293,8 @@ class OperationScheduler:
         if os.getpid() != self._process:
             raise RuntimeError("the store is the parent process's: a forked child needs one of its own, in another directory")
         check_not_owned(self._lock)
-        return self._lock
+        with defer_interrupts(), self._lock:
+            yield
 
     @property
     def closed(self) -> bool:
@@ -323,7 +323,7 @@ class OperationScheduler:
             start: Called with the lock held, if there are none.
         """
         while True:
-            with self.lock:
+            with self.locked():
                 self.check_open()
                 before = list(conflicts())
                 if not before:
@@ -335,7 +335,7 @@ class OperationScheduler:
         """Return a new operation, to be passed to :meth:`begin`.
 
         Args:
-            finish: Called when all its transfers have ended, with the lock held; again if it was interrupted.
+            finish: Called when all its transfers have ended, with the lock held.
         """
 
         def end(operation: Operation, failures: list[Failure]) -> None:
@@ -355,8 +355,8 @@ class OperationScheduler:
                 other.settle_ended()
             self._swept = max(_SWEPT_FROM, 2 * len(self.under_way))
 
-    def settle_interrupted(self) -> None:
-        """Undo operations that were interrupted while they were being started, if their transfers have ended.
+    def settle_failed(self) -> None:
+        """Undo operations that failed while they were being started, if their transfers have ended.
 
         Never blocks. Call with the lock held.
         """
@@ -365,7 +365,7 @@ class OperationScheduler:
 
     def wait_for_all(self) -> None:
         """Wait until all operations that are under way now have ended."""
-        with self.lock:
+        with self.locked():
             under_way = list(self.under_way)
         for operation in under_way:
             operation.settle()
@@ -379,5 +379,5 @@ class OperationScheduler:
 
     def close(self) -> None:
         """Have operations that would begin from now on raise. Those under way go on."""
-        with self.lock:
+        with self.locked():
             self._closed = True

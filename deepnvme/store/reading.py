@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deepnvme.engine import Engine, File, without_python
+from deepnvme.engine import Engine, File
 from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.host import empty_aligned
 from deepnvme.telemetry.descriptions import shorten
@@ -86,7 +86,7 @@ def _submit(
 ) -> None:
     """Start one read, for these entries. Raises CorruptTensor if the file ends before, which means that it was truncated."""
     try:
-        operation.submit(without_python(engine.read), [memory], [file], [offset], subjects=[entries])
+        operation.submit(engine.read, [memory], [file], [offset], subjects=[entries])
     except ValueError as error:
         if offset + memory.nbytes <= file.size():
             raise

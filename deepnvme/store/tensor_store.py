@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.drives.profiles import engine_for
-from deepnvme.engine import Engine, without_python
+from deepnvme.engine import Engine
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.memory.tensor_bytes import all_storable, checksums, seen_as
@@ -180,11 +181,11 @@ class TensorStore:
         return self._read_catalog(lambda catalog: catalog.space.used())
 
     def _read_catalog(self, read: Callable[[Catalog], Result], even_if_closed: bool = False) -> Result:
-        """Return what ``read`` returns for the catalog, after operations that were interrupted have been undone."""
-        with self._scheduler.lock:
+        """Return what ``read`` returns for the catalog, after operations that failed have been undone."""
+        with self._scheduler.locked():
             if not even_if_closed:
                 self._scheduler.check_open()
-            self._scheduler.settle_interrupted()
+            self._scheduler.settle_failed()
             return read(self._catalog)
 
     # Transfers.
@@ -407,13 +408,13 @@ class TensorStore:
         flush = self._scheduler.operation(self._catalog.end_flush)
         with operation.starting, flush.starting:  # the next commit waits for both
             versions = self._scheduler.after(self._commits_under_way, lambda: self._begin_commit(operation, flush))
-            # An operation, because the kernel reports an error only once: so it is recorded even if Ctrl-C interrupts this.
+            # An operation, because the kernel reports an error only once: so it is recorded even if Ctrl-C comes in the wait.
             files = [(file,) for file in range(len(self._handles))]
-            flush.submit(without_python(self._engine.fsync), self._handles, subjects=files)
+            flush.submit(self._engine.fsync, self._handles, subjects=files)
             flush.mark_complete()
             StoreFuture(flush, 0, lambda: None).result()
             self._volumes.publish({name: version.stored() for name, version in versions.items()})
-            with self._scheduler.lock:
+            with self._scheduler.locked():
                 self._catalog.committed()
             operation.mark_complete()
         operation.settle()
@@ -429,7 +430,7 @@ class TensorStore:
         """
         self._scheduler.close()
         self._scheduler.wait_for_all()
-        with self._closing:  # a thread that closes the store at the same time waits here, and finds it closed
+        with self._closing, defer_interrupts():  # a thread that closes the store at the same time finds it closed
             if not self._volumes.left:
                 try:
                     if self._persist and not self._read_only:
@@ -438,10 +439,9 @@ class TensorStore:
                     self._volumes.leave()
                     self._end_engine()
                 self._scheduler.raise_unseen()
-            self._end_engine()  # in case Ctrl-C interrupted an earlier call before this
 
     def __enter__(self) -> TensorStore:
-        with self._scheduler.lock:
+        with self._scheduler.locked():
             self._scheduler.check_open()
             return self
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepnvme.engine import Engine, File, Future, without_python
+from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.alignment import ALIGNMENT
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import copy_many, flat_bytes
@@ -60,7 +60,7 @@ class Writing:
     """
 
     def __init__(self, engine: Engine, pool: BufferPool, files: Sequence[File], operation: Operation) -> None:
-        self._start_write = without_python(engine.write)
+        self._start_write = engine.write
         self._pool = pool
         self._files = files
         self._operation = operation

@@ -255,7 +255,7 @@ def _offloaded(kind: Any, name: str, options: Mapping[str, Any], folder: Path) -
     before = logger.disabled
     try:
         logger.disabled = True  # its warning that weights are on the meta device would mislead: that is only for now
-        model = copy_context().run(offloaded)  # in a copy, so that the variable set in there is unset whatever interrupts it
+        model = copy_context().run(offloaded)  # in a copy, so that the variable set in there is unset
     except safetensors.SafetensorError as error:
         raise _of_writing(error, folder) from error
     finally:

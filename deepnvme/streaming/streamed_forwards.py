@@ -211,7 +211,7 @@ class StreamedForwards:
 
     def run_locked(self, call: Callable[[], T]) -> T:
         """Run ``call`` with the lock held, after repairing what an interrupt may have left. Raises RuntimeError once ended."""
-        with self.lock:  # the lock itself, so that no interrupt can come between acquiring it and the code that releases it
+        with self.lock:
             try:
                 self._owner = threading.get_ident()
                 if self._ended:
@@ -320,12 +320,12 @@ class StreamedForwards:
             for extent in [extent for extent in self._in_use if extent not in needed]:
                 found = self._weights.changed(extent)
                 if found or extent not in self._there:
-                    # Discarded before the removal: if interrupted between the two, removed weights would count as changed.
+                    # Discarded before the removal: if Ctrl-C comes between the two, removed weights would count as changed.
                     self._there.discard(extent)
                     self._weights.remove(extent)
                 if found or self._in_use[extent]:
                     self._cache.release([extent], changed=bool(found))
-                del self._in_use[extent]  # last: what was interrupted before is repeated
+                del self._in_use[extent]
                 changed += found
         return changed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -38,8 +37,7 @@ class Transfers:
 
     def start(self, function: Callable[..., Future], *arguments: object) -> Future:
         """Call ``function``, which starts a transfer, and return its future."""
-        # One call starts the transfer and keeps its future: with engine.without_python, Ctrl-C cannot come between the two.
-        self._futures.extend(itertools.starmap(function, [arguments]))
+        self._futures.append(function(*arguments))
         return self._futures[-1]
 
     def done(self) -> bool:
@@ -74,8 +72,8 @@ class Transfers:
 class Chunk:
     """A leased chunk of memory, and the transfers from or into it."""
 
-    def __init__(self) -> None:
-        self.lease: Lease | None = None
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
         self.transfers = Transfers()
         self.used = 0
         """Bytes from the start of the chunk that are in use."""
@@ -83,13 +81,11 @@ class Chunk:
     @property
     def buffer(self) -> torch.Tensor:
         """The chunk's leased memory, one-dimensional uint8. Valid until :meth:`release`."""
-        assert self.lease is not None
         return self.lease.buffer
 
     def release(self) -> None:
         """Give the memory back to the pool when the transfers have ended. Never blocks. Idempotent."""
-        if self.lease is not None:
-            self.lease.release(after=self.transfers)
+        self.lease.release(after=self.transfers)
 
 
 class ChunkRing:
@@ -120,13 +116,11 @@ class ChunkRing:
         if len(self._chunks) == _CHUNKS:
             return None
         lease = self._lease_more if self._chunks else self._lease
-        chunk = Chunk()
-        self._chunks.append(chunk)  # before leasing, so that the lease is released even if this is interrupted
-        chunk.lease = lease(self.nbytes)
-        if chunk.lease is not None:
-            return chunk
-        self._chunks.pop()
-        return None
+        leased = lease(self.nbytes)
+        if leased is None:
+            return None
+        self._chunks.append(Chunk(leased))
+        return self._chunks[-1]
 
     def memory(self, begin: int, end: int) -> torch.Tensor | None:
         """Return memory for the bytes [begin, end) of a file, in a chunk that has room for them. Blocks while all are in use.

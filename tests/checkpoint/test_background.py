@@ -207,7 +207,7 @@ def test_a_budget_too_small_for_a_chunk_is_an_error_at_once(drive: Path, lazy: b
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("left", [0, CHUNK - 4096])
 def test_memory_that_its_caller_holds_is_not_waited_for(drive: Path, pool: BufferPool, lazy: bool, left: int) -> None:
-    with pool.lease(pool.budget - left), pytest.raises(OutOfBuffers, match="all held by this thread"):
+    with pool.lease(pool.budget - left), pytest.raises(OutOfBuffers, match="all leased by this thread"):
         deepnvme.async_save(state(), drive / "a.pt", pool=pool, lazy=lazy)
     assert list(drive.iterdir()) == []
     deepnvme.async_save(state(), drive / "a.pt", pool=pool, lazy=lazy).result(PATIENCE)

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deepnvme
-from deepnvme.engine import without_python
 
 from ..support.examples import examples
 from ..support.memory import PAGE, Guarded, bytes_of, page_aligned, pattern, zeros
@@ -588,10 +587,3 @@ def test_an_engine_that_is_cancelled_or_closed_in_time_counts_the_call_as_one(he
     assert held.cancel() == 1
     gate.release()
     assert len(future.exception().indices) == 9
-
-
-def test_many_is_called_without_python(engine: deepnvme.Engine, drive: Path) -> None:
-    for method in (engine.read_many, engine.write_many, engine.gather):
-        assert without_python(method) != method
-    without_python(engine.write_many)([torch.ones(3)], drive / "file", [0]).result()
-    assert (drive / "file").stat().st_size == 12

@@ -27,7 +27,6 @@ from deepnvme.integrations.tensornvme import AsyncFileWriter, DiskOffloader, Off
 
 from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.interpreters import Interpreters
-from ..support.interrupts import interrupt_at
 from ..support.patience import PATIENCE
 
 
@@ -539,33 +538,6 @@ def test_ctrl_c_interrupts_the_waiting_and_nothing_else(direct_disk: FaultyFiles
         assert memory(x) == 0
         offloader.sync_read(x)
         assert torch.equal(x, before)
-
-
-def test_ctrl_c_anywhere_leaves_a_tensor_in_memory_or_on_the_drive(drive: Path) -> None:
-    x, y = torch.rand(300), torch.rand(7)
-    before = x.clone(), y.clone()
-    with closing(DiskOffloader(drive)) as offloader:
-        number = interrupted = 0
-        while interrupted == number:
-            number += 1
-            try:
-                with interrupt_at(number):
-                    offloader.sync_write(x)
-                    offloader.async_writev([y])
-                    offloader.async_read(x)
-                    offloader.synchronize()
-                    offloader.sync_readv([y])
-            except KeyboardInterrupt:
-                interrupted += 1
-            offloader.synchronize()
-            for tensor in (x, y):
-                if memory(tensor) == 0:
-                    offloader.sync_read(tensor)
-            assert torch.equal(x, before[0])
-            assert torch.equal(y, before[1])
-        assert number > 100
-        (file,) = files(drive)
-        assert file.stat().st_size <= 4 * 4096
 
 
 def test_a_writers_error_is_raised_by_synchronize(direct_disk: FaultyFilesystem) -> None:

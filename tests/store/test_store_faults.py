@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import errno
 import io
-import mmap
 import os
 import random
 import re
@@ -33,7 +32,6 @@ from deepnvme.store.data_file import DATA_NAME
 from deepnvme.store.tensor_store import CorruptTensor, TensorStore
 from deepnvme.swap import CorruptManifest
 
-from ..faults.torture.interruption import interrupted
 from ..support.engines import FailedTransfer
 from ..support.files import flip
 from ..support.memory import bytes_of, numbered
@@ -969,21 +967,6 @@ class TestSystemErrors:
             with pytest.raises(OSError, match="cut off at byte 4096") as failed:
                 store.map("name")
             assert (failed.value.errno, failed.value.filename) == (errno.EBADMSG, str(drive / "store" / DATA_NAME))
-
-
-def test_ctrl_c_in_a_mapping_leaves_nothing_mapped(drive):
-    with TensorStore(drive / "store") as store:
-        store.put("name", numbered(8 * MIB)).result()
-        store.map("name")
-        points = interrupted(0, lambda: store.map("name")).passed
-        before = mapped_bytes()
-        for number in range(1, points + 1):
-            interrupted(number, lambda: store.map("name"))
-        assert mapped_bytes() - before < 8 * MIB
-
-
-def mapped_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
 WRITER = """

@@ -23,7 +23,6 @@ from deepnvme.model.quantization import dequantize, quantize
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, extent_reader, stream
 
-from ..faults.torture.interruption import interrupted
 from ..support.engines import transfers_through
 from ..support.examples import examples
 from ..support.files import flip
@@ -194,19 +193,6 @@ def test_an_interrupt_while_the_drive_is_awaited(world: World, monkeypatch: pyte
                 patch.setattr(StoreFuture, "exception", interrupted)
                 with contextlib.suppress(KeyboardInterrupt):
                     world.check(ORDER)
-            world.check(ORDER)
-
-
-@pytest.mark.slow
-def test_interrupts_at_any_moment(world: World) -> None:
-    """Wherever it comes, in bookkeeping too, the next call is right."""
-    with world.stream(prefetch=1, memory_budget=8192):
-        world.check(ORDER)
-        points = interrupted(0, lambda: world.check(ORDER), TORCH).passed
-        assert points > 1000
-        for number in range(1, points, points // 150):
-            with torch.no_grad():
-                interrupted(number, lambda: world.streamed(INPUT, ORDER), TORCH)
             world.check(ORDER)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from deepnvme._interrupts import Latch, defer_interrupts
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.checkpoint.file_io import shared_engine, write
 from deepnvme.checkpoint.formats.dcp_tensor import flat, frame, memory_of_item
 from deepnvme.checkpoint.formats.file_image import FileImage
@@ -205,12 +205,11 @@ def _in_threads(function: Callable[[PlannedFile], Result], files: Sequence[Plann
     After an error no further file is begun. The first error, or Ctrl-C, is raised when all threads have ended: what they
     publish later could replace the files of another save.
     """
-    # concurrent.futures can leave a lock taken when Ctrl-C interrupts this thread, and Thread.join takes the thread for ended in
-    # some versions of Python. A Latch does neither.
+    # Thread.join takes a thread for ended in some versions of Python when Ctrl-C interrupts it. An Event does not.
     left = deque(enumerate(files))
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
-    ends: list[Latch] = []
+    ends: list[threading.Event] = []
 
     def work() -> None:
         """Take files and call the function for them until none is left, or until a call has failed."""
@@ -222,7 +221,7 @@ def _in_threads(function: Callable[[PlannedFile], Result], files: Sequence[Plann
                 except BaseException as error:
                     errors[number] = error
 
-    def help_out(end: Latch) -> None:
+    def help_out(end: threading.Event) -> None:
         """Work in a thread of its own, and tell when that has ended."""
         try:
             work()
@@ -231,7 +230,7 @@ def _in_threads(function: Callable[[PlannedFile], Result], files: Sequence[Plann
 
     try:
         while len(ends) < min(threads, len(files)) - 1:
-            end = Latch()
+            end = threading.Event()
             with defer_interrupts():  # Ctrl-C must not leave a half-started thread
                 threading.Thread(target=help_out, args=(end,), name="deepnvme-dcp").start()
                 ends.append(end)

@@ -20,8 +20,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepnvme._interrupts import Latch
-
 from .replacement import Replacement, around, attribute, module
 
 _logger = logging.getLogger(__name__)
@@ -81,7 +79,7 @@ class RankFailures:
         self._failure: dict[str, Any] | None = None
         self._over = False  # there is nothing more to read: a failure was found, or the ranks are ending
         self._reading = threading.Lock()
-        self._ended = Latch()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="deepnvme-failures", daemon=True)
         self._thread.start()
 

@@ -133,11 +133,7 @@ class save_on_disk:
             context: _Context = self._open.contexts[-1]
         except (AttributeError, IndexError):
             raise RuntimeError("save_on_disk is left in another thread than it was entered in") from None
-        try:
-            _uncompiled(self._leave)(context)
-        except BaseException:  # Ctrl-C, possibly before anything was left
-            self._leave(context)
-            raise
+        _uncompiled(self._leave)(context)
 
     def _leave(self, context: _Context) -> None:
         """Leave a context, as far as it was entered."""

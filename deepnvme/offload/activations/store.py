@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from deepnvme._interrupts import Latch, defer_interrupts
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.cache.block import State
 from deepnvme.cache.block_cache import BlockCache, Use
 from deepnvme.drives.profiles import engine_for
@@ -135,7 +135,7 @@ class ActivationStore:
         self._dropped: deque[_SavedTensorReference] = deque()
         self._ending: deque[SavedBytes] = deque()  # dropped, and perhaps in transfer
         self._helper: threading.Thread | None = None  # frees what is dropped
-        self._ended = Latch()  # the helper is to end
+        self._ended = threading.Event()  # the helper is to end
         self._saves = 0
         self._suspended = False
         self._contexts: weakref.WeakSet[object] = weakref.WeakSet()  # that are open: an interrupted one may never be left

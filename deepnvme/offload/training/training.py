@@ -32,7 +32,7 @@ from deepnvme.states.sub_group import SubGroup
 from deepnvme.states.versions import BlockVersions
 from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.telemetry.callers import stack_level
-from deepnvme.telemetry.descriptions import path_list, representation, size_for_people, state_text
+from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people, state_text
 from deepnvme.telemetry.drive_wear import WriteEstimate
 from deepnvme.telemetry.sizes import byte_count
 
@@ -280,7 +280,7 @@ class OffloadedTraining:
             try:
                 self._to_drive(initial, partition, stay)
                 self._ranks.all_agree(True)  # the first one that is done does not go on before all are
-                _logger.info("the training in %s %s", path_list(self._directories), self.estimate_writes())
+                _logger.info("the training in %s %s", printable(nvme_path), self.estimate_writes())
             except BaseException:
                 self.close()
                 raise

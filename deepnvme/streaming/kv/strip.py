@@ -78,7 +78,7 @@ def in_one_thread(copying: Callable[[], None]) -> None:
     12 ms by one thread, in 50 ms by two, which wait for each other.
     """
     before = torch.get_num_threads()
-    try:  # begins before the change, so that it is undone whatever interrupts it
+    try:
         torch.set_num_threads(1)
         copying()
     finally:

@@ -58,16 +58,13 @@ def opened_or_built(
             store = open_existing(where, origin, config)
         except StoreLocked:
             store = None
-        if store is not None:  # return at once: Ctrl-C in a call in between would leave the store open if the traceback is kept
+        if store is not None:
             return store
     owner = _alone_in(first / BUILDING)
     try:
         return open_existing(where, origin, config) or build(first / BUILDING)
     finally:
-        try:
-            owner.release()
-        finally:
-            owner.release()  # again, in case Ctrl-C interrupted the first: a traceback that is kept would keep the lock
+        owner.release()
 
 
 def open_existing(where: Mapping[Any, float], origin: Mapping[str, Any], config: AioConfig | None = None) -> WeightStore | None:

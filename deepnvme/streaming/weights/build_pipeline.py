@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -149,7 +148,7 @@ def build(
     """
     total = sum(each.extent.nbytes for each in builders)
     store = TensorStore(where, persist=True, engine=engine, owner=DirectoryOwner("WeightStore", "wait until it is built"))
-    try:
+    with store:
         if len(store):
             kind = "weights" if NAME in store else f"{len(store)} tensors"
             text = f"here is a store of {kind}: open it, choose another directory, or remove its files"
@@ -162,11 +161,6 @@ def build(
         said = encode(replace(manifest, extents={extent.name: extent for extent in extents}))
         store.put(NAME, torch.frombuffer(bytearray(said), dtype=torch.uint8)).result()
         store.commit()
-        store.close()
-    except BaseException:  # not ``with``: close() itself may be interrupted as it begins, and ``with`` would not try again
-        with contextlib.suppress(OSError):
-            store.close()
-        raise
 
 
 def write_extents(

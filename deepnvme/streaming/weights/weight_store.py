@@ -154,8 +154,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             raise ValueError("model= is for a checkpoint: a module says itself what its blocks are")
         where = directory_weights(path)
         places = [*where, *_read_from(model_or_checkpoint)]
-        # The files are closed twice, in case Ctrl-C interrupts the first: a traceback that is kept would keep them open.
-        with engine_for(places, config) as engine, contextlib.closing(OpenFiles(engine)) as files, contextlib.closing(files):
+        with engine_for(places, config) as engine, contextlib.closing(OpenFiles(engine)) as files:
             source = source_of(model_or_checkpoint, files)
             tree = model_or_checkpoint if isinstance(model_or_checkpoint, nn.Module) else model
             structure, names = structure_for(source, tree, blocks)

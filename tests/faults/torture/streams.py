@@ -15,7 +15,6 @@ from deepnvme.streaming import WeightStore
 from tests.native import EngineTestingBuilder
 
 from . import Wrong
-from .interruption import Interruption
 
 BLOCKS = 5
 BLOCK_BYTES = 8192
@@ -52,21 +51,6 @@ def faulty_engine(random: randoms.Random, error: int) -> Any:
     faults.error, faults.error_every, faults.error_limit = error, random.randint(1, 7), random.randint(1, 4)
     faults.short_every = random.choice([0, 2, 3])
     return testing.faulty_engine("threads", 4096, 8, 1, False, faults)
-
-
-def interrupt(
-    number: int, operation: Callable[[], Any], skip: tuple[str, ...] = ()
-) -> tuple[Interruption, KeyboardInterrupt | None]:
-    """Like :func:`interruption.interrupted`; what was raised is returned, so that its traceback is alive."""
-    interruption = Interruption(number, (TORCH, *skip))
-    try:
-        with interruption:
-            operation()
-    except KeyboardInterrupt as error:
-        if not interruption.where:
-            raise
-        return interruption, error
-    return interruption, None
 
 
 def in_another_thread(call: Callable[[], Any]) -> None:

@@ -362,7 +362,7 @@ def test_a_training_whose_step_has_failed_is_freed(drive: Path, activations: str
         model = Model()
         training = training_of(model, drive, activations=activations, memory_budget=0)
         training.step(batch(0))
-        with failing("read", number, 12), pytest.raises(OSError):
+        with failing("read", number, 12), pytest.raises(OSError, match="read of"):
             training.step(batch(1))
         training.close(restore=True)
         references = [weakref.ref(training), weakref.ref(model)]

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from deepnvme import AioConfig
-from tests.faults.torture.interruption import interrupted
 
 from ...support.disks import MIB, Disk
 from ...support.engines import FailedTransfer, transfers_are
@@ -278,40 +277,6 @@ def test_a_change_that_reaches_some_layers_only_is_not_gone_on_with(
                 change(cache)
         with pytest.raises(RuntimeError, match="reset"):
             llama(prompt(positions=1), **{CACHE: cache})
-
-
-@pytest.mark.slow
-def test_an_interrupt_at_any_point_of_generating_leaves_a_cache_that_works_or_says_what_to_do(
-    llama: Any, cache: OffloadedCache
-) -> None:
-    expected = generated(llama, prompt())
-    outside = (str(Path(transformers.__file__).parent), str(Path(torch.__file__).parent))
-
-    def generate() -> None:
-        generated(llama, prompt(), cache, max_new_tokens=4)
-
-    generate()
-    cache.reset()
-    points = interrupted(0, generate, outside).passed
-    missed = 0
-    for number in range(1, points, max(points // 60, 1)):
-        cache.reset()
-        if not interrupted(number, generate, outside).where:
-            missed += 1  # how many points there are depends on how long the drive takes
-        with contextlib.suppress(RuntimeError), torch.no_grad():
-            # Whatever it holds: the whole of some forwards, or nothing that is used.
-            there = cache.get_seq_length()
-            if there:
-                reference = transformers.DynamicCache(config=llama.config)
-                begin = prompt().shape[1]
-                for start, end in [(0, begin), *((at, at + 1) for at in range(begin, there))]:
-                    llama(expected[:, start:end], **{CACHE: reference})
-                logits = llama(expected[:, there : there + 1], **{CACHE: cache}).logits
-                assert torch.equal(logits, llama(expected[:, there : there + 1], **{CACHE: reference}).logits)
-        cache.reset()
-        assert cache.report().bytes_on_drive == 0
-        assert torch.equal(generated(llama, prompt(), cache), expected)
-    assert missed < 20
 
 
 def test_a_model_that_fails_leaves_a_cache_that_can_be_closed(llama: Any, drive: Path) -> None:

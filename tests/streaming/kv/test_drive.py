@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +14,6 @@ import torch
 from deepnvme.streaming.kv import drive as kv_drive
 from deepnvme.streaming.kv.drive import KVChunk, KVDrive
 from deepnvme.streaming.kv.strip import KVShape
-from tests.faults.torture.interruption import interrupted
 
 from ...support.interpreters import Interpreters
 from .states import states
@@ -46,34 +44,6 @@ def test_after_an_error_nothing_is_used_until_it_is_mended(there: KVDrive) -> No
     there.mend()
     with there.changing():
         pass
-
-
-@pytest.mark.slow
-def test_a_change_that_is_interrupted_anywhere_is_done_or_refused_until_it_is_mended(there: KVDrive) -> None:
-    def change() -> None:
-        with there.changing(0):
-            there.write(0, 0, *states(seed=1))
-            there.write(0, 1, *states(seed=2))
-
-    refused = 0
-    for number in itertools.count(1):  # how many points there are depends on how long writes take
-        there.chunks[0].clear()
-        there.mend()
-        if not interrupted(number, change).where:
-            break
-        try:
-            with there.changing():
-                pass
-        except RuntimeError as error:
-            refused += "reset()" in str(error)
-        else:
-            assert len(there.chunks[0]) in (0, 2)
-        there.chunks[0].clear()
-        there.mend()
-        assert there.store is not None
-        assert len(there.store) == 0
-        assert there.pool.in_use == 0
-    assert refused
 
 
 def test_a_closed_one_says_so_and_has_removed_its_files(there: KVDrive, drive: Path) -> None:

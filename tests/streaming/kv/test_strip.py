@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from deepnvme.streaming.kv.strip import KVShape, Pair, Strip, in_one_thread
-from tests.faults.torture.interruption import interrupted
 
 from .states import states
 
@@ -100,10 +99,3 @@ def test_threads_are_given_back_after_an_error() -> None:
         in_one_thread(lambda: 1 / 0)
     assert counts == [1]
     assert torch.get_num_threads() == 2
-
-
-def test_threads_are_given_back_after_an_interrupt_at_any_point() -> None:
-    torch.set_num_threads(2)
-    for number in range(1, interrupted(0, lambda: in_one_thread(lambda: None)).passed + 1):
-        assert interrupted(number, lambda: in_one_thread(lambda: None)).where
-        assert torch.get_num_threads() == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import threading
 from pathlib import Path
@@ -17,7 +16,6 @@ from deepnvme.streaming import WeightStore
 from deepnvme.streaming.weights import build_once
 from deepnvme.streaming.weights.build_once import BUILDING, opened_or_built
 from deepnvme.swap import StoreLocked, TensorStore
-from tests.faults.torture.interruption import Interruption, all_but, interrupted
 
 from ...support.interpreters import Interpreters
 from ...support.patience import PATIENCE, until
@@ -61,38 +59,6 @@ def test_a_build_that_fails_leaves_nothing_and_the_next_one_builds(drive: Path) 
         opened_or_built({drive / "store": 1.0}, ORIGIN, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
     assert not any(drive.iterdir())
     opened_or_built({drive / "store": 1.0}, ORIGIN, lambda _: build(drive / "store")).close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("there", [False, True])
-def test_one_that_is_interrupted_leaves_neither_the_store_nor_the_directory_locked(
-    drive: Path, monkeypatch: pytest.MonkeyPatch, there: bool
-) -> None:
-    """At each point, while the traceback, which has the frames, is alive."""
-    monkeypatch.setattr(build_once, "PATIENCE_SECONDS", 0.1)
-    where, skip = drive / "store", all_but(build_once)
-
-    def open_or_build() -> WeightStore:
-        return opened_or_built({where: 1.0}, ORIGIN, lambda _: build(where))
-
-    if there:
-        build(where).close()
-    points = interrupted(0, lambda: open_or_build().close(), skip).passed
-    assert points > 5
-    for number in range(1, points + 1):
-        if not there:
-            shutil.rmtree(where, ignore_errors=True)
-        interruption = Interruption(number, skip)
-        error = None
-        try:
-            with interruption:
-                open_or_build().close()
-        except KeyboardInterrupt as interrupt:
-            error = interrupt
-        open_or_build().close()
-        TensorStore(where, persist=True).close()
-        assert not (where / BUILDING).exists(), interruption.where
-        del error
 
 
 def test_the_store_of_another_origin_is_refused(drive: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.checkpoint import weight_locations
 from deepnvme.checkpoint.weight_locations import OpenFiles, Weights
 from deepnvme.engine import Engine, File
 from deepnvme.model.structure import ExtentPlan
@@ -22,7 +21,6 @@ from deepnvme.safetensors import save_sharded
 from deepnvme.streaming import Location, WeightInfo, WeightStore
 from deepnvme.streaming.weights.build_pipeline import ExtentBuilder, write_extents
 from deepnvme.swap import TensorStore
-from tests.faults.torture.interruption import Interruption, all_but
 
 from ...support.files import open_files
 
@@ -195,22 +193,6 @@ def test_files_are_closed_after_an_error_that_somebody_keeps(drive, sharded, fai
         WeightStore.build(sharded, drive / "store", progress=progress)
     assert failed.value.__traceback__ is not None
     assert open_files(sharded) == []
-
-
-@pytest.mark.slow
-def test_files_are_closed_after_an_interrupt_that_somebody_keeps(drive):
-    weights = in_files_of_their_own(2, drive)
-    WeightStore.build(weights, drive / "store").close()  # so that all modules are loaded
-    interruption, kept = None, []
-    while interruption is None or interruption.where:
-        interruption = Interruption(len(kept) + 1, all_but(weight_locations))
-        try:
-            with interruption:
-                WeightStore.build(weights, drive / f"store{len(kept)}").close()
-        except KeyboardInterrupt as error:
-            kept.append(error)
-        assert open_files(drive, "*.dat") == [], interruption.where
-    assert kept
 
 
 def test_extents_of_all_sizes_go_through_one_budget(drive):

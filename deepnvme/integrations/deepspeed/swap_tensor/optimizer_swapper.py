@@ -16,7 +16,7 @@ import torch
 
 from deepnvme.cache.block import Block
 from deepnvme.cache.block_cache import Use
-from deepnvme.engine import Engine, without_python
+from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.transfer.gather import Transfers
 
@@ -507,8 +507,7 @@ def read_partitions(
             places.append((part.view((buffers[0] if buffers else tensor).dtype)[-numel:], part))
     reading = Transfers()
     try:
-        # One call in C, so that Ctrl-C cannot come between starting a read and noting it.
-        reading.add(map(without_python(engine.read), [values for values, _ in places], paths))
+        reading.add(map(engine.read, [values for values, _ in places], paths))
         for values, part in places:
             reading.end_first()
             part.copy_(values.clone())  # a copy, because the two overlap

@@ -11,18 +11,14 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 from ....support.activations import KIB, Training, files_below, held_by, hooks_are_set
 from ....support.engines import transfers_through
 from ....support.interrupts import lost_in_finalizers
 from .. import Leaked, Wrong, streams
-from ..interruption import Interruption
 
 SHORT, SECONDS = 8, 60
-
-_points: dict[str, int] = {}
 
 
 def attack(random: randoms.Random, directory: Path) -> None:
@@ -35,7 +31,7 @@ def attack(random: randoms.Random, directory: Path) -> None:
         warnings.simplefilter("ignore", RuntimeWarning)
         training.step()
         for _ in range(random.randint(3, 8)):
-            random.choice((_with_faults, _with_an_interrupt, _with_a_signal, _with_an_interrupt_of_close))(random, training)
+            random.choice((_with_faults, _with_a_signal))(random, training)
             _check(training)
     training.activations.close()
     left = [name for path in paths for name in files_below(path)]
@@ -62,55 +58,6 @@ def _with_faults(random: randoms.Random, training: Training) -> None:
                 named = Path(os.fsdecode(raised.filename))
                 if raised.errno != error or not any(path in named.parents for path in training.activations._paths):
                     raise Wrong(f"{raised!r} with filename {raised.filename!r} was raised for errno {error}") from raised
-
-
-def _operations(training: Training) -> dict[str, Callable[[], object]]:
-    def nested() -> None:
-        with training.activations:
-            training.step()
-
-    return {"step": training.step, "forward": training.forward, "nested": nested}
-
-
-class _Interruption(Interruption):
-    """Not at the first instruction of a Python ``__exit__``, where Ctrl-C prevents it, whatever that would have done."""
-
-    def _point(self, frame: object) -> None:
-        code = frame.f_code  # type: ignore[attr-defined]
-        if code.co_name != "__exit__" or frame.f_lasti > 8:  # type: ignore[attr-defined]
-            super()._point(frame)  # type: ignore[arg-type]
-
-
-def _interrupted(number: int, operation: Callable[[], object]) -> int:
-    """Run it with Ctrl-C at this point. Returns the number of points until then."""
-    interruption = _Interruption(number, (streams.TORCH,))
-    try:
-        with interruption:
-            operation()
-    except KeyboardInterrupt:
-        if not interruption.where:
-            raise
-    return interruption.passed
-
-
-def _with_an_interrupt(random: randoms.Random, training: Training) -> None:
-    name, operation = random.choice(list(_operations(training).items()))
-    if name not in _points:
-        _points[name] = _interrupted(0, operation)
-    _interrupted(random.randint(1, _points[name]), operation)
-
-
-def _with_an_interrupt_of_close(random: randoms.Random, training: Training) -> None:
-    output = training.forward() if random.random() < 0.5 else None
-    if "close" not in _points:
-        _points["close"] = _interrupted(0, training.activations.close)
-        return
-    _interrupted(random.randint(1, _points["close"]), training.activations.close)
-    training.activations.close()
-    left = [name for path in training.activations._paths for name in files_below(path)]
-    if left:
-        raise Leaked(f"left behind by a close that was interrupted, and repeated: {left}")
-    del output
 
 
 def _with_a_signal(random: randoms.Random, training: Training) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import random as randoms
@@ -11,13 +12,13 @@ from typing import Any
 import torch
 
 from ....support.engines import transfers_through
+from ....support.interrupts import ctrl_c_every
 from ....support.memory import leased_bytes
 from .. import Wrong, streams
 
 SHORT, SECONDS = 5, 90
 
 _NEW = 6
-_points: dict[tuple[object, ...], int] = {}
 
 
 def requires() -> str | None:
@@ -41,7 +42,7 @@ def attack(random: randoms.Random, directory: Path) -> None:
         if random.random() < 0.3:
             _with_faults(random, model, prompt, cache, expected, directory)
         for _ in range(3):
-            _with_an_interrupt(random, model, prompt, cache, expected, settings["memory_budget"])
+            _with_an_interrupt(random, model, prompt, cache, expected)
         cache.reset()
         report = cache.report()
         kept = leased_bytes() - leased
@@ -83,15 +84,11 @@ def _check_refusal(model: Any, prompt: torch.Tensor, cache: Any, first: OSError)
             raise Wrong(f"a cache was used after {first!r}")
 
 
-def _with_an_interrupt(
-    random: randoms.Random, model: Any, prompt: torch.Tensor, cache: Any, expected: torch.Tensor, memory_budget: int
-) -> None:
+def _with_an_interrupt(random: randoms.Random, model: Any, prompt: torch.Tensor, cache: Any, expected: torch.Tensor) -> None:
     import transformers
 
     from ....support.transformers_names import CACHE
 
-    kind = (model.config.sliding_window, memory_budget)
-    outside = (str(Path(transformers.__file__).parent),) if random.random() < 0.5 else ()
     begin = prompt.shape[1]
     pieces = [(0, begin), (begin, begin + 1), (begin + 1, begin + 2)]
 
@@ -100,11 +97,8 @@ def _with_an_interrupt(
             for start, end in pieces:
                 model(expected[:, start:end], **{CACHE: cache})
 
-    key = (*kind, outside)
-    if key not in _points:
-        _points[key] = streams.interrupt(0, forwards, outside)[0].passed
-        cache.reset()
-    _, error = streams.interrupt(random.randint(1, _points[key]), forwards, outside)
+    with contextlib.suppress(KeyboardInterrupt), ctrl_c_every(random.uniform(0.0005, 0.02)):
+        forwards()
     there = cache.get_seq_length()
     if there and there < expected.shape[1]:
         # Whatever it holds: all of some forwards, or it says that it is not to be used.
@@ -122,7 +116,6 @@ def _with_an_interrupt(
                 if not torch.equal(logits, model(following, **{CACHE: reference}).logits):
                     raise Wrong("other logits after an interrupt")
     streams.in_another_thread(cache.reset)
-    del error
 
 
 def _generated(model: Any, prompt: torch.Tensor, cache: Any) -> torch.Tensor:

@@ -17,14 +17,13 @@ from deepnvme.swap import buffer_pool
 
 from ....integrations.deepspeed.swap_tensor.stage3 import Training
 from ....support.engines import FailedTransfer
+from ....support.interrupts import ctrl_c_every
 from .. import Leaked, Wrong
-from ..interruption import interrupted
 
 SHORT = 4
 SECONDS = 120
 
 _NUMEL = 263_000  # in fp32 little more than the least that is swapped
-_POINTS = 400
 """A Ctrl-C comes at one of so many points of a call, if the call has as many."""
 _MOST_REPEATS = 200
 
@@ -96,9 +95,13 @@ class _Attack:
     def _insist(self, call: Callable[[], object], ended: Callable[[], bool] = lambda: False) -> None:
         """Repeat a call until it ends without an error, or has ended before a Ctrl-C that came late."""
         for _ in range(_MOST_REPEATS):
-            number = self._random.randrange(1, _POINTS) if self._interrupts and self._random.random() < 0.7 else 1 << 60
+            storms = self._interrupts and self._random.random() < 0.7
             try:
-                if not interrupted(number, call).where or ended():
+                with ctrl_c_every(0.002) if storms else contextlib.nullcontext():
+                    call()
+                return
+            except KeyboardInterrupt:
+                if ended():
                     return
             except OSError as error:
                 if error.errno != errno.EIO or not str(error.filename).startswith(str(self._directory)):

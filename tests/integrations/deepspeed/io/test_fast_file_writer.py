@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from deepnvme.integrations.deepspeed.io import FastFileWriter, FastFileWriterConfig
 
-from ....faults.torture.interruption import interrupted
 from ....support.disks import MIB, Disk
 
 PAGE = 4096
@@ -352,20 +351,6 @@ def test_an_fsync_that_fails_names_the_file_and_closes_it(fast: Open, drive: Pat
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(drive / "file"))
     assert open_files(drive) == []
     file.close()
-
-
-def test_a_close_that_is_interrupted_anywhere_can_be_made_again(fast: Open, drive: Path) -> None:
-    number = 0
-    where = "the first point"
-    while where:
-        number += 1
-        file = fast(drive / "file")
-        file.write(b"all")
-        where = interrupted(number, file.close).where
-        file.close()
-        assert file.closed, where
-        assert open_files(drive) == [], where
-    assert number > 20
 
 
 def test_a_close_that_was_interrupted_writes_to_no_file_that_has_its_number_now(
