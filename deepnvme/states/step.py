@@ -23,12 +23,10 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +37,6 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.pool import BufferPool
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.telemetry.callers import stack_level
-from deepnvme.telemetry.descriptions import state_text
 
 from .counted_io import CountedIO
 from .gradients import GradientHooks, SubGroupGradients
@@ -48,50 +45,8 @@ from .pipeline import SubGroupPipeline
 from .residency import ResidencyPolicy
 from .state_dict import OffloadedStates, loaded
 from .sub_group import SubGroup
+from .usability import UsabilityGuard
 from .versions import BlockVersions
-
-
-class UsabilityGuard:
-    """Raises if the optimizer is closed or used in a forked child."""
-
-    def __init__(self) -> None:
-        self._closed: Callable[[], str] | None = None
-        self._users: list[None] = []  # one for each method that runs: appending and removing needs no lock
-        self._process = os.getpid()
-
-    def state(self) -> str:
-        """State for ``repr``: "closed", "of process ...", or ""."""
-        return state_text(self._closed is not None, self._process)
-
-    def close(self, reason: Callable[[], str] | None = None) -> None:
-        """Have :meth:`check_open` raise from now on. ``reason`` returns the message, if someone other than the user closes it."""
-        if self._closed is None:
-            self._closed = (lambda: "this optimizer is closed") if reason is None else reason
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Have :meth:`check_unused` raise in this context."""
-        self._users.append(None)
-        try:
-            yield
-        finally:
-            self._users.pop()
-
-    def check_unused(self) -> None:
-        """Raise RuntimeError within :meth:`in_use`, in this thread or another."""
-        if self._users:
-            raise RuntimeError("a step or another method of it is running")
-
-    def check_process(self) -> None:
-        """Raise RuntimeError in a forked child."""
-        if os.getpid() != self._process:
-            raise RuntimeError("this optimizer is the parent process's: a forked child cannot use it")
-
-    def check_open(self) -> None:
-        """Raise RuntimeError in a forked child, or after close()."""
-        self.check_process()
-        if self._closed is not None:
-            raise RuntimeError(self._closed())
 
 
 class Phase(enum.Enum):
@@ -147,7 +102,7 @@ class OptimizerStep:
         """The sub-groups that the previous step has stepped in backward, in the order they were stepped."""
         self.sub_groups: list[SubGroup] = []
         self._pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
-        self.guard = UsabilityGuard()
+        self.guard = UsabilityGuard("optimizer")
         self.io = CountedIO(store, verbose)
         self._gradients = SubGroupGradients(self.io, pool)
         self._versions = BlockVersions(store)

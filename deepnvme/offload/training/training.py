@@ -29,10 +29,11 @@ from deepnvme.states.counted_io import CountedIO
 from deepnvme.states.partition import ELEMENTWISE, SubGroupPlanner
 from deepnvme.states.state_dict import OffloadedStates
 from deepnvme.states.sub_group import SubGroup
+from deepnvme.states.usability import UsabilityGuard
 from deepnvme.states.versions import BlockVersions
 from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.telemetry.callers import stack_level
-from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people, state_text
+from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people
 from deepnvme.telemetry.drive_wear import WriteEstimate
 from deepnvme.telemetry.sizes import byte_count
 
@@ -193,20 +194,13 @@ class OffloadedTraining:
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        _check_choices(parameters, activations, accumulation, micro_batches)
+        _check_choices(parameters, activations, accumulation, micro_batches, quantize)
         memory_budget = budget_bytes(memory_budget, "memory_budget")
-        activation_bytes = memory_budget // 4
-        if activation_budget is not None:
-            parse = byte_count if is_automatic(activation_budget) else budget_bytes
-            activation_bytes = parse(activation_budget, "activation_budget")
-        if activations == "memory":
-            activation_bytes = 0
+        activation_bytes = _activation_bytes(activations, activation_budget, memory_budget)
         self.model = model
         self._optimizer_class, self._memory_budget = optimizer_class, memory_budget
         self._vertical = accumulation == "vertical"
-        self._closed = False
-        self._closed_because = "this training is closed"
-        self._process = os.getpid()
+        self._guard = UsabilityGuard("training")
         self._claims: dict[str, threading.Thread] = {}  # "by": the thread that runs a method
         self._owner = DirectoryOwner("OffloadedTraining")
         self._saved_steps = 0  # how many the last state_dict() or load_state_dict() knew of
@@ -218,8 +212,6 @@ class OffloadedTraining:
             if self._ranks.several:
                 partition = sharded
                 _check_for_several(optimizer_class, quantize)
-            if quantize is not None and quantize not in SCHEMES:
-                raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {quantize!r}")
             initial = InitialValues(model, checkpoint, self._ranks)
             size = _PART if optimizer_class in ELEMENTWISE else _WHOLE
             planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, size)
@@ -227,31 +219,19 @@ class OffloadedTraining:
             partition = initial.place(partition)
             self.optimizer = _OptimizerOptions(_grouped([*partition.params, partition.rest], param_groups), defaults)
             """Has the options of each step in its ``param_groups``: for a scheduler."""
-            sharing = self._ranks if self._ranks.several else None
             self._dequantized = ParameterMemory()
-            parameter_blocks = [
-                ParameterBlock(number, params, self._dequantized, quantize, None if params is partition.rest else sharing)
-                for number, params in enumerate([*partition.params, partition.rest])
-            ]
-            sub_groups = self._sub_groups(parameter_blocks, planner)
+            parameter_blocks = _parameter_blocks(partition, self._dequantized, quantize, self._ranks)
+            sub_groups = _sub_groups(parameter_blocks, self.optimizer.param_groups, planner)
             stay = parameters == "memory"
-            limit = limit_of_blocks(
-                sub_groups,
-                parameter_blocks,
-                planner,
-                memory_budget - _values_bytes(parameter_blocks) - activation_bytes,
-                stay,
-                self._ranks.several,
-                tied_parameters(partition.tiles),
-            )
+            budget = memory_budget - _values_bytes(parameter_blocks) - activation_bytes
+            tied = tied_parameters(partition.tiles)
+            limit = limit_of_blocks(sub_groups, parameter_blocks, planner, budget, stay, self._ranks.several, tied)
             self._open_drive(nvme_path, config, limit)
             trained_blocks = [
                 TrainedBlock(block, stepping, self._schedule, self._versions)
                 for block, stepping in zip(parameter_blocks, sub_groups, strict=True)
             ]
-            # A tile is one operation, of which only the input is saved anyway.
-            recomputable = [each for each in partition.modules if not is_checkpointed(each) and each not in partition.tiles]
-            self._recomputed = recomputable if activations == "recompute" else []
+            self._recomputed = _recomputed(partition) if activations == "recompute" else []
             for module in self._recomputed:
                 recompute_on_backward(module)
             self._trained = TrainedModel(
@@ -302,19 +282,6 @@ class OffloadedTraining:
         self._schedule = ScheduledBlocks(BlockCache(self._io, memory, helper="deepnvme-training"))
         self._meter = StepMeter(self._io, self._schedule.cache, self._ranks)
 
-    def _sub_groups(self, blocks: Sequence[ParameterBlock], planner: SubGroupPlanner) -> list[list[SubGroup]]:
-        """Return what steps the parameters of each block, or their shards; nothing for a block without trained ones."""
-        found: list[list[SubGroup]] = []
-        for block in blocks:
-            stepped = dict(zip(block.params, block.shards, strict=True))
-            groups = [
-                {**group, "params": [stepped[each] for each in group["params"] if each in stepped]}
-                for group in self.optimizer.param_groups
-            ]
-            trained = any(group["params"] for group in groups)
-            found.append(planner.sub_groups_of(groups, 0, sum(map(len, found))) if trained else [])
-        return found
-
     def _to_drive(self, initial: InitialValues, partition: ModelPartition, stay: bool) -> None:
         """Write the model's parameters to the drive, and free their memory; blocks of them may stay in the cache."""
         cache = self._schedule.cache
@@ -333,7 +300,7 @@ class OffloadedTraining:
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called: the training cannot be used any more."""
-        return self._closed
+        return self._guard.closed
 
     def __repr__(self) -> str:
         return representation(
@@ -343,7 +310,7 @@ class OffloadedTraining:
             lambda: f"memory_budget={size_for_people(self._memory_budget)}",
             lambda: f"{len(self._trained.blocks)} blocks",
             lambda: f"{self.steps} steps made",
-            lambda: state_text(self._closed, self._process),
+            self._guard.state,
         )
 
     @property
@@ -492,19 +459,13 @@ class OffloadedTraining:
         uses = self._trained.uses
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: uses.saved(tensor) or KeptTensor(tensor), unpack)
 
-    def _check_usable(self) -> None:
-        if os.getpid() != self._process:
-            raise RuntimeError("this training is the parent process's: a forked child cannot use it")
-        if self._closed:
-            raise RuntimeError(self._closed_because)
-
     @contextlib.contextmanager
     def _claimed(self) -> Iterator[None]:
         """Have other threads be refused in this context.
 
         Raises RuntimeError if it is another thread's, after :meth:`close`, and in a forked child.
         """
-        self._check_usable()
+        self._guard.check_open()
         first, this = not self._claims, threading.current_thread()
         try:
             other = self._claims.setdefault("by", this)  # one of two threads that come at the same time gets the other one
@@ -518,7 +479,7 @@ class OffloadedTraining:
                 self._claims.clear()
 
     def _check_between_steps(self) -> None:
-        self._check_usable()
+        self._guard.check_open()
         self._trained.check_between_steps()
 
     @contextlib.contextmanager
@@ -535,7 +496,7 @@ class OffloadedTraining:
             RuntimeError: If another process has failed, does not make the same calls, or is gone; after :meth:`close`; in a
                 forked child.
         """
-        self._check_usable()
+        self._guard.check_open()
         with self._ranks.calling_together():
             yield
             self._ranks.all_agree(True)
@@ -613,7 +574,7 @@ class OffloadedTraining:
                 the drive, which is told once. Nothing is closed then.
             OSError: From reading them: nothing is closed then. From closing or removing a file: all else is done then.
         """
-        if self._closed or os.getpid() != self._process:
+        if self.closed or not self._guard.in_own_process:
             return
         with self._claimed():
             self._close(restore)
@@ -624,9 +585,9 @@ class OffloadedTraining:
                 stacklevel=stack_level(),
             )
 
-    def _close(self, restore: bool) -> None:
-        """Close without a warning. Raises like :meth:`close`."""
-        if self._closed or os.getpid() != self._process:
+    def _close(self, restore: bool, because: str | None = None) -> None:
+        """Close without a warning. Later calls raise RuntimeError with ``because``. Raises like :meth:`close`."""
+        if self.closed or not self._guard.in_own_process:
             return
         uses, blocks = self._trained.uses, self._trained.blocks
         rest = blocks[-1].parameters
@@ -643,7 +604,7 @@ class OffloadedTraining:
             with contextlib.suppress(RuntimeError):  # without memory for a copy they are without values, as those in blocks
                 restored.update((param, param.data.clone()) for param in rest.params)
             uses.end(rest)
-        self._closed = True
+        self._guard.close(None if because is None else lambda: because)
         with contextlib.ExitStack() as ending:  # from the last to the first, whether or not one of them raises
             ending.callback(remove_directories, self._directories)
             ending.callback(self._engine.close)
@@ -671,8 +632,8 @@ class OffloadedTraining:
                 f" {self.steps} steps are lost. save() keeps them",
                 stacklevel=stack_level(),
             )
-        self._closed_because = f"this training was closed: another one was made of its model at {other.made_at}: use that one"
-        self._close(restore=False)
+        because = f"this training was closed: another one was made of its model at {other.made_at}: use that one"
+        self._close(restore=False, because=because)
 
     def __enter__(self) -> OffloadedTraining:
         return self
@@ -687,7 +648,7 @@ class OffloadedTraining:
         raise TypeError("an OffloadedTraining owns files and cannot be copied or pickled; use state_dict()")
 
 
-def _check_choices(parameters: str, activations: str, accumulation: str, micro_batches: int) -> None:
+def _check_choices(parameters: str, activations: str, accumulation: str, micro_batches: int, quantize: Scheme | None) -> None:
     """Raise ValueError for an option that is none of its choices, or contradicts another."""
     if parameters not in ("memory", "nvme"):
         raise ValueError(f'parameters must be "memory" or "nvme", got {parameters!r}')
@@ -697,6 +658,17 @@ def _check_choices(parameters: str, activations: str, accumulation: str, micro_b
         raise ValueError(f'accumulation must be "vertical" or "horizontal", got {accumulation!r}')
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be positive, got {micro_batches}")
+    if quantize is not None and quantize not in SCHEMES:
+        raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {quantize!r}")
+
+
+def _activation_bytes(activations: str, activation_budget: MemoryBudget | None, memory_budget: int) -> int:
+    """Return the bytes of the memory budget for activations. Raises ValueError, TypeError."""
+    nbytes = memory_budget // 4
+    if activation_budget is not None:
+        parse = byte_count if is_automatic(activation_budget) else budget_bytes
+        nbytes = parse(activation_budget, "activation_budget")
+    return 0 if activations == "memory" else nbytes
 
 
 def _check_for_several(optimizer_class: type[Optimizer], quantize: Scheme | None) -> None:
@@ -706,6 +678,35 @@ def _check_for_several(optimizer_class: type[Optimizer], quantize: Scheme | None
         raise ValueError(f"with a process_group the optimizer must be one of {names}, got {optimizer_class.__name__}")
     if quantize is not None:
         raise ValueError(f"quantize={quantize!r} is for one process: leave it out with a process_group")
+
+
+def _parameter_blocks(
+    partition: ModelPartition, memory: ParameterMemory, quantize: Scheme | None, ranks: TrainingRanks
+) -> list[ParameterBlock]:
+    """Return the blocks of the model's parameters. The last one has those that stay in memory, which no ranks share."""
+    sharing = ranks if ranks.several else None
+    return [
+        ParameterBlock(number, params, memory, quantize, None if params is partition.rest else sharing)
+        for number, params in enumerate([*partition.params, partition.rest])
+    ]
+
+
+def _sub_groups(
+    blocks: Sequence[ParameterBlock], param_groups: Sequence[dict[str, Any]], planner: SubGroupPlanner
+) -> list[list[SubGroup]]:
+    """Return what steps the parameters of each block, or their shards; nothing for a block without trained ones."""
+    found: list[list[SubGroup]] = []
+    for block in blocks:
+        stepped = dict(zip(block.params, block.shards, strict=True))
+        groups = [{**group, "params": [stepped[each] for each in group["params"] if each in stepped]} for group in param_groups]
+        trained = any(group["params"] for group in groups)
+        found.append(planner.sub_groups_of(groups, 0, sum(map(len, found))) if trained else [])
+    return found
+
+
+def _recomputed(partition: ModelPartition) -> list[nn.Module]:
+    """Return the modules to compute again in the backward. A tile is one operation, of which only the input is saved anyway."""
+    return [each for each in partition.modules if not is_checkpointed(each) and each not in partition.tiles]
 
 
 def _values_bytes(blocks: Sequence[ParameterBlock]) -> int:

@@ -1,0 +1,67 @@
+"""Whether an optimizer or a training may be used: not closed, and in the process that made it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+from deepnvme.telemetry.descriptions import state_text
+
+
+class UsabilityGuard:
+    """Raises if an optimizer or a training is closed, or used in a forked child.
+
+    Args:
+        kind: What it is, for messages: "optimizer" or "training".
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._closed: Callable[[], str] | None = None
+        self._users: list[None] = []  # one for each method that runs: appending and removing needs no lock
+        self._process = os.getpid()
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed is not None
+
+    @property
+    def in_own_process(self) -> bool:
+        """Whether this is not a forked child of the process that made the object."""
+        return os.getpid() == self._process
+
+    def state(self) -> str:
+        """State for ``repr``: "closed", "of process ...", or ""."""
+        return state_text(self.closed, self._process)
+
+    def close(self, reason: Callable[[], str] | None = None) -> None:
+        """Have :meth:`check_open` raise from now on. ``reason`` returns the message, if someone other than the user closes it."""
+        if self._closed is None:
+            self._closed = (lambda: f"this {self._kind} is closed") if reason is None else reason
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Have :meth:`check_unused` raise in this context."""
+        self._users.append(None)
+        try:
+            yield
+        finally:
+            self._users.pop()
+
+    def check_unused(self) -> None:
+        """Raise RuntimeError within :meth:`in_use`, in this thread or another."""
+        if self._users:
+            raise RuntimeError("a step or another method of it is running")
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked child."""
+        if not self.in_own_process:
+            raise RuntimeError(f"this {self._kind} is the parent process's: a forked child cannot use it")
+
+    def check_open(self) -> None:
+        """Raise RuntimeError in a forked child, or after close()."""
+        self.check_process()
+        if self._closed is not None:
+            raise RuntimeError(self._closed())
