@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -383,9 +382,7 @@ class BlockCache(Monitor):
         """Record the errors of the transfers that are done."""
         for under_way in list(self._transfers.values()):
             if not under_way.ended and under_way.transfer.done():
-                # A copy, since whoever keeps the transfer would keep the frames that its own error is raised in, and what they
-                # have: a training, by the graph of a failed step, through which no garbage collector sees.
-                under_way.error = copy.copy(under_way.transfer.exception())
+                under_way.error = under_way.transfer.exception()
                 under_way.ended = True
 
     def _apply_ended(self) -> None:
