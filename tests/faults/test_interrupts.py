@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import deepnvme
+from deepnvme.offload import OffloadedTraining
 from deepnvme.streaming import WeightStore, stream
 from deepnvme.swap import TensorStore
 from deepnvme.tables import Table
@@ -149,17 +150,50 @@ def streamed_forward(path: Path) -> Iterator[Case]:
 
 
 @contextlib.contextmanager
-def training_step(path: Path) -> Iterator[Case]:
+def step_with_activations(path: Path) -> Iterator[Case]:
     with training_in(path) as training:
         training.step()
         yield training.step, training.check_nothing_is_held
+
+
+@contextlib.contextmanager
+def optimizer_step(path: Path) -> Iterator[Case]:
+    params = [torch.nn.Parameter(torch.ones(100_000)) for _ in range(4)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    options = {"nvme_path": path, "sub_group_size": 100_000, "lr": 0.1}
+    with deepnvme.OffloadedOptimizer(params, torch.optim.SGD, momentum=0.9, **options) as optimizer:
+        optimizer.step()
+
+        def check() -> None:  # the step that was interrupted was finished, and none was made twice
+            assert optimizer.steps == 2
+            assert all(torch.equal(param, params[0]) for param in params)
+
+        yield optimizer.step, check
+
+
+@contextlib.contextmanager
+def training_step(path: Path) -> Iterator[Case]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
+    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=path, memory_budget=0) as training:
+
+        def step() -> None:
+            training.run_micro_batches([lambda: model(torch.ones(2, 200)).square().mean()])
+            training.step()
+
+        def check() -> None:
+            assert training.steps == 2
+
+        step()
+        yield step, check
 
 
 CASES = [
     (put, "write", "*.data"), (get, "read", "*.data"), (commit, "fsync", "*.data"), (close, "write", "*.data"),
     (save, "write", "*-tmp"), (async_save, "write", "*-tmp"), (load, "read", "it"), (save_safetensors, "write", "*-tmp"),
     (save_distributed, "write", "*-tmp"), (read_rows, "read", "rows"), (commit_rows, "write", "rows"),
-    (streamed_forward, "read", "*.data"), (training_step, "write", "*.data"), (training_step, "read", "*.data"),
+    (streamed_forward, "read", "*.data"), (step_with_activations, "write", "*.data"), (step_with_activations, "read", "*.data"),
+    (optimizer_step, "read", "*.data"), (optimizer_step, "write", "*.data"), (training_step, "read", "*.data"),
 ]  # fmt: skip
 """Operations, and what hangs of which files. Others are read and written by the calling thread itself, in the system."""
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ..support.patience import PATIENCE
 from .torture import Torn, Wrong
 from .torture.__main__ import table
-from .torture.interruption import interrupted
 from .torture.one_part import part_named
 from .torture.parts import power_cuts
 from .torture.running import all_parts, run_part
@@ -81,31 +78,3 @@ def test_the_table_of_a_failure_ends_the_program_with_1(drive: Path) -> None:
     assert ended.returncode == 1, ended.stderr
     assert "on purpose" in ended.stdout
     assert list(drive.iterdir()) == []
-
-
-def test_an_interruption_comes_at_each_point_once() -> None:
-    def count(limit: int, seen: list[int]) -> None:
-        for number in map(int, range(limit)):
-            seen.append(number)
-
-    outside = {"count": count}
-    exec("def operation(seen):\n    for n in range(5):\n        seen.append(n)\n    len(seen)\n", outside)  # no code of the tests
-    points = interrupted(0, lambda: outside["operation"]([])).passed
-    assert points >= 1 + 5 + 1  # its begin, and each call
-    lengths = []
-    for number in range(1, points + 1):
-        seen: list[int] = []
-        assert interrupted(number, lambda seen=seen: outside["operation"](seen)).where
-        lengths.append(len(seen))
-    assert lengths == sorted(lengths)
-    assert set(lengths) == set(range(6))
-    assert not interrupted(points + 1, lambda: outside["operation"]([])).where
-
-
-def test_an_interruption_in_the_last_call_of_a_block_does_not_skip_the_end_of_it() -> None:
-    outside: dict[str, Any] = {"lock": threading.Lock()}
-    exec("def operation():\n    with lock:\n        return len([])\n", outside)
-    points = interrupted(0, outside["operation"]).passed
-    for number in range(1, points + 1):
-        assert interrupted(number, outside["operation"]).where
-        assert not outside["lock"].locked()

@@ -29,7 +29,11 @@ class BufferCopies:
         ]
 
     def put_back(self) -> None:
-        """Give the buffers the content that they had at the last :meth:`take`."""
+        """Give the buffers the content that they had at the last :meth:`take`, unless :meth:`forget` was called since."""
         for module, name, buffer, copy in self._copies:
             buffer.data.copy_(copy)  # without a new version: a backward that has saved the buffer need not raise
             module._buffers[name] = buffer
+
+    def forget(self) -> None:
+        """Drop the copies: the content of the buffers stays."""
+        self._copies.clear()

@@ -4,17 +4,17 @@ Invariants:
 
 1. A step is made as a whole or not at all. What it writes goes beside the versions of the last completed step, and :meth:`commit`
    makes all of it valid at once, in memory that no error can interrupt.
-2. ``_phase`` is IDLE or STEPPING while nothing has failed. An exception in a step sets it to UNDOING, until :meth:`undo` has
-   forgotten the versions that were not committed. Each public call begins with :meth:`finish_undo`.
+2. ``_phase`` is CHANGING exactly while a step is changed: while micro-batches run, blocks are stepped, or a step is undone. So a
+   call that finds it CHANGING knows that an earlier one has failed, wherever it was interrupted, and undoes the step first.
 3. A block is stepped once in a step, by the last backward that gives it gradients, or after it if gradients are clipped.
 
 ::
 
-                begin_step                  commit
-         IDLE ------------> STEPPING -------------------> IDLE
-                               | exception, abandon_step
-                               v            undo
-                            UNDOING --------------------> IDLE
+         running             running ends              finish_step             commit
+    IDLE -------> CHANGING ----------------> STEPPING -------------> CHANGING --------> IDLE
+                     |    <----------------                             |
+                     |         running                                  |
+                     +------------- undo, after any exception ----------+-------------> IDLE
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Phase(enum.Enum):
     IDLE = enum.auto()
     """The last step is complete, and no other one has begun."""
     STEPPING = enum.auto()
-    """Micro-batches of a step run, or were run."""
-    UNDOING = enum.auto()
-    """A step has failed, and what it has changed must still be undone."""
+    """Micro-batches of a step were run, and none runs now."""
+    CHANGING = enum.auto()
+    """A step is being changed. If a new call finds this, the step has failed, and must still be undone."""
 
 
 class TrainedModel:
@@ -144,8 +144,9 @@ class TrainedModel:
             self._in_step = self.micro_batches if of is None else of
         if self.micro_batches_run + count > self._in_step:
             raise RuntimeError(f"all {self._in_step} micro-batches of this step were run: call step()")
-        if self._phase is Phase.IDLE:
-            self._phase = Phase.STEPPING
+        begins = self._phase is Phase.IDLE
+        self._phase = Phase.CHANGING
+        if begins:
             self._meter.begin()
             self._schedule.order.begin_step()
             self._buffers.take()
@@ -166,6 +167,7 @@ class TrainedModel:
                 self._gradients_are_in(block)
         self.micro_batches_run += count
         self._running = 0
+        self._phase = Phase.STEPPING
 
     def _gradient_arrived(self, param: torch.Tensor) -> None:
         block = self._block_of[param]
@@ -234,6 +236,7 @@ class TrainedModel:
             OSError: From the drive.
         """
         self._check_all_were_run()
+        self._phase = Phase.CHANGING
         factor = None
         if self._max_norm is not None:  # as torch.nn.utils.clip_grad_norm_ does
             factor = torch.clamp(self._max_norm / (self.gradient_norm() + 1e-6), max=1.0)
@@ -267,11 +270,12 @@ class TrainedModel:
             for block in self.blocks:
                 block.commit(self._optimizer.param_groups)
             self.steps = step
-            self._end_step(Phase.IDLE)
+            self._buffers.forget()
+            self._end_step()
+            self._phase = Phase.IDLE
         self._versions.tidy()
 
-    def _end_step(self, phase: Phase) -> None:
-        self._phase = phase
+    def _end_step(self) -> None:
         self.micro_batches_run, self._running, self._norm = 0, 0, None
         for block in self.blocks:
             block.gradients.forget_norms()
@@ -313,10 +317,10 @@ class TrainedModel:
         try:
             yield
         except BaseException as error:
+            with defer_interrupts():  # the others wait for it
+                self._ranks.report_failure()
             try:
-                with defer_interrupts():
-                    self._ranks.report_failure()
-                    self.undo()
+                self.undo()
             except OSError as failed:
                 if hasattr(error, "add_note"):
                     error.add_note(f"the step could not be undone yet, the next call tries it again: {failed}")
@@ -325,7 +329,7 @@ class TrainedModel:
     @torch.no_grad()
     def finish_undo(self) -> None:
         """Undo a step that could not be undone when it failed. Raises OSError if it still cannot."""
-        if self._phase is Phase.UNDOING:
+        if self._phase is Phase.CHANGING:
             self.undo()
 
     def abandon_step(self) -> None:
@@ -335,10 +339,13 @@ class TrainedModel:
             self.undo()
 
     def undo(self) -> None:
-        """Go back to the last completed step. Raises OSError if the drive cannot be read; to be called again then."""
-        if self._phase is Phase.STEPPING:
-            self._buffers.put_back()
-        self._end_step(Phase.UNDOING)
+        """Go back to the last completed step. Raises OSError if the drive cannot be read; to be called again then.
+
+        Waits for transfers. An interrupt in such a wait leaves the rest to the next call, too.
+        """
+        self._phase = Phase.CHANGING
+        self._buffers.put_back()
+        self._end_step()
         self._tied.reset()
         self.uses.reset()
         for block in self.blocks:

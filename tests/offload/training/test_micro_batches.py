@@ -20,7 +20,6 @@ from deepnvme.offload.training import OffloadedTraining
 from deepnvme.offload.training.turns import Turn, take_turns
 from deepnvme.store.tensor_store import TensorStore
 
-from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
 from ...support.micro_batches import seeded_micro_batches
 from ...support.offloaded_training import assert_same_values, state_of
@@ -370,38 +369,6 @@ def test_a_training_whose_step_has_failed_is_freed(drive: Path, activations: str
         for _ in range(2):  # the second time what only the graph had kept
             gc.collect()
         assert [reference() for reference in references] == [None, None]
-
-
-def test_ctrl_c_anywhere_leaves_the_step_before_or_the_one_after(drive: Path) -> None:
-    torch.manual_seed(0)
-    model = Model(blocks=2)
-    threads = threads_of_micro_batches()
-    with training_of(model, drive, micro_batches=2, memory_budget=30_000) as training:
-        torch.manual_seed(0)
-        training.step(batch(0))
-        training.step(batch(0))
-        start = copy.deepcopy(training.state_dict())
-        counted = Interruption(0, TORCH)
-
-        def step() -> None:
-            torch.manual_seed(1)
-            training.step(batch(1))
-
-        with counted:
-            step()
-        after = state_of(training)
-        for point in range(1, counted.passed, max(counted.passed // 80, 1)):
-            training.load_state_dict(start)
-            interruption = Interruption(point, TORCH)
-            try:
-                with interruption:
-                    step()
-            except KeyboardInterrupt:
-                pass
-            expected = start["model"] if training.steps == start["steps"] else after
-            assert_same_values(state_of(training), expected)
-            assert threads_of_micro_batches() <= threads + 4, interruption.where
-        step()
 
 
 # Turns

@@ -18,7 +18,6 @@ from torch import nn
 from deepnvme.model.quantization import SCHEMES, Scheme, dequantize, is_worth_quantizing, quantize
 from deepnvme.offload import OffloadedTraining
 
-from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
 from ...support.examples import examples
 from ...support.offloaded_training import assert_same_model, assert_same_values
@@ -526,25 +525,3 @@ def test_a_copy_of_dequantised_weights_that_cannot_be_written_is_tried_again(dri
             training.state_dict()
         assert failed.value.errno == errno.EIO
         assert_same_model(training, expected)
-
-
-def test_ctrl_c_anywhere_leaves_the_step_before_or_the_one_after(drive: Path) -> None:
-    model = new()
-    with training_of(model, drive, quantize="int8") as training:
-        training.step(batch(0))
-        start = copy.deepcopy(training.state_dict())
-        counted = Interruption(0, TORCH)
-        with counted:
-            training.step(batch(1))
-        after = copy.deepcopy(training.state_dict()["model"])
-        for point in range(1, counted.passed, max(counted.passed // 60, 1)):
-            training.load_state_dict(start)
-            interruption = Interruption(point, TORCH)
-            with contextlib.suppress(KeyboardInterrupt), interruption:
-                training.step(batch(1))
-            expected = start["model"] if training.steps == start["steps"] else after
-            for name, value in training.state_dict()["model"].items():
-                assert torch.equal(value, expected[name]), (interruption.where, name)
-
-
-TORCH = (str(Path(torch.__file__).parent),)

@@ -18,7 +18,6 @@ from deepnvme.offload import OffloadedTraining, TiledLinear, tile_large_layers, 
 from deepnvme.offload.training.model_partition import partition_model
 from deepnvme.safetensors import save_file
 
-from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
 from ...support.micro_batches import seeded_micro_batches
 from ...support.offloaded_training import assert_same_model
@@ -281,35 +280,6 @@ def test_a_step_of_tied_tiles_that_fails_is_undone(drive: Path, micro_batches: i
         assert failed == 6
         assert_same_model(training, reference.model)
         train_both(training, reference)
-
-
-@pytest.mark.slow
-def test_ctrl_c_anywhere_leaves_the_step_before_or_the_one_after(drive: Path) -> None:
-    model = tiled(tied=True, checkpointed=True)
-    with training_of(model, drive) as training:
-        training.step(batch(0))
-        start = copy.deepcopy(training.state_dict())
-        counted = Interruption(0, TORCH)
-        torch.manual_seed(1)
-        with counted:
-            training.step(batch(1))
-        after = copy.deepcopy(training.state_dict()["model"])
-        for point in range(1, counted.passed, max(counted.passed // 30, 1)):
-            training.load_state_dict(start)
-            interruption = Interruption(point, TORCH)
-            torch.manual_seed(1)
-            try:
-                with interruption:
-                    training.step(batch(1))
-            except KeyboardInterrupt:
-                pass
-            expected = start["model"] if training.steps == start["steps"] else after
-            found = training.state_dict()["model"]
-            for name, value in expected.items():
-                assert torch.equal(found[name], value), (interruption.where, name)
-
-
-TORCH = (str(Path(torch.__file__).parent),)
 
 
 # First values, and states

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from deepnvme.offload.training import OffloadedTraining
 from deepnvme.swap import TensorStore
 
-from ...faults.torture.interruption import Interruption
 from ...support.engines import failing
 from ...support.micro_batches import seeded_micro_batches
 from ...support.offloaded_training import assert_same_model, assert_same_values, state_of
@@ -383,38 +382,6 @@ def assert_same_parameters(training: OffloadedTraining, expected: nn.Module) -> 
     found = training.state_dict()["model"]
     for name, param in expected.named_parameters():
         assert torch.equal(found[name], param), name
-
-
-def test_ctrl_c_anywhere_leaves_the_step_before_or_the_one_after(drive: Path) -> None:
-    model = Model(blocks=3)
-    before: dict[str, torch.Tensor] = {}
-    after: dict[str, torch.Tensor] = {}
-    with training_of(model, drive, memory_budget=200_000) as training:
-        torch.manual_seed(0)
-        training.step(*batch(0))
-        start = copy.deepcopy(training.state_dict())
-        before = start["model"]
-        torch.manual_seed(1)
-        counted = Interruption(0, TORCH)
-        with counted:
-            training.step(*batch(1))
-        after = copy.deepcopy(training.state_dict()["model"])
-        for point in range(1, counted.passed, max(counted.passed // 60, 1)):
-            training.load_state_dict(start)
-            torch.manual_seed(1)
-            interruption = Interruption(point, TORCH)
-            try:
-                with interruption:
-                    training.step(*batch(1))
-            except KeyboardInterrupt:
-                pass
-            expected = before if training.steps == start["steps"] else after
-            found = training.state_dict()["model"]
-            for name, _ in model.named_parameters():
-                assert torch.equal(found[name], expected[name]), (interruption.where, name)
-
-
-TORCH = (str(Path(torch.__file__).parent),)
 
 
 # What is asked for at the wrong time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import random as randoms
 import time
@@ -14,12 +15,14 @@ from typing import Any
 import torch
 
 import deepnvme
+from deepnvme.offload import OffloadedTraining
 from deepnvme.streaming import WeightStore, stream, streaming_of
 from deepnvme.swap import BufferPool, TensorStore
 from deepnvme.tables import Table
 
 from ....support.activations import training_in
 from ....support.interrupts import ctrl_c_every, lost_in_finalizers
+from ....support.offloaded_training import assert_same_values
 from .. import Leaked, Torn, Wrong, streams
 
 SHORT, SECONDS = 10, 60
@@ -31,7 +34,9 @@ Tensors = dict[str, torch.Tensor]
 def attack(random: randoms.Random, directory: Path) -> None:
     with lost_in_finalizers(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # a file that was just opened is closed by its finalizer
-        random.choice((_store, _save, _async_save, _safetensors, _manager, _stream, _table, _activations))(random, directory)
+        random.choice((_store, _save, _async_save, _safetensors, _manager, _stream, _table, _activations, _training))(
+            random, directory
+        )
 
 
 def _storm(random: randoms.Random, operation: Callable[[int], object], check: Callable[[int], object]) -> None:
@@ -222,3 +227,57 @@ def _activations(random: randoms.Random, directory: Path) -> None:
         for _ in range(3):
             _storm(random, lambda number: training.step(), check)
             training.step()
+
+
+def _training(random: randoms.Random, directory: Path) -> None:
+    """Steps of OffloadedTraining: each is made as a whole or not at all, with the bits of training in memory."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(random.randint(2, 5))))
+    in_memory = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(in_memory.parameters(), lr=1e-2)
+    states = [copy.deepcopy(in_memory.state_dict())]
+    options = {
+        "micro_batches": random.choice([1, 2]),
+        "activations": random.choice(["memory", "nvme", "recompute"]),
+        "accumulation": random.choice(["vertical", "horizontal"]),
+        "memory_budget": random.choice([0, 1 << 20]),
+        "max_norm": random.choice([None, 0.1]),
+    }
+
+    def batch(step: int) -> torch.Tensor:
+        return torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+
+    def loss(of: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = of(rows)
+        return output.square().mean()
+
+    def state_after(steps: int) -> Tensors:
+        while len(states) <= steps:
+            parts = options["micro_batches"]
+            for part in batch(len(states) - 1).chunk(parts):
+                (loss(in_memory, part) / parts).backward()
+            if options["max_norm"] is not None:
+                torch.nn.utils.clip_grad_norm_(in_memory.parameters(), options["max_norm"])
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append(copy.deepcopy(in_memory.state_dict()))
+        return states[steps]
+
+    training = OffloadedTraining(model, torch.optim.AdamW, nvme_path=directory, lr=1e-2, **options)
+
+    def step(_: int) -> None:
+        parts = batch(training.steps).chunk(options["micro_batches"])
+        training.run_micro_batches([lambda part=part: loss(model, part) / len(parts) for part in parts])
+        training.step()
+
+    def check(_: int) -> None:
+        training.undo_step()  # if the storm came between the micro-batches and step()
+        assert_same_values(training.state_dict()["model"], state_after(training.steps))
+
+    _storm(random, step, check)
+    before = training.steps
+    step(0)
+    if training.steps != before + 1:
+        raise Wrong(f"{training.steps} steps after a step that was made, {before} before")
+    check(0)
+    training.close(restore=True)
