@@ -58,7 +58,7 @@ def save(
     shard. The ranks write one ordinary file together, each the same number of bytes. It has the whole tensor for a DTensor, and
     CUDA devices are numbered in the order in which they occur in the object. The ranks compare the structure of their objects,
     the sizes and the values that are not tensors, but not the bytes of tensors. If one rank fails, all raise: the failed rank
-    its own error, the others RuntimeError naming it. See docs/checkpoints.md for file systems shared by several machines.
+    its own error, the others RuntimeError naming it. See docs/checkpoints-ranks.md for file systems shared by several machines.
 
     Memory beyond the object: 16 MiB leased from ``pool``.
 
