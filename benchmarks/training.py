@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from harness import drive, training_dtype, training_identity
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
 from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, times_as_fast
@@ -28,7 +29,6 @@ from harness.training_models import TrainingShape
 from harness.worker_process import WorkerProcess
 from harness.workloads import ContenderFailed
 
-from deepnvme.memory.system_memory import meminfo
 from deepnvme.tools.tune.command_line import positive
 from deepnvme.tools.tune.figures import Spread
 from deepnvme.tools.tune.folder import check_memory
@@ -72,7 +72,7 @@ class Settings:
     @property
     def fits(self) -> bool:
         """Whether the model can be trained in memory, beside the offloaded one and what gradients in float32 take."""
-        return self.in_memory + self.memory_budget < meminfo("MemAvailable")
+        return self.in_memory + self.memory_budget < psutil.virtual_memory().available
 
     @property
     def in_memory(self) -> int:

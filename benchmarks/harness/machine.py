@@ -7,7 +7,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from deepnvme.memory.system_memory import meminfo
+import psutil
+
 from deepnvme.tools.tune.folder import folder_facts
 
 
@@ -18,7 +19,7 @@ def described(directory: Path) -> dict[str, Any]:
         "kernel": platform.release(),
         "architecture": platform.machine(),
         "cpus": len(os.sched_getaffinity(0)),
-        "memory": meminfo("MemTotal"),
+        "memory": psutil.virtual_memory().total,
         "filesystem": facts.filesystem,
         "device": Path(facts.device).name,
     }

@@ -209,9 +209,10 @@ class DirectoryLock:
             self._remove_made()
         unlock_and_close(self._file, self.directory / LOCK_NAME)
 
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            self.release()
+    def __del__(self, interpreter_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not interpreter_ends():  # then modules are gone, and the system ends the lock
+            with contextlib.suppress(OSError):
+                self.release()
 
     def _remove_made(self) -> None:
         """Remove the directories that this lock created, if they are empty."""
