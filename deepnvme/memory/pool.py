@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import queue
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme._polling import TRANSFER_POLL_SECONDS
 from deepnvme.ops import load_async_io
 from deepnvme.telemetry.descriptions import representation, size_for_people
 from deepnvme.telemetry.sizes import ByteCount, byte_count
@@ -30,8 +33,6 @@ WAIT_SECONDS = 30.0
 """How long a lease waits for others to be released: far longer than any transfer takes."""
 _LOOKED_FOR = 64 << 20
 """Bytes from which on it is asked whether the machine has them: asking takes up to 2 ms, and clearing so many pages 15."""
-_POLL_SECONDS = 0.001
-"""How often a waiting thread polls the pool: short beside any transfer worth waiting for."""
 _GENERIC = ("deepnvme.memory.", "deepnvme.cache.", "deepnvme.transfer.")
 """Modules that lease for others, which an error names instead."""
 
@@ -59,9 +60,11 @@ class BufferPool:
         TypeError, ValueError: For a budget that is none.
     """
 
-    # The garbage collector may run a finalizer that ends a lease in the middle of any method here. So the end of a lease takes no
-    # lock: it is recorded in _awaited or _ended, each in one step of the interpreter, and the next call of a public method takes
-    # the memory back. All other state is changed with the lock held and interrupts deferred.
+    # 1. The garbage collector may run a finalizer that ends a lease in the middle of any method here. So the end of a lease takes
+    #    no lock: it is recorded in _awaited (a dict) or in _ended (a SimpleQueue, which is made for finalizers), each in one step
+    #    of the interpreter. The next call of a public method takes the memory back.
+    # 2. All other state is changed with the lock held and interrupts deferred.
+    # 3. _ended wakes a thread that waits for a lease. Nothing wakes it when a transfer in _awaited ends: it polls these.
 
     def __init__(self, budget: MemoryBudget | None = None) -> None:
         nbytes = available_memory() // 2 if budget is None else budget_bytes(budget, "budget")
@@ -69,7 +72,8 @@ class BufferPool:
         self._generation = _generation
         self._lock = threading.Lock()
         self._awaited: dict[PinnedChunk, Transfer] = {}  # lent chunks, and what each is given back after
-        self._ended: deque[LastView] = deque()  # chunks to check: no tensor over them is left, or nothing is awaited any more
+        # Chunks to check: no tensor over them is left, or nothing is awaited any more.
+        self._ended: queue.SimpleQueue[LastView] = queue.SimpleQueue()
         self._waiting: list[threading.Thread] = []  # in order of arrival
 
     @property
@@ -128,11 +132,12 @@ class BufferPool:
         if self._awaited:
             self._collect_ended()
         with defer_interrupts(), self._lock:
-            while self._ended:
-                view = self._ended.popleft()
-                # It may have been taken back before, and lent again, or still be in use.
-                if view.chunk.last_view is view and view() is None and view.chunk not in self._awaited:
-                    self._chunks.take_back(view.chunk)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    view = self._ended.get_nowait()
+                    # It may have been taken back before, and lent again, or still be in use.
+                    if view.chunk.last_view is view and view() is None and view.chunk not in self._awaited:
+                        self._chunks.take_back(view.chunk)
             return use(self._chunks)
 
     def lease(self, nbytes: ByteCount, timeout: float | None = WAIT_SECONDS) -> Lease:
@@ -164,7 +169,8 @@ class BufferPool:
                     while (lease := self._lease(wanted, waited=True)) is None and not interrupts:
                         if time.monotonic() >= until:
                             self._call(lambda chunks: self._raise_shortage(wanted, f", after waiting for {timeout} s"))
-                        time.sleep(_POLL_SECONDS)
+                        with contextlib.suppress(queue.Empty):  # a chunk that ended is put back for _call to check
+                            self._ended.put(self._ended.get(timeout=TRANSFER_POLL_SECONDS))
                 finally:
                     self._waiting.remove(thread)
         return lease
@@ -223,7 +229,7 @@ class BufferPool:
             except BaseException:
                 self._call(lambda chunks: chunks.take_back(chunk))
                 raise
-            chunk.last_view = LastView(view, self._ended.append)
+            chunk.last_view = LastView(view, self._ended.put)
             chunk.last_view.chunk = chunk
             return Lease(buffer, chunk, self._awaited)
 
@@ -243,7 +249,7 @@ class BufferPool:
                 if self._awaited.get(chunk) is after:  # else another thread has handled it, and the chunk may be lent again
                     del self._awaited[chunk]
                     if chunk.last_view is not None:
-                        self._ended.append(chunk.last_view)
+                        self._ended.put(chunk.last_view)
 
     def _raise_shortage(self, nbytes: int, circumstances: str) -> NoReturn:
         """Raise OutOfBuffers for a request of ``nbytes`` bytes. Call with the lock held."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
-from deepnvme.memory.host import give_back_heap
+from deepnvme.memory.host import trim_heap
 from deepnvme.memory.system_memory import available_memory
 from deepnvme.model.structure import REST
 from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
@@ -66,7 +66,7 @@ def stream(
         The stream: a context manager that ends it, see :meth:`Streaming.close`.
 
     Raises:
-        StoreMismatch: If model and store differ; the message names the differences.
+        WeightMismatch: If model and store differ; the message names the differences.
         ValueError: If ``prefetch`` or ``memory_budget`` is negative, ``memory_budget`` is not 0 and smaller than the smallest
             extent, ``device`` is neither a CPU nor a CUDA device, or a buffer that no store holds (a non-persistent one) is on
             the meta device.
@@ -151,7 +151,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
             self._reader.close()
             raise
         own.clear()
-        give_back_heap()  # glibc keeps the holes that the weights leave when freed all at once (176 of 268 MB, measured)
+        trim_heap()  # glibc keeps the holes that the weights leave when freed all at once (176 of 268 MB, measured)
         self._forwards.read_ahead()
 
     def __repr__(self) -> str:

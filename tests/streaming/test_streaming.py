@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepnvme.model.quantization import dequantize, quantize
 from deepnvme.store.data_file import DATA_NAME
-from deepnvme.streaming import CorruptExtent, StoreMismatch, Streaming, WeightStore, extent_reader, stream
+from deepnvme.streaming import CorruptExtent, Streaming, WeightMismatch, WeightStore, extent_reader, stream
 
 from ..support.engines import transfers_through
 from ..support.examples import examples
@@ -384,7 +384,7 @@ def test_transforms_of_functions_give_what_they_give_in_memory(build: Build, bud
 
 def test_a_store_of_another_model_is_refused_and_the_model_left_as_it_is(world: World) -> None:
     other = stack(5)
-    with pytest.raises(StoreMismatch, match=r"parts\.5\.weight"):
+    with pytest.raises(WeightMismatch, match=r"parts\.5\.weight"):
         stream(other, world.store)
     assert torch.equal(other(INPUT, [1]), world.memory(INPUT, [1]))
 

@@ -14,7 +14,7 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.cache.block import Block, Memory
 from deepnvme.cache.block_memory import OwnMemory
 from deepnvme.memory.alignment import padded
-from deepnvme.memory.host import give_pages, huge_pages
+from deepnvme.memory.host import huge_pages, prefault
 from deepnvme.memory.lease import Transfer
 from deepnvme.memory.pool import OutOfBuffers
 from deepnvme.memory.tensor_bytes import flat_bytes
@@ -174,7 +174,7 @@ class SavedMemory:
             if block.device.type != "cpu":
                 return _CountedMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.device), self._count)
             memory = huge_pages(padded(block.nbytes))  # whose storage begins with the bytes, as the one that was saved does
-            give_pages(memory.data_ptr(), memory.nbytes)
+            prefault(memory.data_ptr(), memory.nbytes)
             return _CountedMemory(memory[: block.nbytes], self._count)
         except (OSError, RuntimeError) as error:  # mmap's and torch's
             raise MemoryError(f"no memory for {block.nbytes} bytes that autograd has saved: {error}") from error
