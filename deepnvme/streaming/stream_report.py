@@ -32,8 +32,6 @@ class StreamReport(ReportFigures):
     Token ids are taken from ``input_ids``, else ``decoder_input_ids``, else the first argument if it is an integer tensor."""
     resident_bytes: int
     """Bytes of weights of blocks that stay in memory once they have been read."""
-    limit: float | None
-    """Bytes per second that the drive can deliver; None if :meth:`Streaming.measure_limit` was not called or read nothing."""
     prompt_tokens: int = 0
     """Tokens of prompts, and of whatever else was computed at once: a text to be scored, what assisted generation has guessed."""
 
@@ -52,18 +50,12 @@ class StreamReport(ReportFigures):
         """Tokens generated per second spent in the model, that for prompts included; 0 if it was not called."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    @property
-    def share_of_limit(self) -> float | None:
-        """``bytes_per_second`` as a share of ``limit``: 1 if the drive was never idle. None without a limit."""
-        return None if self.limit is None else self.bytes_per_second / self.limit
-
     def __str__(self) -> str:
-        share = "" if self.share_of_limit is None else f", {self.share_of_limit:.0%} of the drive's limit"
         prompts = f"{self.prompt_tokens} prompt tokens"
         tokens = f"{self.tokens} tokens generated, {self.tokens_per_second:.1f} tokens/s; {prompts}" if self.tokens else prompts
         lines = [
             f"{self.passes} pass{'' if self.passes == 1 else 'es'} in {self.seconds:.3f} s: {tokens}",
-            f"read {self.bytes_read / 1e9:.3f} GB at {self.bytes_per_second / 1e9:.2f} GB/s{share};"
+            f"read {self.bytes_read / 1e9:.3f} GB at {self.bytes_per_second / 1e9:.2f} GB/s;"
             f" {self.resident_bytes / 1e9:.3f} GB stay in memory",
             f"waited {self.stalled:.3f} s for weights",
         ]

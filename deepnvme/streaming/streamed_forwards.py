@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
@@ -45,7 +44,7 @@ class Tally:
     prompt_tokens: int = 0
     """As in :class:`StreamReport`."""
     bytes_before: int = 0
-    """Bytes that the stream had read before these counters began, or for :meth:`StreamedForwards.measured`."""
+    """Bytes that the stream had read before these counters began."""
     stalls: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """As in :class:`StreamReport`."""
     begun: float = field(default_factory=time.perf_counter)
@@ -58,10 +57,6 @@ class Tally:
     def ended(self, begun: float) -> None:
         """Add the time of a call that began at ``begun``, or since the counting began if that was later."""
         self.seconds += time.perf_counter() - max(begun, self.begun)
-
-    def exclude(self, nbytes: int) -> None:
-        """Do not count bytes that the stream has read."""
-        self.bytes_before += nbytes
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record one forward call of the model with these arguments, and count its tokens.
@@ -96,15 +91,14 @@ class StreamedForwards:
         cache: Has extents in memory while they are used.
         weights: The places in the modules where weights are put.
         sizes: Bytes of memory that each extent takes, by name; without REST.
-        room: Bytes of the memory that is read ahead into.
         budget: Bytes of weights that may stay in memory beside that.
     """
 
     def __init__(
-        self, store: WeightStore, cache: ExtentCache, weights: ModuleWeights, sizes: Mapping[str, int], room: int, budget: int
+        self, store: WeightStore, cache: ExtentCache, weights: ModuleWeights, sizes: Mapping[str, int], budget: int
     ) -> None:
         self._store, self._cache, self._weights = store, cache, weights
-        self._sizes, self._room, self._budget = sizes, room, budget
+        self._sizes, self._budget = sizes, budget
         self._slot_size = max((nbytes for name, nbytes in sizes.items() if not cache.is_resident(name)), default=0)
         self._order = AccessPredictor([extent for extents in store.blocks.values() for extent in extents])
         self._uses: Counter[str] = Counter()
@@ -116,7 +110,6 @@ class StreamedForwards:
         self._there: set[str] = set()  # resident extents whose weights are assigned to the model's modules
         self._wrapped: list[tuple[nn.Module, Any]] = []
         self._ended = False
-        self._limit: float | None = None
         self._tally = Tally()
 
     def wrap(self, model: nn.Module, streaming: Any) -> None:
@@ -161,42 +154,12 @@ class StreamedForwards:
                 tokens=tally.tokens,
                 prompt_tokens=tally.prompt_tokens,
                 resident_bytes=sum(nbytes for name, nbytes in self._sizes.items() if self._cache.is_resident(name)),
-                limit=self._limit,
             )
 
     def reset(self) -> None:
         """Set the counters to zero: see :meth:`Streaming.reset`."""
         with self._between_calls():
             self._tally = Tally(bytes_before=self._cache.bytes_read)
-
-    def measured(self, nbytes: int) -> float | None:
-        """Return how many bytes a second are read if nothing is computed: see :meth:`Streaming.measure_limit`.
-
-        To be called by :meth:`run_locked`.
-
-        Args:
-            nbytes: Least number of bytes to read.
-        """
-        streamed = [key for key, size in self._sizes.items() if size and not self._cache.is_resident(key)]
-        if sum(self._sizes[key] for key in streamed) <= self._room:  # they all fit, and are read only once
-            return None
-        keys, ahead, total = itertools.cycle(streamed), deque[str](), 0
-        while total < nbytes:
-            ahead.append(next(keys))
-            total += self._store.extents[ahead[-1]].nbytes
-        before = self._cache.bytes_read
-        try:
-            self._cache.drain()
-            begun = time.perf_counter()
-            while ahead:
-                key = ahead.popleft()
-                self._cache.acquire([key], ahead)
-                self._cache.release([key])
-            self._limit = total / (time.perf_counter() - begun)
-        finally:
-            self.read_ahead()
-            self._tally.exclude(self._cache.bytes_read - before)
-        return self._limit
 
     # One call at a time.
 

@@ -18,21 +18,18 @@ REPORT = StreamReport(
     stalls={f"layers.{index}": index / 10 for index in range(7)} | {"norm": 0.0001},
     tokens=100,
     resident_bytes=10**9,
-    limit=None,
     prompt_tokens=17,
 )
 
 
 def test_nothing_has_happened_yet() -> None:
-    report = StreamReport(0, 0.0, 0, {}, 0, 0, 1e9)
-    assert (report.bytes_per_second, report.tokens_per_second, report.share_of_limit, report.stalled) == (0, 0, 0, 0)
+    report = StreamReport(0, 0.0, 0, {}, 0, 0)
+    assert (report.bytes_per_second, report.tokens_per_second, report.stalled) == (0, 0, 0)
     assert str(report).startswith("0 passes in 0.000 s: 0 prompt tokens\n")
 
 
 def test_rates_are_of_all_the_time_in_the_model() -> None:
     assert (REPORT.bytes_per_second, REPORT.tokens_per_second) == (2e9, 25.0)
-    assert REPORT.share_of_limit is None
-    assert dataclasses.replace(REPORT, limit=2.5e9).share_of_limit == pytest.approx(0.8)
     assert REPORT.stalled == pytest.approx(2.1001)
 
 
@@ -43,7 +40,6 @@ def test_the_longest_stalls_are_shown() -> None:
         "waited 2.100 s for weights",
         *(f"     {index / 10:.3f} s  layers.{index}" for index in (6, 5, 4, 3, 2)),
     ]
-    assert "at 2.00 GB/s, 80% of the drive's limit;" in str(dataclasses.replace(REPORT, limit=2.5e9))
     assert str(dataclasses.replace(REPORT, passes=1, stalls={"norm": 0.0001})).splitlines()[0].startswith("1 pass in")
     assert "norm" not in str(dataclasses.replace(REPORT, stalls={"norm": 0.0001}))
 
