@@ -35,8 +35,8 @@ _FIRST_POLL_SECONDS = 0.00005
 Measured with two threads, on a busy machine: released memory reaches the waiting thread after 0.05 ms where it waits 0.5 ms, and
 0.4 ms where it waits 10 ms. Polling each 1 ms took 0.6 and 1.2 ms, a condition variable 0.03 and 0.07 ms.
 """
-_LOOKED_FOR = 64 << 20
-"""Bytes from which on it is asked whether the machine has them: asking takes up to 2 ms, and clearing so many pages 15."""
+_CHECKED_FROM = 64 << 20
+"""From this many bytes on, a request is compared with the available memory first: 2 ms, beside 15 ms to clear the pages."""
 _GENERIC = ("deepnvme.memory.", "deepnvme.cache.", "deepnvme.transfer.")
 """Modules that lease for others, which an error names instead."""
 
@@ -278,9 +278,9 @@ def _caller() -> str:
 
 
 def pinned(nbytes: int) -> Any:
-    """Pin new memory. Raises OutOfBuffers if the machine, or a control group of the process, has not so much."""
-    # Pages that a control group has not, its kernel kills for, without an error.
-    if nbytes >= _LOOKED_FOR and nbytes > (available := available_memory()):
+    """Pin new memory. Raises OutOfBuffers if the machine, or a control group of the process, has too little."""
+    # The kernel kills a process that touches more pages than its control group allows, without an error.
+    if nbytes >= _CHECKED_FROM and nbytes > (available := available_memory()):
         raise OutOfBuffers(
             f"{size_for_people(nbytes)} of memory are to be pinned, and {size_for_people(available)} are available to this"
             " process: give a smaller memory budget, or free some memory"
@@ -288,7 +288,7 @@ def pinned(nbytes: int) -> Any:
     try:
         return load_async_io().empty_pinned(nbytes)
     except MemoryError as error:
-        raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
+        raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or lease less") from error
 
 
 def _has_ended(chunk: PinnedChunk, after: Transfer) -> bool:

@@ -223,7 +223,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         return memory
 
     def _read_all(self, wanted: bool | frozenset[str]) -> dict[str, torch.Tensor | None]:
-        """Read the extents with the wanted weights (True: all), each into memory of its own. REST, in memory already, has None."""
+        """Read the extents with the wanted weights (True: all), each into new memory. REST is in memory already: None."""
         self._cache.expect(())
         names = {
             name

@@ -19,7 +19,7 @@ from deepnvme.memory.lease import Transfer
 from deepnvme.memory.pool import OutOfBuffers
 from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.offload.pinned_arena import PinnedArena
-from deepnvme.store.futures import StoreFuture, StoreTransfer
+from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 
 from .saved_tensor import StorageReference, version_of
@@ -228,7 +228,7 @@ class SavedBytesBacking:
 
     def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start reading the block's bytes from the store into the buffer."""
-        return StoreTransfer(self._store.get(block.name, out=buffer))
+        return self._store.get(block.name, out=buffer)
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start storing the buffer. Raises WriteFailed."""
@@ -242,14 +242,17 @@ class SavedBytesBacking:
             raise WriteFailed(error, block) from None
 
 
-class _Writing(StoreTransfer):
-    """A write to a store."""
+class _Writing:
+    """A write to a store, whose error names the block."""
 
     def __init__(self, future: StoreFuture[Any], block: SavedBytes) -> None:
-        super().__init__(future)
-        self._block = block
+        self._future, self._block = future, block
+
+    def done(self) -> bool:
+        """Return whether the write has ended. Never blocks."""
+        return self._future.done()
 
     def exception(self, timeout: float | None = None) -> OSError | None:
         """Wait until the transfer has ended, and return its error as a WriteFailed, or None."""
-        error = super().exception(timeout)
+        error = self._future.exception(timeout)
         return error and WriteFailed(error, self._block)
