@@ -219,6 +219,9 @@ class WriteFailed(OSError):
         super().__init__(error.errno, error.strerror, error.filename)
         self.block = block
 
+    def __copy__(self) -> WriteFailed:  # OSError's own would be made of errno, text and file
+        return WriteFailed(self, self.block)
+
 
 class SavedBytesBacking:
     """Reads and writes saved bytes in a store."""
