@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -61,7 +62,7 @@ class Use(NamedTuple):
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A transfer, and what is known of its end."""
+    """A transfer that was started, and its error once it has ended."""
 
     transfer: Transfer
     ended: bool = False
@@ -73,16 +74,16 @@ class BlockCache(Monitor):
 
     Invariants:
 
-    - A block has at most one transfer. While it is used, it has none.
-    - Memory that is used or in transfer is not given to another block.
-    - A read that fails leaves its block without memory. The error is raised by the :meth:`acquire` that has started the read. An
-      error of reading ahead may be old when the block is used: it is read once more then, unless ``read_again`` is False.
-    - A write that fails leaves its block dirty, in memory. The error is raised by the next :meth:`acquire`, :meth:`create`
-      or :meth:`flush`, before that changes anything, and the write is tried again when the memory is wanted.
-    - The drive is kept busy with what is needed next: first what a caller waits for, then what is expected, in order, with as
-      many writes as make room for it; other writes only when the drive would be idle.
-    - An interrupt (Ctrl-C) comes during a wait, or when a change has been made as a whole: then a use has begun, or none has.
-      :meth:`recover`, :meth:`clear` and :meth:`release` end uses that an interrupted caller does not know of.
+    1. A block has at most one transfer. While it is used, it has none.
+    2. Memory that is used or in transfer is not given to another block.
+    3. A read that fails leaves its block without memory. The error is raised by the :meth:`acquire` that has started the read. An
+       error of reading ahead may be old when the block is used: it is read once more then, unless ``read_again`` is False.
+    4. A write that fails leaves its block dirty, in memory. The error is raised by the next :meth:`acquire`, :meth:`create`
+       or :meth:`flush`, before that changes anything, and the write is tried again when the memory is wanted.
+    5. The drive is kept busy with what is needed next: first what a caller waits for, then what is expected, in order, with as
+       many writes as make room for it; other writes only when the drive would be idle.
+    6. An interrupt (Ctrl-C) comes during a wait, or when a change has been made as a whole: then a use has begun, or none has.
+       :meth:`recover`, :meth:`clear` and :meth:`release` end uses that an interrupted caller does not know of.
 
     To be used by one thread at a time.
 
@@ -96,7 +97,7 @@ class BlockCache(Monitor):
             error.
         write_bytes: Bytes that may be written at a time: :meth:`create` waits before there are more. What is written does not
             count against the limit of expected uses then. None: writes are limited by the memory alone.
-        busy_bytes: So many bytes in transfer keep the drive busy. More are started only for what somebody waits for.
+        busy_bytes: Bytes in transfer that keep the drive busy. Beyond these, only transfers that a caller waits for are started.
         helper: Name of a thread that starts the next transfers while the caller computes; None to do without one.
     """
 
@@ -137,11 +138,11 @@ class BlockCache(Monitor):
     # Uses
 
     def acquire(self, blocks: Iterable[Block], then: Iterable[Use] | None = None) -> None:
-        """Begin a use of each of these: have them in memory until they are released. Blocks while they are read.
+        """Begin a use of each block, which keeps it in memory until it is released. Waits until all blocks are read.
 
         Args:
             blocks: Different blocks. The memory of a block that is in use already stays as it is.
-            then: What will be used next, as in :meth:`expect`; None to leave that as it is.
+            then: The uses that follow, as in :meth:`expect`; None leaves the expected uses unchanged.
 
         Raises:
             OSError: From reading one of these blocks, or from an earlier write. Nothing is acquired then, and nothing lost.
@@ -195,7 +196,7 @@ class BlockCache(Monitor):
         self._obtain((block,), step, self.raise_failure)
 
     def release(self, blocks: Iterable[Block], *, changed: bool = False, write: bool = True) -> None:
-        """End a use of each of these. Never blocks. Blocks that are not in memory are ignored.
+        """End a use of each block. Never waits. Ignores blocks that are not in memory.
 
         Args:
             blocks: Blocks that were acquired or created.
@@ -214,7 +215,7 @@ class BlockCache(Monitor):
                 self._drop_unless_kept(block)
 
     def reject(self, blocks: Iterable[Block]) -> None:
-        """End a use of blocks whose memory has not their bytes any more: it is dropped, unless others use it. Never blocks."""
+        """End a use of blocks whose memory was overwritten. The memory is dropped unless another use of the block goes on."""
         with self._changing():
             for block in blocks:
                 block.users = max(block.users - 1, 0)
@@ -382,7 +383,9 @@ class BlockCache(Monitor):
         """Record the errors of the transfers that are done."""
         for under_way in list(self._transfers.values()):
             if not under_way.ended and under_way.transfer.done():
-                under_way.error = under_way.transfer.exception()
+                # A copy, since whoever keeps the transfer would keep the frames that its own error is raised in, and what they
+                # have: a training, by the graph of a failed step, through which no garbage collector sees.
+                under_way.error = copy.copy(under_way.transfer.exception())
                 under_way.ended = True
 
     def _apply_ended(self) -> None:
@@ -455,7 +458,7 @@ class BlockCache(Monitor):
             with profiler_range("start_read"):
                 self._transfers[block] = _UnderWay(self._backing.read(block, memory.buffer))
         except Exception as error:
-            self._release_memory(block, block.fail_reading(error.with_traceback(None)))  # whose frames would keep memory alive
+            self._release_memory(block, block.fail_reading(error.with_traceback(None)))  # its frames would keep memory alive
         else:
             self.bytes_read += block.nbytes
 
@@ -639,7 +642,7 @@ class BlockCache(Monitor):
 
 
 def _raise_error(block: Block) -> None:
-    """Raise what reading a block has ended with, if that was an error."""
+    """Raise the error that the last read of a block ended with, if there is one."""
     if block.error is not None:
         errors = [block.error]
         block.error = None

@@ -14,7 +14,7 @@ from deepnvme._polling import TRANSFER_POLL_SECONDS
 from deepnvme.telemetry.profiler_ranges import profiler_range
 
 Wait = Callable[[float | None], object]
-"""Returns when something has ended. May raise TimeoutError after so many seconds; None waits for as long as it takes."""
+"""Waits until a transfer has ended, at most for the given seconds if they are not None. May raise TimeoutError then."""
 
 
 class Monitor(ABC):
@@ -43,19 +43,19 @@ class Monitor(ABC):
 
     @abstractmethod
     def _collect_ended(self) -> None:
-        """Find out how transfers that are done have ended. Called without the lock: it may verify checksums."""
+        """Collect the errors of transfers that are done. Called without the lock: it may verify checksums."""
 
     @abstractmethod
     def _apply_ended(self) -> None:
-        """Record what :meth:`_collect_ended` has found out. Each step begins with it."""
+        """Move blocks on whose transfers :meth:`_collect_ended` found to have ended. Each step begins with it."""
 
     @abstractmethod
     def _start_transfers(self) -> None:
-        """Start what can be started. Each step ends with it."""
+        """Start the transfers that can be started. Each step ends with it."""
 
     @abstractmethod
     def _awaited(self) -> Wait | None:
-        """Return what to wait for before more can be started; None if nothing is left to be started."""
+        """Return a wait after which more transfers can be started; None if no transfer is left to be started."""
 
     @abstractmethod
     def _starved(self) -> bool:
@@ -63,7 +63,7 @@ class Monitor(ABC):
 
     @abstractmethod
     def _is_write(self, wait: Wait) -> bool:
-        """Return whether this, which a step has returned, waits for a write to end."""
+        """Return whether a wait that a step has returned is for a write."""
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:

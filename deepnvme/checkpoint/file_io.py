@@ -18,7 +18,7 @@ from deepnvme.drives.profiles import create_engine, settings_for
 from deepnvme.engine import Engine, File, Future
 from deepnvme.files.replacing import with_filename
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.host import give_pages, huge_pages
+from deepnvme.memory.host import huge_pages, prefault
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.telemetry.progress import Progress, count_bytes
@@ -253,7 +253,7 @@ def read(placed: Sequence[Placed], path: Path, engine: Engine, pool: BufferPool,
                 for at in range(0, nbytes, _REPORTED) or (0,):
                     part = data[at : at + _REPORTED]
                     if on_cpu:
-                        give_pages(part.data_ptr(), part.numel())  # meanwhile the drive reads earlier pieces
+                        prefault(part.data_ptr(), part.numel())  # meanwhile the drive reads earlier pieces
                     with _cut_off_is_damage(file):
                         alone.start(start, part, file, offset + at)
             for run, chunk, begin in in_chunks(places, file, engine, pool):

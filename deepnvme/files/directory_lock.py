@@ -3,6 +3,10 @@
 The kernel releases it when its holder dies, and the lock file names the holder. Within a process, each lock is held for an object
 of the user's. Garbage is collected before a lock is refused. An object whose class allows it (``OffloadedOptimizer``) is closed
 when another of its class is made on the directory; every other is kept, and the error names it.
+
+1. A process owns a directory while it has an exclusive flock of the lock file, and the path still refers to that file.
+2. The lock file is unlinked only while it is locked. Whoever locks it afterwards finds that the path refers to another file.
+3. A forked child closes its copy of the file, so that the lock ends with the parent.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ class LockOwner:
 
 
 CloseForSuccessor = Callable[["DirectoryOwner", Path], None]
-"""Closes an object, since another one was made on a directory of its. Raises RuntimeError or OSError if that cannot be now."""
+"""Closes an object for a new one on the same directory. Raises RuntimeError or OSError if the object cannot be closed now."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +88,7 @@ class DirectoryOwner:
 
     @property
     def of_other_thread(self) -> bool:
-        """Whether a thread has made it that runs beside this one."""
+        """Whether another thread, which still runs, has made the object."""
         return self.thread is not threading.current_thread() and self.thread.is_alive()
 
 
@@ -233,8 +237,8 @@ def _closing_of(holder: DirectoryOwner | None, owner: DirectoryOwner, directory:
 def lock_directories(directories: Iterable[Path], owner: DirectoryOwner, locks: list[DirectoryLock]) -> None:
     """Lock directories for one object, and append each lock to ``locks`` when it is held, in any order.
 
-    Those that objects of this process have come last, and only if all of these can be closed for it: none is closed for an
-    object that cannot be made because another directory is not to be had.
+    Directories that objects of this process have locked come last, and only if all of these objects can be closed. So no object
+    is closed for a new one that then fails to lock another directory.
 
     Raises:
         StoreLocked: If a directory has another owner.

@@ -27,7 +27,7 @@ def empty_aligned(nbytes: int) -> torch.Tensor:
     """Return a new tensor of uninitialised bytes on the CPU, aligned to ALIGNMENT for direct I/O. It belongs to no pool.
 
     From 4 MiB on, the memory is on huge pages if the kernel has them, and its pages are populated before this returns
-    (see :func:`give_pages`).
+    (see :func:`prefault`).
 
     Args:
         nbytes: Bytes. Must already be a multiple of ALIGNMENT.
@@ -38,7 +38,7 @@ def empty_aligned(nbytes: int) -> torch.Tensor:
             start = -memory.data_ptr() % ALIGNMENT
             return memory[start : start + nbytes]
         memory = huge_pages(nbytes)
-    give_pages(memory.data_ptr(), nbytes)
+    prefault(memory.data_ptr(), nbytes)
     return memory
 
 
@@ -107,7 +107,7 @@ def map_over(address: int, length: int, protection: int, flags: int, descriptor:
         raise OSError(error, f"mmap of {length} bytes at offset {offset}: {os.strerror(error)}")
 
 
-def give_pages(address: int, nbytes: int) -> None:
+def prefault(address: int, nbytes: int) -> None:
     """Have the kernel allocate and clear the pages of new memory now, in this thread. Blocks, without holding the GIL.
 
     Pages that are already allocated stay as they are. Kernels before 5.14 cannot do this: they allocate pages when they are
@@ -120,11 +120,25 @@ def give_pages(address: int, nbytes: int) -> None:
     _libc.madvise(begin, address + nbytes - begin, _MADV_POPULATE_WRITE)
 
 
-def give_back_heap() -> None:
-    """Have the C library return freed memory to the system.
+class _MallocInfo(ctypes.Structure):
+    """glibc's struct mallinfo2, as its ten numbers. The ninth is the freed bytes that the heap keeps."""
 
-    Freeing large tensors leaves holes in the heap, which small allocations break up, so that the next large tensors are allocated
-    elsewhere. Measured: making and freeing the optimizer states of 16 M parameters 2 MiB at a time left 115 MiB behind.
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
+
+
+_mallinfo2 = getattr(_libc, "mallinfo2", None)  # glibc 2.33 and later
+if _mallinfo2 is not None:
+    _mallinfo2.restype = _MallocInfo
+
+
+def trim_heap(beyond: int = 0) -> None:
+    """Return freed memory of the C heap to the system, if the heap keeps more than ``beyond`` bytes of it.
+
+    Later allocations need new pages, which take 0.2 s for each GB. Without glibc nothing happens; before glibc 2.33, nothing
+    happens if ``beyond`` is not 0.
+
+    Freeing large tensors leaves holes in the heap. Small allocations break the holes up, so that the next large tensors do not
+    fit. Measured: making and freeing the optimizer states of 16 M parameters 2 MiB at a time left 115 MiB behind.
     """
-    if hasattr(_libc, "malloc_trim"):  # glibc
+    if hasattr(_libc, "malloc_trim") and (not beyond or (_mallinfo2 is not None and _mallinfo2().numbers[8] > beyond)):
         _libc.malloc_trim(0)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme._polling import TRANSFER_POLL_SECONDS
 from deepnvme.ops import load_async_io
 from deepnvme.telemetry.descriptions import representation, size_for_people
 from deepnvme.telemetry.sizes import ByteCount, byte_count
@@ -28,10 +29,14 @@ __all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_bud
 
 WAIT_SECONDS = 30.0
 """How long a lease waits for others to be released: far longer than any transfer takes."""
-_LOOKED_FOR = 64 << 20
-"""Bytes from which on it is asked whether the machine has them: asking takes up to 2 ms, and clearing so many pages 15."""
-_POLL_SECONDS = 0.001
-"""How often a waiting thread polls the pool: short beside any transfer worth waiting for."""
+_FIRST_POLL_SECONDS = 0.00005
+"""A waiting thread polls the pool after this, and then less often, at least each time that it has waited a sixteenth longer.
+
+Measured with two threads, on a busy machine: released memory reaches the waiting thread after 0.05 ms where it waits 0.5 ms, and
+0.4 ms where it waits 10 ms. Polling each 1 ms took 0.6 and 1.2 ms, a condition variable 0.03 and 0.07 ms.
+"""
+_CHECKED_FROM = 64 << 20
+"""From this many bytes on, a request is compared with the available memory first: 2 ms, beside 15 ms to clear the pages."""
 _GENERIC = ("deepnvme.memory.", "deepnvme.cache.", "deepnvme.transfer.")
 """Modules that lease for others, which an error names instead."""
 
@@ -59,9 +64,11 @@ class BufferPool:
         TypeError, ValueError: For a budget that is none.
     """
 
-    # The garbage collector may run a finalizer that ends a lease in the middle of any method here. So the end of a lease takes no
-    # lock: it is recorded in _awaited or _ended, each in one step of the interpreter, and the next call of a public method takes
-    # the memory back. All other state is changed with the lock held and interrupts deferred.
+    # 1. The garbage collector may run a finalizer that ends a lease in the middle of any method here. So the end of a lease takes
+    #    no lock: it is recorded in _awaited or _ended, each in one step of the interpreter, and the next call of a public method
+    #    takes the memory back.
+    # 2. All other state is changed with the lock held and interrupts deferred.
+    # 3. A finalizer cannot notify a condition, and nobody is told when a transfer in _awaited ends. So a thread that waits polls.
 
     def __init__(self, budget: MemoryBudget | None = None) -> None:
         nbytes = available_memory() // 2 if budget is None else budget_bytes(budget, "budget")
@@ -156,7 +163,8 @@ class BufferPool:
         if lease is not None:
             return lease
         self.ensure_possible(wanted)
-        thread, until = threading.current_thread(), math.inf if timeout is None else time.monotonic() + timeout
+        thread, begun = threading.current_thread(), time.monotonic()
+        until = math.inf if timeout is None else begun + timeout
         while lease is None:
             with defer_interrupts() as interrupts:
                 self._waiting.append(thread)
@@ -164,7 +172,7 @@ class BufferPool:
                     while (lease := self._lease(wanted, waited=True)) is None and not interrupts:
                         if time.monotonic() >= until:
                             self._call(lambda chunks: self._raise_shortage(wanted, f", after waiting for {timeout} s"))
-                        time.sleep(_POLL_SECONDS)
+                        time.sleep(min(_FIRST_POLL_SECONDS + (time.monotonic() - begun) / 16, TRANSFER_POLL_SECONDS))
                 finally:
                     self._waiting.remove(thread)
         return lease
@@ -270,9 +278,9 @@ def _caller() -> str:
 
 
 def pinned(nbytes: int) -> Any:
-    """Pin new memory. Raises OutOfBuffers if the machine, or a control group of the process, has not so much."""
-    # Pages that a control group has not, its kernel kills for, without an error.
-    if nbytes >= _LOOKED_FOR and nbytes > (available := available_memory()):
+    """Pin new memory. Raises OutOfBuffers if the machine, or a control group of the process, has too little."""
+    # The kernel kills a process that touches more pages than its control group allows, without an error.
+    if nbytes >= _CHECKED_FROM and nbytes > (available := available_memory()):
         raise OutOfBuffers(
             f"{size_for_people(nbytes)} of memory are to be pinned, and {size_for_people(available)} are available to this"
             " process: give a smaller memory budget, or free some memory"
@@ -280,7 +288,7 @@ def pinned(nbytes: int) -> Any:
     try:
         return load_async_io().empty_pinned(nbytes)
     except MemoryError as error:
-        raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or want less") from error
+        raise OutOfBuffers(f"the system has no {nbytes} bytes of memory to pin: free some of it, or lease less") from error
 
 
 def _has_ended(chunk: PinnedChunk, after: Transfer) -> bool:

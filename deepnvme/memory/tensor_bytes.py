@@ -126,7 +126,7 @@ def span_nbytes(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> i
     return 0 if 0 in shape else (last + 1) * itemsize
 
 
-def seen_as(out: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def viewed_as(out: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return ``out``, or a view of its bytes with another dtype and shape, to read a tensor into.
 
     Raises:

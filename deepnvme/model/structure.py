@@ -107,7 +107,7 @@ def ties_of(weights: Mapping[str, T], identity: Callable[[T], object] = id) -> d
 
     Args:
         weights: The weights by all of their names.
-        identity: Returns what is equal for two weights that are one, and None for a weight that is tied to no other.
+        identity: Returns a key that is equal for all names of one weight, or None for a weight without ties.
     """
     first: dict[object, str] = {}
     same = {name: identity(weight) for name, weight in weights.items()}

@@ -38,7 +38,7 @@ class WeightInfo(NamedTuple):
         return f"{dtype} {list(shape)}"
 
 
-class StoreMismatch(ValueError):
+class WeightMismatch(ValueError):
     """Raised if weights are not those of the model. The message counts the differences and lists the first 8.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 
 from deepnvme.cache.block import Block
 from deepnvme.memory.pool import BufferPool
-from deepnvme.store.futures import StoreFuture, StoreTransfer
+from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.telemetry.descriptions import decimal_size
 from deepnvme.telemetry.drive_wear import terabytes_per_day
@@ -198,18 +198,15 @@ class CountedIO:
         self._written_in_all += tensor.nbytes
         return future
 
-    # The errors of these transfers are copies. The store keeps its own error, whose traceback would keep the tensors of a failed
-    # step, and by their graph the whole training: no garbage collector sees through the graph.
-
-    def read(self, block: Block, buffer: torch.Tensor) -> StoreTransfer:
+    def read(self, block: Block, buffer: torch.Tensor) -> StoreFuture[torch.Tensor]:
         """Start reading a block, and count it."""
         assert isinstance(block, StoredBlock)
-        return StoreTransfer(self.get(block.name, block.content))
+        return self.get(block.name, block.content)
 
-    def write(self, block: Block, buffer: torch.Tensor) -> StoreTransfer:
+    def write(self, block: Block, buffer: torch.Tensor) -> StoreFuture[int]:
         """Start writing a block, and count it."""
         assert isinstance(block, StoredBlock)
-        return StoreTransfer(self.put(block.name, block.content))
+        return self.put(block.name, block.content)
 
     def record_ended(self) -> None:
         """Record transfers that have ended. Their time is counted until this is called, so call it whenever one has."""

@@ -11,7 +11,7 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.cache.block import State
 from deepnvme.cache.block_cache import BlockCache, Use
 from deepnvme.cache.block_memory import PooledMemory
-from deepnvme.memory.host import give_back_heap
+from deepnvme.memory.host import trim_heap
 from deepnvme.memory.pool import BufferPool
 
 from .counted_io import CountedIO, StoredBlock, shortage
@@ -149,7 +149,7 @@ class SubGroupPipeline:
             self._unplaced[sub_group] = made
             self._place_made(sub_group)
             made.clear()  # frees the tensors, since the caller still has the list
-            give_back_heap()
+            trim_heap()
         self._cache.poll()  # a write may have ended during the step: its memory is for the next read
         self._io.record_ended()
 

@@ -1,4 +1,9 @@
-"""The names in a store: the tensor that each one holds, and the one that a put under way will make it hold."""
+"""The names in a store: the tensor that each one holds, and the one that a put under way will make it hold.
+
+1. Space is freed when no entry refers to it any more, and no manifest that may be on the drive.
+2. In a store that persists, a put writes to new space. It replaces what the name held when all of its transfers have ended well.
+3. A damaged name cannot be read or committed until it is put again or deleted.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import os
 import threading
@@ -246,25 +245,6 @@ class StoreFuture(Generic[Result]):
                 self._conclude = None
             self._operation.mark_seen()
         return self._error
-
-
-class StoreTransfer:
-    """A future of a store as the transfer of a block. Its errors are copies: the traceback of the store's own would keep memory.
-
-    Args:
-        future: The future.
-    """
-
-    def __init__(self, future: StoreFuture[Any]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Return whether the transfer has ended. Never blocks."""
-        return self._future.done()
-
-    def exception(self, timeout: float | None = None) -> OSError | None:
-        """Wait until the transfer has ended, and return a copy of its error, or None."""
-        return copy.copy(self._future.exception(timeout))
 
 
 class OperationScheduler:

@@ -3,6 +3,10 @@
 The manifest is two lines of JSON: the first says what the file is, and has the CRC-32 of the second; the second lists the
 tensors. It is in the store's first directory. Each of the other directories has a membership, one line of JSON that names the
 first directory, so that none of them is mistaken for a store of its own.
+
+1. A manifest or a membership is replaced as a whole: after a crash the old one or the new one is there.
+2. A manifest is published after the data files were flushed. So each part that it lists is on the drive.
+3. The identity in a membership, or the previous identity that it also names, is that of the manifest.
 """
 
 from __future__ import annotations

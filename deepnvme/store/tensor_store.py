@@ -17,7 +17,7 @@ from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.pool import BufferPool, buffer_pool
-from deepnvme.memory.tensor_bytes import all_storable, checksums, seen_as
+from deepnvme.memory.tensor_bytes import all_storable, checksums, viewed_as
 from deepnvme.telemetry.descriptions import path_list, representation, state_text
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
@@ -496,7 +496,7 @@ class TensorStore:
             """Record the reads, and return what is to be read into what. Called with the lock held."""
             entries = self._catalog.readable(names)
             versions = [entry.newest for entry in entries]
-            targets = [] if out is None else [seen_as(out, each.info.dtype, each.info.shape) for each in versions]
+            targets = [] if out is None else [viewed_as(out, each.info.dtype, each.info.shape) for each in versions]
             self._scheduler.begin(operation)
             note_gets(entries, operation)
             return entries, versions, targets

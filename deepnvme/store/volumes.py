@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
-import functools
 import itertools
 import math
 import os
@@ -14,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine
 from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner, lock_directories
 from deepnvme.files.identity import refuse_mixture
@@ -54,12 +53,7 @@ def directory_weights(directories: Directory | Sequence[Directory] | Mapping[Dir
 class Volumes:
     """The directories of a store, locked from :meth:`open` to :meth:`leave`.
 
-    :meth:`leave` is also called when the store is dropped, and at the interpreter's exit at the latest. Until then the object is
-    in ``_all_volumes``. So a garbage collection that finds the store does not also find these files and close them first.
-
-    An exception by which Ctrl-C interrupts a finalizer is lost, with the rest of the finalizer's work. So dropping the store only
-    calls ``dict.pop``, which cannot be interrupted. What ``__del__`` does not finish then closes itself, and so unlocks the
-    directories.
+    The store's finalizer calls :meth:`leave` when the store is dropped, and at the interpreter's exit at the latest.
 
     Args:
         store: Whose directories they are. Not kept alive.
@@ -75,8 +69,8 @@ class Volumes:
         self._persisted: bool | None = None
         """Whether a manifest was found or published; None until it is known. If not, the files in the directories are to go."""
         self._process = os.getpid()
-        self._dropped = weakref.ref(store, functools.partial(_all_volumes.pop, id(self)))
-        _all_volumes[id(self)] = self
+        # It keeps this object alive, so that a garbage collection that finds the store does not close these files first.
+        self._finalizer = weakref.finalize(store, self._finalize)
 
     def open(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool, owner: DirectoryOwner) -> None:
         """Lock the directories and open the data files. Once.
@@ -98,7 +92,7 @@ class Volumes:
         """
         self.left = False
         try:
-            known = self._find(weights, engine, owner) if read_only else self._own(weights, persist, engine, owner)
+            known = self._open_committed(weights, engine, owner) if read_only else self._claim(weights, persist, engine, owner)
             # The tensors in the manifest that was found.
             self.tensors: Mapping[str, StoredTensor] = {} if known is None else known.tensors
             self._identity = uuid.uuid4().hex if known is None else known.store
@@ -123,7 +117,7 @@ class Volumes:
         if os.getpid() == self._process:  # in a forked child, everything belongs to the parent
             self._leave(errors)
         self.left = True
-        _all_volumes.pop(id(self), None)
+        self._finalizer.detach()
         if errors:
             raise errors[0]
 
@@ -144,8 +138,8 @@ class Volumes:
             with _noted(errors):
                 owner.release()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
+    def _finalize(self) -> None:
+        with contextlib.suppress(OSError), defer_interrupts():
             self.leave()
 
     def publish(self, tensors: Mapping[str, StoredTensor]) -> None:
@@ -176,7 +170,7 @@ class Volumes:
             directory = locked.directory
             manifest.join(directory, StoreMembership(self._identity, index, first, str(directory), previous))
 
-    def _own(self, weights: Mapping[Path, float], persist: bool, engine: Engine, owner: DirectoryOwner) -> StoreManifest | None:
+    def _claim(self, weights: Mapping[Path, float], persist: bool, engine: Engine, owner: DirectoryOwner) -> StoreManifest | None:
         """Lock the directories as their owner, remove what a dead owner left there, and open the data files.
 
         Return the manifest that was found, or None.
@@ -198,7 +192,7 @@ class Volumes:
             self.files.append(DataFile(locked.directory, engine, weights[locked.directory], owner))
         return known
 
-    def _find(self, weights: Mapping[Path, float], engine: Engine, owner: DirectoryOwner) -> StoreManifest:
+    def _open_committed(self, weights: Mapping[Path, float], engine: Engine, owner: DirectoryOwner) -> StoreManifest:
         """Open the data files for reading. Return the manifest.
 
         The manifest is read only after all data files are locked, when no other process can replace it any more.
@@ -211,7 +205,7 @@ class Volumes:
                 raise FileNotFoundError(errno.ENOENT, text, str(directory)) from error
         known, order = find_store(list(weights))
         if known is None:
-            text = "there is no store here that was ever committed: whoever began it was interrupted, or has not come to that"
+            text = "there is a store here that was never committed: its writer was interrupted, or has yet to commit"
             raise FileNotFoundError(errno.ENOENT, text, str(self.files[0].directory))
         self.files[:] = [self.files[index] for index in order]
         return known
@@ -224,17 +218,6 @@ def _noted(errors: list[OSError]) -> Iterator[None]:
         yield
     except OSError as error:
         errors.append(error)
-
-
-_all_volumes: dict[int, Volumes] = {}
-
-
-@atexit.register
-def _leave_all() -> None:
-    """Leave all directories at the interpreter's exit."""
-    for volumes in list(_all_volumes.values()):
-        with contextlib.suppress(OSError):
-            volumes.leave()
 
 
 def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[int]]:

@@ -6,7 +6,7 @@ from deepnvme._lazy import from_modules
 
 if TYPE_CHECKING:
     from deepnvme.checkpoint.weight_locations import Location, Source
-    from deepnvme.model.weight_differences import StoreMismatch, WeightInfo
+    from deepnvme.model.weight_differences import WeightInfo, WeightMismatch
 
     from .kv.cache import CacheReport, OffloadedCache, close_cache, offload_kv, offloaded_cache
     from .pretrained import from_pretrained
@@ -22,11 +22,11 @@ __all__ = [
     "Location",
     "OffloadedCache",
     "Source",
-    "StoreMismatch",
     "StreamReport",
     "Streaming",
     "Weight",
     "WeightInfo",
+    "WeightMismatch",
     "WeightStore",
     "close_cache",
     "from_pretrained",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "deepnvme.model.weight_differences": ("StoreMismatch", "WeightInfo"),
+    "deepnvme.model.weight_differences": ("WeightMismatch", "WeightInfo"),
     "deepnvme.checkpoint.weight_locations": ("Location", "Source"),
     "kv.cache": ("CacheReport", "OffloadedCache", "close_cache", "offload_kv", "offloaded_cache"),
     "pretrained": ("from_pretrained",),

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 
 
 class AccessPredictor:
-    """Learns from the sequence of uses so far, and continues it.
+    """Predicts the next use from the last two.
 
-    After two in a row comes what came the last time, else what last came after the second of them, else what stands after it in
-    the order given first, which begins anew at its end. Two suffice to tell the places of something that is used several times
-    in a pass, a shared module say; so passes that are repeated, with parts that are used more often than others or not at all,
-    are predicted from the second on.
+    The prediction is the use that followed the same two the last time. If there is none, it is the use that last followed the
+    second of the two; else the next one in the given order, which starts again at its end.
+
+    The last two uses tell apart the places in a pass at which a shared module is used. So passes that repeat are predicted from
+    the second on, even if they use some extents several times and others never.
     """
 
     def __init__(self, first: Sequence[str]) -> None:
@@ -29,11 +30,11 @@ class AccessPredictor:
         self._last = last, key
 
     def forget_last(self) -> None:
-        """Forget the last use, because the sequence was broken off: what is noted next does not follow from it."""
+        """Forget the last use after the sequence was broken off. The next use that is noted does not follow from it."""
         self._last = (None, None)
 
     def predict(self) -> Iterator[str]:
-        """Yield what will be used next, in order, without end; nothing if nothing is known."""
+        """Yield the predicted uses in order, without end. Yields nothing if the order has no extent."""
         before, last = self._last
         while True:
             following = self._following(before, last)
@@ -43,7 +44,7 @@ class AccessPredictor:
             before, last = last, following
 
     def _following(self, before: str | None, last: str | None) -> str | None:
-        """Return what is used after ``before`` and then ``last``; None if nothing is known."""
+        """Return the predicted use after ``before`` and then ``last``; None if the order has no extent."""
         if last is None:
             return self._start
         given = self._given.get(last, self._start)

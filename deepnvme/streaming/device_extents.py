@@ -21,7 +21,7 @@ from .weights.weight_store import WeightStore
 class DeviceSlots(Slots):
     """Slots of a device's memory, allocated and freed by torch.
 
-    Memory that somebody keeps a view of after its slot was dropped is not handed out again, and does not count as a slot.
+    While a view of a dropped slot is kept, its memory is not lent again, and does not count as a slot.
 
     Args:
         device: The device.

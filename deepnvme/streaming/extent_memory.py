@@ -19,7 +19,7 @@ from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.pool import OutOfBuffers, pinned
 
 LINGER_SECONDS = 0.5
-"""How long a thread that is done with memory may take to let go of it."""
+"""Seconds that a thread may take to drop its last references to memory of weights."""
 
 
 class Slots(ABC):
@@ -50,15 +50,15 @@ class Slots(ABC):
         return OwnMemory(self.memory(block.nbytes)) if block.resident else self.lease(block.nbytes)
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
-        """Return memory for a block beyond the limit, so that what is in use fits, and a slot more for one that somebody keeps.
+        """Return memory for a block beyond the limit: room for the blocks in use, and for one more that a kept view holds.
 
-        Waits a moment for threads that are about to end, and garbage, to let go of theirs. Raises OutOfBuffers after that.
+        Waits half a second for threads and garbage to drop their views. Raises OutOfBuffers if they do not.
         """
         deadline = time.monotonic() + LINGER_SECONDS
         limit = max(self.limit, sum(memory.nbytes for memory in held) + block.nbytes) + block.nbytes
         while (slot := self.lease(block.nbytes, limit)) is None:
             if time.monotonic() > deadline:
-                raise OutOfBuffers(f"no memory to read {block.name!r} into: all {limit} bytes hold what somebody keeps a view of")
+                raise OutOfBuffers(f"no memory to read {block.name!r} into: views are kept of all {limit} bytes")
             gc.collect()  # tracebacks keep what they saw, in cycles
             time.sleep(TRANSFER_POLL_SECONDS)
         return slot

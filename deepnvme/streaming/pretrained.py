@@ -244,7 +244,6 @@ def _wanted_dtype(config: PretrainedConfig, options: Mapping[str, Any]) -> Any:
 
 def _offloaded(kind: Any, name: str, options: Mapping[str, Any], folder: Path) -> tuple[Any, dict[str, torch.Tensor | Location]]:
     """Return a checkpoint's model, on the meta device, and where its weights lie. What transformers converts is in ``folder``."""
-    import safetensors
 
     def offloaded() -> Any:
         """Load the model as accelerate offloads it: on the meta device, with an index of its weights."""
@@ -256,8 +255,6 @@ def _offloaded(kind: Any, name: str, options: Mapping[str, Any], folder: Path) -
     try:
         logger.disabled = True  # its warning that weights are on the meta device would mislead: that is only for now
         model = copy_context().run(offloaded)  # in a copy, so that the variable set in there is unset
-    except safetensors.SafetensorError as error:
-        raise _of_writing(error, folder) from error
     finally:
         logger.disabled = before
     index, raw = offload_index_of(model)
@@ -278,15 +275,6 @@ def _empty(directory: Path) -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory)
-
-
-def _of_writing(error: Exception, directory: Path) -> Exception:
-    """Return the OSError behind a safetensors error of writing to ``directory``, parsed from its text; else the error itself."""
-    found = re.search(r"^Error while serializing: .*\(os error (\d+)\)$", str(error))
-    if found is None:
-        return error
-    code = int(found[1])
-    return OSError(code, f"{os.strerror(code)}: writing what transformers converts", str(directory))
 
 
 def with_dtypes_kept(model: Any, index: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,14 +6,14 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
-from deepnvme.memory.host import give_back_heap
+from deepnvme.memory.host import trim_heap
 from deepnvme.memory.system_memory import available_memory
 from deepnvme.model.structure import REST
 from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
@@ -66,7 +66,7 @@ def stream(
         The stream: a context manager that ends it, see :meth:`Streaming.close`.
 
     Raises:
-        StoreMismatch: If model and store differ; the message names the differences.
+        WeightMismatch: If model and store differ; the message names the differences.
         ValueError: If ``prefetch`` or ``memory_budget`` is negative, ``memory_budget`` is not 0 and smaller than the smallest
             extent, ``device`` is neither a CPU nor a CUDA device, or a buffer that no store holds (a non-persistent one) is on
             the meta device.
@@ -116,8 +116,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         store.check(model)
         self._store = store
         self._model, self._process = type(model).__name__, os.getpid()
-        self._new_reader, slots_of = _on(device, store, prefetch)
-        self._reader = self._new_reader()
+        self._reader, slots_of = _on(device, store, prefetch)
         sizes = {name: self._reader.nbytes(name) for name in store.extents if name != REST}
         if is_automatic(memory_budget) and budget < min(sizes.values(), default=0):
             budget = 0
@@ -131,7 +130,6 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         self._cache = ExtentCache(self._reader.read, sizes, self._slots, chosen, stored)
         self._weights = ModuleWeights(model, store, self._reader.extents, device)
         self._forwards = StreamedForwards(store, self._cache, self._weights, sizes, self._slots.limit, budget)
-        self._restored: _Restored | None = None  # None until close()
         self._ended = False
         self.owns_store = owns_store
         own: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -151,7 +149,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
             self._reader.close()
             raise
         own.clear()
-        give_back_heap()  # glibc keeps the holes that the weights leave when freed all at once (176 of 268 MB, measured)
+        trim_heap()  # glibc keeps the holes that the weights leave when freed all at once (176 of 268 MB, measured)
         self._forwards.read_ahead()
 
     def __repr__(self) -> str:
@@ -200,8 +198,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         Waits for a call of the model in another thread and for reads in flight. The store stays open,
         unless :func:`from_pretrained` or accelerate's offload opened it.
 
-        After an interrupt (Ctrl-C), call it again: with False it ends what it was called for before, with another ``restore`` it
-        restores that.
+        An interrupt (Ctrl-C) or an error comes while weights are read or a call is waited for: the model is still streamed then.
 
         Args:
             restore: False leaves the weights of blocks as placeholders; weights in no block stay in memory. True reads all
@@ -217,25 +214,24 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         if isinstance(restore, str):
             raise TypeError(f"restore must be a bool or a collection of names, got a str: write [{restore!r}] for one weight")
         self._forwards.check_outside("close()")
+        wanted = restore if isinstance(restore, bool) else frozenset(restore)
         with self._forwards.lock:
             if self._ended:
                 return
-            wanted = frozenset(restore) if isinstance(restore, Collection) else restore
-            if self._restored is None or (wanted and wanted != self._restored.wanted):
-                self._restored = self._read_all(wanted) if wanted else _Restored()
-            # If an interrupt comes below, the next close() continues from here: each step may be repeated.
-            self._forwards.unwrap()
-            for name in self._store.extents:
-                if name in self._restored.memories:
-                    self._weights.restore(name, self._restored.memories[name], self._restored.wanted)
-                elif name != REST or self._restored.wanted:
-                    self._weights.remove(name)
-            self._cache.close()
-            self._reader.close()
-            if self.owns_store:
-                self._store.close()
-            self._ended = True
-            self._restored = None
+            memories = self._read_all(wanted)
+            self._cache.drain()
+            with defer_interrupts(), contextlib.ExitStack() as closing:
+                if self.owns_store:
+                    closing.callback(self._store.close)
+                closing.callback(self._reader.close)
+                closing.callback(self._cache.close)
+                self._ended = True
+                self._forwards.unwrap()
+                for name in self._store.extents:
+                    if name in memories:
+                        self._weights.restore(name, memories[name], wanted)
+                    elif name != REST or wanted:
+                        self._weights.remove(name)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -248,29 +244,15 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
             raise error
         return memory
 
-    def _read_all(self, wanted: Literal[True] | frozenset[str]) -> _Restored:
-        """Read all extents, or only those that contain the named weights, each into memory of its own."""
-        memories: dict[str, torch.Tensor | None] = {}
+    def _read_all(self, wanted: bool | frozenset[str]) -> dict[str, torch.Tensor | None]:
+        """Read the extents with the wanted weights (True: all), each into new memory. REST is in memory already: None."""
         self._cache.expect(())
-        if self._restored is not None:  # an interrupted close() has perhaps ended the reader, and removed weights in no block
-            self._reader.close()
-            self._reader = self._new_reader()
-        for name, extent in self._store.extents.items():
-            if name == REST and self._restored is None:
-                memories[name] = None
-            elif wanted is True or not wanted.isdisjoint(weight.name for weight in extent.weights):
-                memories[name] = self._read(name)
-        return _Restored(wanted, memories)
-
-
-@dataclass
-class _Restored:
-    """The weights that a model keeps in memory when its stream ends."""
-
-    wanted: bool | frozenset[str] = False
-    """What :meth:`Streaming.close` was asked for: the names of the weights, True for all, or False for none."""
-    memories: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    """The bytes of each extent that is kept, by name; None for one whose weights are assigned to the modules already."""
+        names = {
+            name
+            for name, extent in self._store.extents.items()
+            if wanted is True or (wanted and not wanted.isdisjoint(weight.name for weight in extent.weights))
+        }
+        return {name: None if name == REST else self._read(name) for name in names}
 
 
 def check_budget(budget: int, sizes: Mapping[str, int]) -> None:
@@ -302,12 +284,12 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[key] = buffer.to(device)
 
 
-def _on(device: torch.device, store: WeightStore, prefetch: int) -> tuple[Callable[[], ExtentReader], Callable[[int], Slots]]:
-    """Return what makes the reader of extents and the slots for a device. Raises ValueError for an unsupported one."""
+def _on(device: torch.device, store: WeightStore, prefetch: int) -> tuple[ExtentReader, Callable[[int], Slots]]:
+    """Return the reader of extents for a device, and a function that makes its slots. Raises ValueError for another device."""
     if device.type == "cpu":
-        return functools.partial(ExtentReader, store), PinnedSlots
+        return ExtentReader(store), PinnedSlots
     if device.type == "cuda":
         from .device_extents import DeviceExtentReader, DeviceSlots
 
-        return functools.partial(DeviceExtentReader, store, device, prefetch + 1), functools.partial(DeviceSlots, device)
+        return DeviceExtentReader(store, device, prefetch + 1), functools.partial(DeviceSlots, device)
     raise ValueError(f"device must be a CPU or a CUDA device, got {device}")

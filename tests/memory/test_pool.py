@@ -327,18 +327,15 @@ def test_a_future_learnt_of_while_waiting_is_looked_at(pool: BufferPool) -> None
 # Waiting, and not waiting in vain
 
 
-def test_a_lease_waits_for_another_thread(pool: BufferPool) -> None:
+@pytest.mark.parametrize("viewed", [False, True])
+def test_a_waiting_lease_is_woken_when_memory_comes_back(pool: BufferPool, viewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "TRANSFER_POLL_SECONDS", 10 * PATIENCE)
     lease = pool.lease(60 * PAGE)
+    view = lease.buffer if viewed else None
+    if viewed:
+        lease.release()
     other = start_waiting(pool, pool.lease, 60 * PAGE)
     lease.release()
-    assert other.result().nbytes == 60 * PAGE
-
-
-def test_a_lease_waits_for_a_view_of_another_thread(pool: BufferPool) -> None:
-    lease = pool.lease(60 * PAGE)
-    view = lease.buffer
-    lease.release()
-    other = start_waiting(pool, pool.lease, 60 * PAGE)
     del view
     assert other.result().nbytes == 60 * PAGE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -65,16 +66,15 @@ def test_without_control_groups_it_is_what_the_machine_has(system: System) -> No
     assert available_memory() == 64 * GIB
 
 
-def test_a_limit_less_what_is_used_counts_and_cached_files_do_not_count_as_used(system: System) -> None:
+@pytest.mark.parametrize(
+    ("limit", "usage", "cached", "left"),
+    [(8 * GIB, 5 * GIB, 2 * GIB, 5 * GIB), ("max", 5 * GIB, 0, 64 * GIB), (GIB, 2 * GIB, 0, 0)],
+    ids=["cached files do not count as used", "no limit", "over the limit"],
+)
+def test_a_group_leaves_its_limit_less_what_is_used(system: System, limit: Any, usage: int, cached: int, left: int) -> None:
     system.member_of("0::/job")
-    group(system.mount("cgroup2") / "job", 8 * GIB, usage=5 * GIB, cached=2 * GIB)
-    assert available_memory() == 5 * GIB
-
-
-def test_no_limit_is_none(system: System) -> None:
-    system.member_of("0::/job")
-    group(system.mount("cgroup2") / "job", "max", usage=5 * GIB)
-    assert available_memory() == 64 * GIB
+    group(system.mount("cgroup2") / "job", limit, usage=usage, cached=cached)
+    assert available_memory() == left
 
 
 @pytest.mark.parametrize("tightest", [0, 1, 2])
@@ -86,12 +86,6 @@ def test_the_tightest_of_the_groups_around_counts(system: System, tightest: int)
     group(mount / "slice/job/inner", GIB)
     group(mount / "slice/other", GIB)
     assert available_memory() == 2 * GIB
-
-
-def test_a_group_that_is_over_its_limit_has_nothing_left(system: System) -> None:
-    system.member_of("0::/job")
-    group(system.mount("cgroup2") / "job", GIB, usage=2 * GIB)
-    assert available_memory() == 0
 
 
 def test_version_1(system: System) -> None:

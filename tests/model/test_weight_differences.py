@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.model.weight_differences import StoreMismatch, WeightInfo, described, differences
+from deepnvme.model.weight_differences import WeightInfo, WeightMismatch, described, differences
 
 F32 = WeightInfo(torch.float32, (2, 3))
 BF16 = WeightInfo(torch.bfloat16, (2, 3))
@@ -61,8 +61,8 @@ def test_a_module_is_described_with_all_names_of_its_weights() -> None:
 
 
 def test_the_first_of_many_are_shown() -> None:
-    assert str(StoreMismatch("another", ["one"])) == "another: 1 difference\n  one"
-    lines = str(StoreMismatch("another", [f"number {index}" for index in range(20)])).splitlines()
+    assert str(WeightMismatch("another", ["one"])) == "another: 1 difference\n  one"
+    lines = str(WeightMismatch("another", [f"number {index}" for index in range(20)])).splitlines()
     assert lines[0] == "another: 20 differences"
     assert lines[1:3] == ["  number 0", "  number 1"]
     assert lines[-1] == "  and 12 more"

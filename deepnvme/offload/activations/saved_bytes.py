@@ -14,12 +14,12 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.cache.block import Block, Memory
 from deepnvme.cache.block_memory import OwnMemory
 from deepnvme.memory.alignment import padded
-from deepnvme.memory.host import give_pages, huge_pages
+from deepnvme.memory.host import huge_pages, prefault
 from deepnvme.memory.lease import Transfer
 from deepnvme.memory.pool import OutOfBuffers
 from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.offload.pinned_arena import PinnedArena
-from deepnvme.store.futures import StoreFuture, StoreTransfer
+from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 
 from .saved_tensor import StorageReference, version_of
@@ -174,7 +174,7 @@ class SavedMemory:
             if block.device.type != "cpu":
                 return _CountedMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.device), self._count)
             memory = huge_pages(padded(block.nbytes))  # whose storage begins with the bytes, as the one that was saved does
-            give_pages(memory.data_ptr(), memory.nbytes)
+            prefault(memory.data_ptr(), memory.nbytes)
             return _CountedMemory(memory[: block.nbytes], self._count)
         except (OSError, RuntimeError) as error:  # mmap's and torch's
             raise MemoryError(f"no memory for {block.nbytes} bytes that autograd has saved: {error}") from error
@@ -219,6 +219,9 @@ class WriteFailed(OSError):
         super().__init__(error.errno, error.strerror, error.filename)
         self.block = block
 
+    def __copy__(self) -> WriteFailed:  # OSError's own would be made of errno, text and file
+        return WriteFailed(self, self.block)
+
 
 class SavedBytesBacking:
     """Reads and writes saved bytes in a store."""
@@ -228,7 +231,7 @@ class SavedBytesBacking:
 
     def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start reading the block's bytes from the store into the buffer."""
-        return StoreTransfer(self._store.get(block.name, out=buffer))
+        return self._store.get(block.name, out=buffer)
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start storing the buffer. Raises WriteFailed."""
@@ -242,14 +245,17 @@ class SavedBytesBacking:
             raise WriteFailed(error, block) from None
 
 
-class _Writing(StoreTransfer):
-    """A write to a store."""
+class _Writing:
+    """A write to a store, whose error names the block."""
 
     def __init__(self, future: StoreFuture[Any], block: SavedBytes) -> None:
-        super().__init__(future)
-        self._block = block
+        self._future, self._block = future, block
+
+    def done(self) -> bool:
+        """Return whether the write has ended. Never blocks."""
+        return self._future.done()
 
     def exception(self, timeout: float | None = None) -> OSError | None:
         """Wait until the transfer has ended, and return its error as a WriteFailed, or None."""
-        error = super().exception(timeout)
+        error = self._future.exception(timeout)
         return error and WriteFailed(error, self._block)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from deepnvme.model.weight_differences import StoreMismatch
+from deepnvme.model.weight_differences import WeightMismatch
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .layers import Part, TiledEmbedding, TiledLayer, TiledLinear, check_replaceable, shape_of, splits_within
@@ -107,7 +107,7 @@ def cut_into_tiles(
         what: Beginning of the message of an error.
 
     Raises:
-        StoreMismatch: If a whole weight has another shape than the layer.
+        WeightMismatch: If a whole weight has another shape than the layer.
     """
     found = dict(weights)
     wrong = []
@@ -124,7 +124,7 @@ def cut_into_tiles(
             else:
                 found.update({f"{prefix}tiles.{each.tile}.{name}": part(whole, each.slices) for each in parts})
     if wrong:
-        raise StoreMismatch(what, wrong)
+        raise WeightMismatch(what, wrong)
     return found
 
 

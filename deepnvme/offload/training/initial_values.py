@@ -19,7 +19,7 @@ from deepnvme.checkpoint.file_io import shared_engine
 from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Weights, part_of, weights_in
 from deepnvme.memory.host import empty_aligned
 from deepnvme.model.structure import ties_of, weights_by_name
-from deepnvme.model.weight_differences import StoreMismatch, WeightInfo, described, differences
+from deepnvme.model.weight_differences import WeightInfo, WeightMismatch, described, differences
 from deepnvme.offload.activations.saved_tensor import is_distributed
 from deepnvme.offload.tiles.tiling import cut_into_tiles
 from deepnvme.telemetry.descriptions import shorten
@@ -82,7 +82,7 @@ class InitialValues:
         self._check_resets()
 
     def _look_into(self, checkpoint: Checkpoint) -> None:
-        """Find the model's weights in a checkpoint. Raises StoreMismatch if they are others."""
+        """Find the model's weights in a checkpoint. Raises WeightMismatch if they are others."""
         given = "state" if isinstance(checkpoint, Mapping) else f"checkpoint '{os.fspath(checkpoint)}'"
         what = f"the {given} is not of this {type(self._model).__name__}"
         if isinstance(checkpoint, Mapping):
@@ -107,7 +107,7 @@ class InitialValues:
             ties = {name: first for name, first in ties.items() if name not in added}
         said = differences(wanted, ties, self._infos, found_ties, dtypes=False)
         if said:
-            raise StoreMismatch(what, said)
+            raise WeightMismatch(what, said)
         for name, tensor in weights.items():
             if name in self._infos:
                 self._names.setdefault(tensor, name)

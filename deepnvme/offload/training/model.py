@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepnvme._interrupts import defer_interrupts
-from deepnvme.memory.freed_memory import return_freed_memory
+from deepnvme.memory.host import trim_heap
 from deepnvme.offload.activations.buffer_copies import BufferCopies
 from deepnvme.offload.activations.saved_tensor import may_share_memory
 from deepnvme.states.gradients import GradientHooks
@@ -244,7 +244,7 @@ class TrainedModel:
             self._step_block(block, factor)
         self.commit(self.steps + 1)
         self._optimizer.step()
-        return_freed_memory(_KEPT_FREE)
+        trim_heap(_KEPT_FREE)
 
     def _check_all_were_run(self) -> None:
         wanted = self._in_step if self.micro_batches_run else self.micro_batches

@@ -21,7 +21,6 @@ from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.lease import Computed, Lease, Transfer
 from deepnvme.memory.pool import BufferPool
-from deepnvme.store.futures import StoreTransfer
 from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.telemetry.descriptions import state_text
@@ -277,12 +276,12 @@ class _Chunks:
     def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start filling the buffer with a chunk of the store."""
         assert self._store is not None
-        return StoreTransfer(self._store.get(block.name, out=buffer))
+        return self._store.get(block.name, out=buffer)
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start storing the buffer as a chunk, under the block's name."""
         assert self._store is not None
-        return StoreTransfer(self._store.put(block.name, buffer))
+        return self._store.put(block.name, buffer)
 
 
 class _ChunkMemory:

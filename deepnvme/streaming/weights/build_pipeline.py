@@ -20,7 +20,7 @@ from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import crc32, memory_of
 from deepnvme.model.quantization import Scheme, quantize
 from deepnvme.model.structure import REST, ExtentPlan, Structure, structure_of, structure_of_names
-from deepnvme.model.weight_differences import StoreMismatch, WeightInfo, described, differences
+from deepnvme.model.weight_differences import WeightInfo, WeightMismatch, described, differences
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.telemetry.progress import Progress, count_bytes
 from deepnvme.transfer.gather import Transfers
@@ -104,7 +104,7 @@ def structure_for(source: Source, model: nn.Module | None, blocks: Sequence[str]
         blocks: Names or patterns of the modules that are to be blocks; None to find them.
 
     Raises:
-        StoreMismatch: If source and model differ.
+        WeightMismatch: If source and model differ.
         ValueError: If the source has no weights, or a name in ``blocks`` is no block.
     """
     found = {name: source.info(name) for name in source.names()}
@@ -116,7 +116,7 @@ def structure_for(source: Source, model: nn.Module | None, blocks: Sequence[str]
     wanted, ties = described(model)
     wrong = differences(wanted, ties, found, source.ties(), dtypes=False)
     if wrong:
-        raise StoreMismatch(f"these are not the weights of {type(model).__name__}", wrong)
+        raise WeightMismatch(f"these are not the weights of {type(model).__name__}", wrong)
     names = {name: name for name in wanted if name not in ties}
     names |= {ties[name]: name for name in reversed(wanted) if name in ties and ties[name] not in found and name in found}
     return structure_of(model, blocks), names

@@ -22,7 +22,7 @@ from deepnvme.memory.alignment import padded
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import crc32, memory_of
 from deepnvme.model.quantization import SCHEMES, Scheme
-from deepnvme.model.weight_differences import StoreMismatch, described, differences
+from deepnvme.model.weight_differences import WeightMismatch, described, differences
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.manifest import CorruptManifest
 from deepnvme.store.tensor_store import TensorStore
@@ -136,7 +136,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
                 The drives are those of the directories and of the files that the weights are read from.
 
         Raises:
-            StoreMismatch: If the checkpoint's weights are not those of ``model``.
+            WeightMismatch: If the checkpoint's weights are not those of ``model``.
             CorruptCheckpoint: If the checkpoint is damaged, incomplete, or changed while it is read.
             FileNotFoundError: If the checkpoint, or one of its files, is missing.
             FileExistsError: If a directory has a store already.
@@ -290,11 +290,11 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         return differences(wanted, ties, found, self.ties)
 
     def check(self, model: nn.Module) -> None:
-        """Raise StoreMismatch, which names the differences, if :meth:`compare` finds any."""
+        """Raise WeightMismatch, which names the differences, if :meth:`compare` finds any."""
         found = self.compare(model)
         if found:
             kind = f" (built for {self._model})" if self._model else ""
-            raise StoreMismatch(f"the store in '{self._where}'{kind} is not of this {type(model).__name__}", found)
+            raise WeightMismatch(f"the store in '{self._where}'{kind} is not of this {type(model).__name__}", found)
 
     # Closing.
 

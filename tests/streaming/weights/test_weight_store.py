@@ -18,7 +18,7 @@ from deepnvme.model.structure import REST, weights_by_name
 from deepnvme.model.weight_differences import WeightInfo
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.store.data_file import DATA_NAME
-from deepnvme.streaming import CorruptExtent, StoreMismatch, WeightStore
+from deepnvme.streaming import CorruptExtent, WeightMismatch, WeightStore
 from deepnvme.swap import CorruptManifest, StoreLocked, TensorStore
 
 from ...support.memory import bytes_of
@@ -240,7 +240,7 @@ class TestBadInput:
         del state["layers.1.0.weight"]
         state["layers.0.0.bias"] = torch.ones(3)
         state["more"] = torch.ones(2)
-        with pytest.raises(StoreMismatch) as refused:
+        with pytest.raises(WeightMismatch) as refused:
             WeightStore.build(state, drive / "store", model=Model())
         assert str(refused.value) == (
             "these are not the weights of Model: 3 differences\n"
@@ -252,13 +252,13 @@ class TestBadInput:
 
     def test_a_store_of_another_version_says_what_differs(self, store):
         assert store.compare(Model()) == []
-        with pytest.raises(StoreMismatch, match=r"\(built for Model\) is not of this Model: 7 differences\n  unexpected: 'la"):
+        with pytest.raises(WeightMismatch, match=r"\(built for Model\) is not of this Model: 7 differences\n  unexpected: 'la"):
             store.check(Model(layers=2))
-        with pytest.raises(StoreMismatch, match=r"3 differences\n  shape: 'layers\.0\.0\.weight' should be float32 \[7, 6\]"):
+        with pytest.raises(WeightMismatch, match=r"3 differences\n  shape: 'layers\.0\.0\.weight' should be float32 \[7, 6\]"):
             store.check(Model(width=6))
 
     def test_no_more_differences_are_shown_than_can_be_read(self, store):
-        with pytest.raises(StoreMismatch) as refused:
+        with pytest.raises(WeightMismatch) as refused:
             store.check(Model(layers=9))
         assert len(str(refused.value).splitlines()) == 10
         assert str(refused.value).endswith("and 34 more")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepnvme.memory.freed_memory import return_freed_memory
+from deepnvme.memory.host import trim_heap
 from deepnvme.offload.training.ranks import TrainingRanks
 from deepnvme.states.counted_io import StoredBlock
 from deepnvme.states.state_dict import block_tensors_of
@@ -145,7 +145,7 @@ class BlockStates:
         if held is not None:
             self._lay_out(held)
             held.clear()
-            return_freed_memory(_KEPT_FREE)
+            trim_heap(_KEPT_FREE)
         self._write()
 
     def load(self, states: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:

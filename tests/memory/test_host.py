@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
 
-from deepnvme.memory import freed_memory
+from deepnvme.memory.host import trim_heap
 
 
 def own_bytes() -> int:
@@ -14,14 +15,14 @@ def own_bytes() -> int:
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
-@pytest.mark.skipif(freed_memory._mallinfo2 is None, reason="needs glibc 2.33")
-def test_freed_memory_is_given_back_beyond_what_may_be_kept() -> None:
-    freed_memory.return_freed_memory(0)
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+def test_trim_heap_returns_freed_memory_beyond_what_may_be_kept() -> None:
+    trim_heap(0)
     pieces = [bytearray(b"\1" * 100_000) for _ in range(600)]  # below the size for which the C library asks the system each time
     last = bytearray(100_000)
     before = own_bytes()
     pieces.clear()
-    freed_memory.return_freed_memory(1 << 40)
-    freed_memory.return_freed_memory(1 << 20)
+    trim_heap(1 << 40)
+    trim_heap(1 << 20)
     assert own_bytes() < before - 40_000_000
     assert len(last) == 100_000
