@@ -310,7 +310,7 @@ class OffloadedTraining:
             lambda: f"memory_budget={size_for_people(self._memory_budget)}",
             lambda: f"{len(self._trained.blocks)} blocks",
             lambda: f"{self.steps} steps made",
-            self._guard.state,
+            lambda: self._guard.state(),
         )
 
     @property
