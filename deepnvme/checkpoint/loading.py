@@ -27,8 +27,8 @@ from .formats.pt_pickle import pickled
 from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
 from .formats.recognition import what_else
 from .formats.zip_directory import Record
-from .unpickling import MapLocation, Refusals, UnpicklingFile, unread
-from .verification import refuse_compressed, verify_records
+from .unpickling import MapLocation, UnpicklingFile, unread
+from .verification import verify_records
 
 if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
@@ -156,14 +156,6 @@ def _mapped_by_default() -> bool:
     return bool(config.load.mmap)
 
 
-def _refuse_others(path: str | os.PathLike[str]) -> None:
-    """Raise CorruptCheckpoint for a file that torch.load cannot load, and that does not begin as torch's files do."""
-    other = what_else(path)
-    if other is not None:
-        # Without torch's error, which advises to load it with weights_only=False.
-        raise CorruptCheckpoint(path, f"it is no checkpoint, but looks like {other}") from None
-
-
 def _load_safetensors(
     path: Any, map_location: MapLocation, keys: list[Any] | None, pool: BufferPool | None, progress: ProgressOption,
     config: AioConfig | None,
@@ -205,22 +197,22 @@ def _load(
     asks = not isinstance(locate, (NoneType, dict, str, bytes, torch.device))  # anything else torch.load calls as a function
 
     def by_torch() -> Any:
-        """Leave the file to ``torch.load``, and find out whether an error of it means damage."""
-        plain = None if found is None or found.stored else refuse_compressed(path, found)
+        """Leave the file to ``torch.load``. An error of it is raised as it is, unless the file is damaged or no checkpoint."""
         if checksum and found is not None:
             verify_records(path)
-        with Refusals() as now:
-            try:
-                return torch_load(path, mmap=mmap, **{**options, "map_location": now.located_by(locate) if asks else locate})
-            except Exception as error:
-                if error is not now.refused and found is not None:
-                    pt_records.refuse_damaged(path, found, error, plain)
-                elif error is not now.refused:
-                    pt_records.refuse_damaged_beginning(path)
-                    _refuse_others(path)
-                    if pt_records.is_damage(error) and (safe or isinstance(error, EOFError)):
-                        raise CorruptCheckpoint(path, f"it is not, or not wholly, what torch.save wrote: {error}") from error
-                raise
+        try:
+            return torch_load(path, mmap=mmap, **options)
+        except Exception as error:
+            if found is not None and found.stored:
+                pt_records.refuse_damaged(path, found, error)
+            elif found is not None:
+                verify_records(path)
+            else:
+                pt_records.refuse_damaged_beginning(path)
+                other = what_else(path)
+                if other is not None:  # torch's error advises to load the file with weights_only=False
+                    raise CorruptCheckpoint(path, f"it is no checkpoint, but looks like {other}") from None
+            raise
 
     if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
         return by_torch()

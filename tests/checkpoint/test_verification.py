@@ -125,28 +125,11 @@ class TestProblems:
         with pytest.raises(CorruptCheckpoint):
             deepnvme.load(path, checksum=True)
 
-    def test_what_a_compressed_file_lacks(self, path: Path) -> None:
-        with zipfile.ZipFile(path) as whole, zipfile.ZipFile(path.with_name("less.pt"), "w", zipfile.ZIP_DEFLATED) as less:
-            for name in whole.namelist():
-                if not name.endswith("data/0"):
-                    less.writestr(name, whole.read(name)[: 100 if name.endswith("data/1") else None])
-        assert verify(path.with_name("less.pt")).problems == (
-            "storage 0: expected 80 bytes, found none", "storage 1: expected 12000000 bytes, found 100",
-        )  # fmt: skip
-
     def test_a_file_that_is_cut_off(self, path: Path) -> None:
         with path.open("r+b") as file:
             file.truncate(place_of(path, "/data/1") + 5)
-        assert verify(path).problems == (
-            f"storage 1 is cut off: expected 12000000 bytes, found 5; the file ends at byte {path.stat().st_size}",
-        )
-
-    @pytest.mark.slow
-    def test_in_deflated_files(self, path: Path) -> None:
-        rezipped(path, zipfile.ZIP_DEFLATED)
-        assert verify(path).ok
-        flip(path, place_of(path, "/data/1") + 100)
-        assert not verify(path).ok
+        (problem,) = verify(path).problems
+        assert f"the file was cut off at byte {path.stat().st_size}" in problem
 
     @pytest.mark.parametrize(
         ("content", "said"),
