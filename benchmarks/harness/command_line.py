@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepnvme.tools.tune.workspace import Unsuitable
+from deepnvme.tools.tune.folder import Unsuitable
 from harness.other_load import OtherLoad
 from harness.workloads import ContenderFailed
 

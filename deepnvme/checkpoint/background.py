@@ -22,7 +22,6 @@ from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people, state_text
 from deepnvme.telemetry.profiler_ranges import profiler_range
 
-from .file_io import clear_frames, clearing_frames
 from .formats.file_image import FileImage
 from .formats.pt_image import pt_image
 from .publication import Destination
@@ -197,7 +196,7 @@ class _Saves:
             save._run()
             error = save._error
             if error is not None:
-                clear_frames(error)  # its frames would keep the saved tensors alive
+                traceback.clear_frames(error.__traceback__)  # its frames would keep the saved tensors alive
             with self._lock:
                 self._under_way.popleft()
                 if error is not None and not isinstance(error, Cancelled):
@@ -243,7 +242,6 @@ def wait_for_saves(path: str | os.PathLike[str]) -> None:
     _saves.wait_for(lambda save: save.path == target)
 
 
-@clearing_frames
 def start(
     destination: Destination, make: Callable[[None], FileImage], pool: BufferPool | None, lazy: bool, max_in_flight: int,
     group: object,

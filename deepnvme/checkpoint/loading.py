@@ -25,7 +25,7 @@ from .formats import pt_records
 from .formats.pt_image import crc32_of
 from .formats.pt_pickle import pickled
 from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
-from .formats.recognition import what_else
+from .formats.recognition import guess_format
 from .formats.zip_directory import Record
 from .unpickling import MapLocation, UnpicklingFile, unread
 from .verification import verify_records
@@ -109,7 +109,7 @@ def load(
     safe = resolve_weights_only(weights_only, pickle_module)
 
     def whole() -> Any:
-        """Load what is wanted of the file, and show progress."""
+        """Load the chosen entries of the file, and show progress."""
         with profiler_range("load"), shown_progress(progress, f"loading {path}") as report:
             memory = buffer_pool() if pool is None else pool
             return _load(path, chosen, mapped, checksum, safe, options, memory, report, config)
@@ -209,7 +209,7 @@ def _load(
                 verify_records(path)
             else:
                 pt_records.refuse_damaged_beginning(path)
-                other = what_else(path)
+                other = guess_format(path)
                 if other is not None:  # torch's error advises to load the file with weights_only=False
                     raise CorruptCheckpoint(path, f"it is no checkpoint, but looks like {other}") from None
             raise
@@ -246,7 +246,7 @@ def _load(
             }
             fill([Placed(*item) for item in now.filled.items()], progress)
         whole = now.load(**{**options, "map_location": now.located_by(locate)} if asks else options)
-        if not now.blind:
+        if not now.offsets_missed:
             for item in (now.filled or {}).items():
                 _record_of(path, found, Placed(*item))  # again: a class of the object may have made torch grow it
             if now.placed:

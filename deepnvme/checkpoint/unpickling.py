@@ -94,7 +94,7 @@ class UnpicklingFile(io.RawIOBase):
         """Storages read in advance, by offset, for code that looks at them while the file is unpickled; or None."""
 
     @property
-    def blind(self) -> bool:
+    def offsets_missed(self) -> bool:
         """Whether torch used unread storages without asking to place them. If so, the loaded object must not be used."""
         return self._unclaimed != 0
 

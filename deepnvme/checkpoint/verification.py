@@ -22,11 +22,11 @@ from deepnvme.telemetry.descriptions import printable
 from deepnvme.transfer.gather import CHUNK
 from deepnvme.transfer.scatter import read_ahead
 
-from .file_io import clearing_frames, shared_engine, started
+from .file_io import shared_engine, started
 from .formats import pt_records, safetensors_header
 from .formats.pickle_scan import PickleScan
 from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
-from .formats.recognition import what_else
+from .formats.recognition import guess_format
 from .formats.zip_directory import Record
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, conf
 
 def _old(path: str) -> Report:
     """Return the report of a file that begins as a pickle, as torch.save wrote before torch 1.6."""
-    other = what_else(path)
+    other = guess_format(path)
     if other is None:
         return Report(path, "pt", 0, 0, 0, (), unchecked=_TOO_OLD)
     return Report(path, "pt", 0, 0, 0, (f"it is no checkpoint, but looks like {other}",))
@@ -187,7 +187,6 @@ def _pickle_problems(scan: PickleScan, found: PtRecords) -> list[str]:
     ]
 
 
-@clearing_frames
 def _checksum_problems(path: str | os.PathLike[str], found: PtRecords, pool: BufferPool, config: AioConfig | None) -> list[str]:
     """Return messages for records whose bytes do not match their checksum. Reads some chunks ahead of the computation."""
     engine = shared_engine(path, config)

@@ -11,7 +11,7 @@ backward saves while activation checkpointing computes layers again. It is also 
 
 ``Trainer.log`` is replaced as well, and adds what went out to the logs of training steps: a callback would get them too late.
 
-Two options that would offload to the memory of the CPU instead, since the innermost such context counts, offload to the drive:
+Options that offload activations to the memory of the CPU are refused, since the innermost such context counts:
 ``activation_offloading`` of TRL's trainers, and ``offload`` among the ``activation_checkpointing_kwargs`` of transformers.
 """
 
@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,11 +61,7 @@ class _Offload:
         """Have autograd save on the drive, in this thread."""
         self.forwards += 1
         with self._context:
-            _thread.depth += 1
-            try:
-                yield
-            finally:
-                _thread.depth -= 1
+            yield
             self._saved = self._saved or self.report().saved_bytes > 0  # in the context, so that no other thread begins a step
 
     def report(self) -> ActivationReport:
@@ -96,18 +90,12 @@ class _Offload:
         self._context.close()
 
 
-class _Thread(threading.local):
-    depth = 0
-    """Number of contexts of :meth:`_Offload.forward` that this thread is in."""
-
-
-_thread = _Thread()
 _enabled: _Offload | None = None
 _changing = threading.Lock()
 _originals: dict[str, Callable[..., Any]] = {}
-"""What :data:`_OURS` replace. Never removed: somebody may still have one of ours."""
-_replaced: dict[str, Any] = {}
-"""Where ours are in place, perhaps inside of a wrapper of somebody else's: the class or module, by their names."""
+"""The methods of ``Trainer`` that :data:`_OURS` replace. Never removed: other code may still call one of ours."""
+_replaced: set[str] = set()
+"""Names of the methods that ours are in place of, perhaps inside of a wrapper of other code."""
 
 
 def enable(
@@ -137,13 +125,15 @@ def enable(
 
     Raises:
         ImportError: If transformers, or accelerate that its trainer needs, is not installed.
-        ValueError: If no path is given, or a number of bytes is negative.
+        ValueError: If no path is given, or a number of bytes is negative. The forward of a trainer raises ValueError if an option
+            of the trainer offloads activations to the memory of the CPU.
     """
     global _enabled
     budget_bytes(memory_budget, "memory_budget")  # checked now; a share is of what is available when the first tensor is saved
     min_bytes = byte_count(min_bytes, "min_bytes")
     try:
-        owners = _owners()
+        trainer: Any = importlib.import_module("transformers").Trainer
+        importlib.import_module("accelerate")
     except ImportError as error:
         raise ImportError(f"{error}: there is nothing to enable; pip install 'deepnvme[transformers]'") from error
     options = {"path": path, "memory_budget": memory_budget, "min_bytes": min_bytes, "config": config}
@@ -153,11 +143,10 @@ def enable(
             _enabled = _Offload(options)
             if before is not None:
                 before.close()
-        for name, owner in owners.items():
-            if name not in _replaced:
-                _originals[name] = vars(owner)[name]
-                _replace(owner, _originals[name], _OURS[name])
-                _replaced[name] = owner
+        for name in _OURS.keys() - _replaced:
+            _originals[name] = vars(trainer)[name]
+            setattr(trainer, name, _OURS[name])
+            _replaced.add(name)
 
 
 def disable() -> None:
@@ -170,9 +159,11 @@ def disable() -> None:
         before, _enabled = _enabled, None
         if before is None:
             return
-        for name, owner in list(_replaced.items()):
-            if _replace(owner, _OURS[name], _originals[name]):
-                del _replaced[name]
+        trainer: Any = importlib.import_module("transformers").Trainer
+        for name in list(_replaced):
+            if vars(trainer)[name] is _OURS[name]:
+                setattr(trainer, name, _originals[name])
+                _replaced.remove(name)
         before.close()
 
 
@@ -193,6 +184,7 @@ def _compute_loss_context_manager(trainer: Any) -> Any:
     contexts = _originals["compute_loss_context_manager"](trainer)
     enabled = _enabled
     if enabled is not None and torch.is_grad_enabled() and not hasattr(trainer, "offloaded_training"):  # has its own
+        _refuse_other_offloading(trainer.args)
         contexts.enter_context(enabled.forward())  # at once, as transformers does it with contexts of its own
     return contexts
 
@@ -205,76 +197,12 @@ def _log(trainer: Any, logs: dict[str, float], *arguments: Any, **options: Any) 
     _originals["log"](trainer, logs, *arguments, **options)
 
 
-def _save_on_cpu(*arguments: Any, **options: Any) -> Any:
-    """Replace transformers' name for ``torch.autograd.graph.save_on_cpu``, which would win over the context it is entered in."""
-    return contextlib.nullcontext() if _thread.depth else _originals["save_on_cpu"](*arguments, **options)
+def _refuse_other_offloading(arguments: Any) -> None:
+    """Raise ValueError if the options of a trainer offload activations to the memory of the CPU."""
+    checkpointing = [getattr(arguments, f"{kind}_checkpointing_kwargs", None) or {} for kind in ("activation", "gradient")]
+    if getattr(arguments, "activation_offloading", False) or any(options.get("offload") for options in checkpointing):
+        raise ValueError("activations go to the drive: leave out activation_offloading, and offload of the checkpointing kwargs")
 
 
-def _get_act_offloading_ctx_manager(*arguments: Any, **options: Any) -> Any:
-    """Replace the function of the same name of TRL."""
-    original = _originals["get_act_offloading_ctx_manager"]
-    if _enabled is None:
-        return original(*arguments, **options)
-    return _EitherOffload(lambda: original(*arguments, **options))
-
-
-class _EitherOffload:
-    """The context that TRL's trainers run their training steps in: that of the drive, or after :func:`disable`, TRL's own.
-
-    Args:
-        make: Returns TRL's own, which needs an accelerator.
-    """
-
-    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        self._make = make
-        self._own: contextlib.AbstractContextManager[Any] | None = None
-        self._entered: list[contextlib.AbstractContextManager[Any]] = []
-
-    def __enter__(self) -> _EitherOffload:
-        enabled = _enabled
-        if enabled is not None:
-            context: contextlib.AbstractContextManager[Any] = enabled.forward()
-        else:
-            self._own = context = self._own or self._make()
-        context.__enter__()
-        self._entered.append(context)
-        return self
-
-    def __exit__(self, *raised: Any) -> bool | None:
-        return self._entered.pop().__exit__(*raised)
-
-
-_OURS: dict[str, Callable[..., Any]] = {
-    "compute_loss_context_manager": _compute_loss_context_manager,
-    "log": _log,
-    "save_on_cpu": _save_on_cpu,
-    "get_act_offloading_ctx_manager": _get_act_offloading_ctx_manager,
-}
-"""What replaces functions of transformers and TRL, by their names."""
-
-
-def _owners() -> dict[str, Any]:
-    """Return the class or module that defines each of the functions that are replaced, as far as they are installed."""
-    transformers = importlib.import_module("transformers")
-    importlib.import_module("accelerate")
-    owners: dict[str, Any] = {"compute_loss_context_manager": transformers.Trainer, "log": transformers.Trainer}
-    if hasattr(transformers.modeling_utils, "save_on_cpu"):  # not before transformers has offload
-        owners["save_on_cpu"] = transformers.modeling_utils
-    with contextlib.suppress(ImportError):
-        owners["get_act_offloading_ctx_manager"] = importlib.import_module("trl.models.activation_offloading")
-    return owners
-
-
-def _replace(owner: Any, function: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Set the other function where the owner, and modules of TRL that have imported it, have this one.
-
-    Returns:
-        Whether the owner had it.
-    """
-    name = next(name for name, each in _OURS.items() if each in (function, other))
-    found = vars(owner).get(name) is function
-    trl = [module for path, module in list(sys.modules.items()) if path.partition(".")[0] == "trl"]
-    for each in (owner, *(module for module in trl if isinstance(module, ModuleType))):
-        if vars(each).get(name) is function:
-            setattr(each, name, other)
-    return found
+_OURS: dict[str, Callable[..., Any]] = {"compute_loss_context_manager": _compute_loss_context_manager, "log": _log}
+"""What replaces methods of ``Trainer``, by their names."""

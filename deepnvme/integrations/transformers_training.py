@@ -65,11 +65,12 @@ def offload_training(
     what is returned; the trainer cannot train any more then.
 
     Args:
-        trainer: That has not trained yet, on the CPU. In several processes, as of ``torchrun``, each has a shard of the model on
-            its drive, and takes the place of ``DistributedDataParallel``: all have to call this, and what trains and saves.
-        nvme_path: As of :class:`deepnvme.offload.OffloadedTraining`.
-        blocks: As of :class:`deepnvme.offload.OffloadedTraining`.
-        **options: Others of :class:`deepnvme.offload.OffloadedTraining`: ``memory_budget``, ``activations``, ... The
+        trainer: A trainer on the CPU that has not trained yet. With several processes, as of ``torchrun``, each process has a
+            shard of the model on its drive. This replaces ``DistributedDataParallel``: all processes call this function, and
+            the methods that train and save.
+        nvme_path: As for :class:`deepnvme.offload.OffloadedTraining`.
+        blocks: As for :class:`deepnvme.offload.OffloadedTraining`.
+        **options: Other arguments of :class:`deepnvme.offload.OffloadedTraining`: ``memory_budget``, ``activations``, ... The
             optimizer and its options, ``micro_batches`` and ``max_norm`` are from the ``TrainingArguments``.
 
     Returns:
@@ -78,7 +79,7 @@ def offload_training(
     Raises:
         ImportError: If transformers, or accelerate that its trainer needs, is not installed.
         RuntimeError: If this version of transformers has another ``Trainer``, or the trainer is offloaded already.
-        ValueError: For a trainer, or an option of its, that cannot be offloaded. Nothing is changed then.
+        ValueError: For a trainer, or an option of the trainer, that cannot be offloaded. Nothing is changed then.
         OSError: From the drive.
     """
     _check_version()
@@ -121,7 +122,7 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, state: _Tr
     """Return a subclass of a trainer's class, for that trainer."""
 
     class OffloadedTrainer(base):  # type: ignore[misc]
-        """The trainer, with its batches run by the training, and states that are on the drive."""
+        """The trainer. The training runs its batches, and the states are on the drive."""
 
         def train(self, *arguments: Any, **options: Any) -> Any:
             """Train as the trainer does. After an exception the model is as after the last completed step."""
@@ -134,7 +135,7 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, state: _Tr
                 raise
 
         def get_batch_samples(self, epoch_iterator: Any, num_batches: Any, device: Any) -> Any:
-            """Return the batches of the next step, and have the training know them."""
+            """Return the batches of the next step, and pass them to the training."""
             batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
             steps.begin(batches)
             return batches, num_items_in_batch
@@ -145,7 +146,7 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, state: _Tr
             return steps.loss_of(inputs, lambda batch: own(model, batch, num_items_in_batch))
 
         def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
-            """Save the model. All ranks call it; those that save write the files. Raises OSError, RuntimeError."""
+            """Save the model. All ranks call this; the ranks that save write the files. Raises OSError, RuntimeError."""
             with state.gathered():
                 super().save_model(output_dir, _internal_call)
 
@@ -241,7 +242,7 @@ class _Steps:
 
     Args:
         training: Runs them.
-        max_norm: That it clips gradients to.
+        max_norm: The norm that the training clips gradients to.
     """
 
     def __init__(self, training: OffloadedTraining, max_norm: float | None) -> None:
@@ -297,7 +298,7 @@ class _Steps:
 
 
 class _StepsOnTheDrive(Optimizer):
-    """The optimizer of a trainer whose training is offloaded. Its state is as that of an optimizer in memory."""
+    """The optimizer of an offloaded trainer. Its state has the form of the state of an optimizer in memory."""
 
     _is_accelerate_prepared = True  # it has no gradients to be scaled, and no states to be moved to a device
     step_was_skipped = False
@@ -337,13 +338,13 @@ class _StepsOnTheDrive(Optimizer):
 
 
 def _names(optimizer_state: Mapping[str, Any]) -> list[Any]:
-    """Return the parameters of all groups: names, or what an optimizer in memory numbers them with."""
+    """Return the parameters of all groups: names, or the numbers that an optimizer in memory gives them."""
     return [name for group in optimizer_state["param_groups"] for name in group["params"]]
 
 
 @contextlib.contextmanager
 def _states_on_the_drive(model: nn.Module, training: OffloadedTraining, state: _TrainerState) -> Iterator[None]:
-    """Have ``state_dict`` and ``load_state_dict`` of the model be of what is on the drive, unless the training is closed."""
+    """Make ``state_dict`` and ``load_state_dict`` of the model use the drive in the block, unless the training is closed."""
     if training.closed:
         yield
         return
@@ -428,7 +429,7 @@ def _check(trainer: Any) -> None:
 
 
 def _check_group(group: ProcessGroup | None, world_size: int) -> None:
-    """Raise ValueError if a group cannot train with a trainer that divides its batches over so many processes."""
+    """Raise ValueError unless the group has as many processes as the trainer divides its batches over."""
     count = 1 if group is None else torch.distributed.get_world_size(group)
     if count != world_size:
         raise ValueError(

@@ -10,7 +10,7 @@ import pytest
 from harness.command_line import Parser, measuring, write_json
 from harness.workloads import ContenderFailed
 
-from deepnvme.tools.tune.workspace import Unsuitable
+from deepnvme.tools.tune.folder import Unsuitable
 
 
 @pytest.fixture(autouse=True)

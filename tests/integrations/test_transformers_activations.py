@@ -9,7 +9,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -105,12 +104,11 @@ def test_a_trainer_learns_the_same_with_its_activations_on_the_drive(kind: str, 
     assert logs[-1]["activations_waiting_s"] >= 0
 
 
-@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "offload"])
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
 def test_with_activation_checkpointing_the_inputs_of_layers_are_saved(how: str, drive: Path) -> None:
-    """Also those that transformers' option offload would keep in the memory of the CPU. The backward saves nothing."""
-    kwargs = {"use_reentrant": how == "reentrant", "offload": how == "offload"}
+    """The backward saves nothing."""
     enable(drive)
-    trained(trainer_of(drive, activation_checkpointing=True, activation_checkpointing_kwargs=kwargs))
+    trained(trainer_of(drive, **CHECKPOINTING[how]))
     saved = integration.report().saved_bytes
     outside_of_layers = 6 * INPUT_BYTES  # norm, output head, loss
     assert LAYERS * INPUT_BYTES <= saved <= LAYERS * INPUT_BYTES + outside_of_layers
@@ -199,7 +197,6 @@ def test_nothing_is_saved_after_a_forward_that_has_failed(drive: Path) -> None:
     assert before.saved_bytes > 0
     model_of("llama")(input_ids=batches()[0]["input_ids"][None]).logits.sum().backward()
     assert integration.report() == before
-    assert isinstance(transformers.modeling_utils.save_on_cpu(), torch.autograd.graph.save_on_cpu)
 
 
 class WithoutContexts(transformers.Trainer):
@@ -233,9 +230,7 @@ def test_a_trainer_that_is_older_than_the_call_saves_on_the_drive(drive: Path) -
 
 def test_disabling_restores_what_was_replaced(drive: Path) -> None:
     def replaced() -> list[Any]:
-        return [vars(transformers.Trainer)[name] for name in ("compute_loss_context_manager", "log")] + [
-            transformers.modeling_utils.save_on_cpu
-        ]
+        return [vars(transformers.Trainer)[name] for name in ("compute_loss_context_manager", "log")]
 
     before = replaced()
     for _ in range(2):
@@ -310,65 +305,12 @@ def test_without_accelerate_there_is_nothing_to_enable(drive: Path, monkeypatch:
         enable(drive)
 
 
-@pytest.fixture
-def trl() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip("trl", reason="needs trl: pip install trl")
-
-
-def sft_trainer(trl: ModuleType, drive: Path, **options: Any) -> transformers.Trainer:
-    """TRL's for supervised fine-tuning."""
-    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
-    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers: pip install tokenizers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<eos>": 0, "<unk>": 1}, unk_token="<unk>"))
-    arguments: dict[str, Any] = {
-        "output_dir": str(drive / "trained"), "max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": BATCH,
-        "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "train_sampling_strategy": "sequential",
-        "bf16": False, "gradient_checkpointing": False, "max_length": LENGTH,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-    }  # fmt: skip
-    rows = [{"input_ids": batch["input_ids"].tolist()} for batch in batches()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return trl.SFTTrainer(
-            model_of("llama"),
-            trl.SFTConfig(**{**arguments, **options}),
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>"),
-        )
-
-
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_trls_activation_offloading_saves_on_the_drive(checkpointing: str, trl: ModuleType, drive: Path) -> None:
-    options = CHECKPOINTING[checkpointing]
-    known = trained(sft_trainer(trl, drive, **options))
+@pytest.mark.parametrize("option", ["activation_offloading", "offload"])
+def test_options_that_offload_to_the_cpu_are_refused(option: str, drive: Path) -> None:
+    """TRL's, and that of transformers."""
     enable(drive)
-    trainer = sft_trainer(trl, drive, activation_offloading=True, **options)
-    assert_same(trained(trainer), known)
-    report = integration.report()
-    assert report.bytes_written > 0
-    assert report.peak_bytes <= BUDGET
-    assert [log["activations_written_gb"] > 0 for log in trainer.state.log_history if "loss" in log] == [True] * 3
-
-
-def test_trls_context_in_a_loop_of_ones_own_saves_on_the_drive(
-    trl: ModuleType, drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And after disabling it is TRL's own."""
-    enable(drive)
-    trl.models  # noqa: B018  # it is imported on first use
-    model, inputs = model_of("llama"), {name: torch.stack([row[name] for row in batches()]) for name in ("input_ids", "labels")}
-    make = trl.models.get_act_offloading_ctx_manager
-    context = make(model, use_pin_memory=False, use_streams=False, min_offload_size=1 << 40)
-    for _ in range(2):
-        with context:
-            model(**inputs).loss.backward()
-        assert integration.report().bytes_written > 0
-    integration.disable()
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))  # TRL's own needs one
-    with context:
-        model(**inputs).loss.backward()
-    offloading = trl.models.activation_offloading
-    assert isinstance(trl.models.get_act_offloading_ctx_manager(model, use_streams=False), offloading.OffloadActivations)
-    assert isinstance(make(model, use_streams=False), offloading.OffloadActivations)
+    kwargs = {"use_reentrant": False, "offload": option == "offload"}
+    trainer = trainer_of(drive, activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
+    trainer.args.activation_offloading = option == "activation_offloading"
+    with pytest.raises(ValueError, match="leave out activation_offloading"):
+        trained(trainer)

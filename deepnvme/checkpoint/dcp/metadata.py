@@ -117,7 +117,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _WithoutState:
-    """Base of the objects that a pickle gets in place of those whose state it could set."""
+    """Base of the stand-ins for objects whose state a pickle could set."""
 
     __slots__ = ()
 

@@ -13,7 +13,7 @@ _SHOWN = 40
 """Characters of a text that an error shows."""
 SAFETENSORS = "a safetensors file"
 UNKNOWN = "a file of another kind"
-"""How :func:`what_else` begins for such files."""
+"""How :func:`guess_format` begins for such files."""
 _LONGEST_SAFETENSORS_HEADER = 100_000_000
 _TORCH_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"
 """In a pickle, the number that files of torch before 1.6 begin with."""
@@ -28,7 +28,7 @@ _BEGINNINGS = {
 }
 
 
-def what_else(path: str | os.PathLike[str]) -> str | None:
+def guess_format(path: str | os.PathLike[str]) -> str | None:
     """Return what a file looks like, such as "a .npy file"; None if it begins as torch's formats, or a zip archive, do.
 
     Raises OSError if it cannot be read.

@@ -13,9 +13,8 @@ from typing import Any
 from deepnvme.drives.aio_config import AioConfig
 
 from .figures import Percentiles, latency_between
-from .folder import drop_pages, settle
+from .folder import Unsuitable, drop_pages, settle, workspace
 from .job import Observation, Operation
-from .workspace import Unsuitable, workspace
 
 _MIB = 1 << 20
 # Handles being closed at the same time. More of them would use up the system's asynchronous I/O events (fs.aio-max-nr).

@@ -28,7 +28,7 @@ from deepnvme.tools.report import emit
 from deepnvme.version import __version__
 
 from .fio import FioFailed
-from .workspace import Unsuitable, first_line
+from .folder import Unsuitable, first_line
 
 GIB = 1 << 30
 """Bytes of a GiB, which DeepSpeed calls a GB."""
@@ -121,7 +121,7 @@ def show_result(text: str, document: dict[str, Any], json_path: str | None) -> N
 
 
 def _plain(value: Any) -> Any:
-    """Return what json does not know as something that it knows."""
+    """Return a dataclass, settings or a path as a type that json can write."""
     if isinstance(value, BaseModel):
         return value.model_dump()
     return dict(vars(value)) if dataclasses.is_dataclass(value) else str(value)
@@ -136,8 +136,8 @@ def write_out(text: str, path: str) -> None:
 def can_ask() -> bool:
     """Return whether somebody is there to answer a question.
 
-    That is, if all three streams are terminals, and the process is in the foreground: a background job that reads from its
-    terminal is stopped. Who has interrupted the program already is not asked: further interrupts are ignored.
+    All three streams must be terminals, and the process must be in the foreground: a background job that reads from its terminal is
+    stopped. After an interrupt nobody is asked: further interrupts are ignored.
     """
     if any(stream is None or not stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         return False

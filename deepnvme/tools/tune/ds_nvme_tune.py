@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -19,7 +18,6 @@ from deepnvme.tools.report.profile_probe import settings_text
 from deepnvme.version import __version__
 
 from .command_line import (
-    GIB,
     Parser,
     add_json_option,
     ask,
@@ -34,7 +32,6 @@ from .command_line import (
     write_out,
 )  # fmt: skip
 from .halving import SearchProgress
-from .job import Operation
 from .rendering import tuning_page, tuning_text
 from .results import Result, Tuning
 from .settings import read_sweep
@@ -64,8 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--save_profile stores settings of the engine, but --gds measures another op: give one of them")
     if options.output == "-":
         parser.error("--output: must be a file, got '-'")
-    if options.log_dir is not None and options.log_dir.exists() and not options.log_dir.is_dir():
-        parser.error(f"--log_dir: '{options.log_dir}' is not a directory")
     with one_line_errors(_PROGRAM):
         if options.save_profile is not False:
             profiles_enabled()  # raises ValueError for an unknown value before anything is measured
@@ -77,8 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tuning = tune(order, _each_step_once() if show is None else lambda share, step: show(round(100 * share), 100))
         # Printed before files are written, because that may fail.
         show_result(tuning_text(tuning, options.verbose), as_document(tuning), options.json)
-        if options.log_dir is not None:
-            write_logs(tuning, options.log_dir)
         if options.output is not None:
             write_out(tuning_page(tuning), options.output)
         if not tuning.complete:
@@ -107,7 +100,6 @@ def _parser() -> Parser:
     add("--seconds", type=positive, default=50, help="of each search, approximately and at most (default: 50)")
     writes_help = "the most to write in all; with less, the answer is less sure (default: a file and 28G for each search)"
     add("--max-writes", "--max_writes", type=size, metavar="SIZE", help=writes_help)
-    add("--log_dir", type=directory, metavar="DIR", help="write a log for each setting there, as DeepSpeed does")
     add("--output", type=output_file, metavar="FILE", help="write a report with pictures there (HTML)")
     profile = parser.add_mutually_exclusive_group().add_argument
     use = "let deepnvme use the best settings for files on the drive from now on, without asking"
@@ -119,7 +111,7 @@ def _parser() -> Parser:
 
 
 def _order(options: argparse.Namespace) -> Order:
-    """Return what the options order."""
+    """Return the order that the options describe."""
     settings = tuple(read_sweep(options.sweep_config, options.gds)) if options.sweep_config is not None else None
     given = {name: getattr(options, name) for name in ("io_size", "read", "write", "gpu", "gds", "max_writes")}
     folders = tuple(dict.fromkeys(options.nvme_dir))
@@ -127,7 +119,7 @@ def _order(options: argparse.Namespace) -> Order:
 
 
 def _writes_announced(order: Order) -> str:
-    """Return what is said before anything is written."""
+    """Return the line that announces how many bytes are written."""
     where = " and ".join(str(folder) for folder in order.folders)
     amount = f"{order.write_limit / 1e9:.3g} GB"
     if not order.write:
@@ -230,46 +222,3 @@ def profiles_from(tuning: Tuning, ended: datetime) -> tuple[list[DriveProfile], 
         except ValueError as error:
             skipped.append(f"no drive profile for '{search.folders[0].path}': {error}".splitlines()[0])
     return list(found.values()), skipped
-
-
-# Logs like those of DeepSpeed's sweep. Compatible with DeepSpeed 0.19: ``nvme/perf_run_sweep.py`` (file names),
-# ``nvme/parse_nvme_stats.py`` (lines that are parsed).
-
-
-def write_logs(tuning: Tuning, directory: Path) -> None:
-    """Write a log for each setting and direction of the recommended search, for scripts that read DeepSpeed's.
-
-    DeepSpeed's names do not contain the backend: of several, the fastest is written. What reads the logs chooses the highest
-    rate; so an eliminated setting, whose rate comes from few short transfers, is given no higher one than the recommended one.
-
-    Args:
-        tuning: The results.
-        directory: Made if it is missing.
-
-    Raises:
-        OSError: If a file cannot be written.
-    """
-    search = tuning.chosen
-    for operation, best in search.best.measured.items():
-        logs: dict[str, float] = {}
-        for result in search.results:
-            highest = math.inf if result in search.finalists else best.gb_per_second
-            name = _log_name(operation, len(search.folders), result)
-            logs[name] = max(logs.get(name, 0.0), min(result.measured[operation].gb_per_second, highest))
-        folder = directory / f"_aio_bench_{operation}_logs"
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, rate in logs.items():
-            what, seconds, speed = operation.capitalize(), tuning.io_size / (rate * 1e9), rate * 1e9 / GIB
-            lines = [f"{who} {what} Latency = {seconds} sec\n{who} {what} Speed = {speed} GB/sec\n" for who in ("Task", "E2E")]
-            (folder / name).write_text("".join(lines))
-
-
-def _log_name(operation: Operation, folders: int, result: Result) -> str:
-    """Return DeepSpeed's file name for the log of a setting."""
-    setting = result.setting
-    submission = "single" if setting.single_submit else "block"
-    order = "overlap" if setting.overlap_events else "sequential"
-    # DeepSpeed's parser knows only K and M.
-    block_size = f"{setting.block_size >> 20}M" if setting.block_size % GIB == 0 else size_text(setting.block_size)
-    size = f"d{setting.queue_depth}_bs{block_size}_p{setting.intra_op_parallelism}"
-    return f"{operation}_{submission}_{order}_ftd{folders}_{size}.txt"

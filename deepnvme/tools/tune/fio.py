@@ -20,9 +20,8 @@ from deepnvme.files.regular_files import lines_of
 from deepnvme.ops.op_builder import packages
 
 from .figures import Spread
-from .folder import drop_pages
+from .folder import Unsuitable, drop_pages
 from .job import FioComparison, Job, Operation, Sample, Timing, file_name
-from .workspace import Unsuitable
 
 
 class FioFailed(Exception):
@@ -53,7 +52,7 @@ def version(program: str) -> str:
 
 @dataclass(frozen=True)
 class FioTransfer:
-    """What fio is to move, and how: all files at the same time, by O_DIRECT."""
+    """A transfer by fio: all files at the same time, by O_DIRECT."""
 
     program: str
     """Path of fio."""

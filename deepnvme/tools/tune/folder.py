@@ -1,15 +1,13 @@
-"""What a measurement needs of a folder and this machine: it examines them, and checks that space and memory suffice.
-
-It also brings files and device into a defined state.
-"""
+"""The folder of a measurement: its drive, a temporary directory in it, checks of space and memory, and cold files."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +15,36 @@ from deepnvme.drives.mounts import MEMORY_FILESYSTEMS, mount_of
 from deepnvme.memory.system_memory import available_memory
 from deepnvme.tools.report import open_descriptor, try_direct_io
 
-from .workspace import Unsuitable, remove_abandoned, workspace
+
+class Unsuitable(Exception):
+    """Raised if a measurement is not possible on this machine. The message says why and what to do, in one line."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def workspace(folder: Path, prefix: str) -> Iterator[Path]:
+    """Make a temporary directory in a folder, and remove it with its content at the end. A process that is killed leaves it.
+
+    Args:
+        folder: Where to make it.
+        prefix: Beginning of its name: "ds_nvme_tune-", "ds_io-" or ".deepnvme-".
+
+    Raises:
+        Unsuitable: If it cannot be made.
+    """
+    try:
+        directory = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)
+    except OSError as error:
+        raise Unsuitable(f"'{folder}' cannot be written to: {error.strerror}; choose a directory that you can write") from error
+    try:
+        with directory as path:
+            yield Path(path)
+    finally:
+        directory.cleanup()  # again, in case an interrupt came during the first: removing large files takes seconds
 
 
 @dataclass(frozen=True)
@@ -37,7 +64,7 @@ class FolderFacts:
 
 
 def folder_facts(folder: Path) -> FolderFacts:
-    """Return the facts about a folder, after removing what killed runs have left in it (:func:`remove_abandoned`).
+    """Return the facts about a folder.
 
     Makes small files in it and removes them. Raises Unsuitable if it cannot be written to.
     """
@@ -45,7 +72,6 @@ def folder_facts(folder: Path) -> FolderFacts:
         raise Unsuitable(f"'{folder}' is not a directory")
     with workspace(folder, ".deepnvme-"):
         pass  # it can be written to
-    remove_abandoned(folder)
     mount = mount_of(folder)
     filesystem, device = (mount.filesystem, mount.source) if mount else ("unknown filesystem", "unknown")
     direct = bool(try_direct_io(folder, mount).works)

@@ -223,7 +223,7 @@ class _Runner:
 
         Args:
             contenders: The settings.
-            counts: Settings of this round and of those to follow.
+            counts: Number of settings of this round and of each later round.
             io_size: Bytes of the largest transfer.
             show: Called with the share of the round that is done.
         """
@@ -248,7 +248,7 @@ class _Runner:
         """Return the bytes of each transfer of a round, and the most passes to make if there is time.
 
         Args:
-            counts: Settings of this round and of those to follow.
+            counts: Number of settings of this round and of each later round.
             least: Passes to make in any case.
             io_size: Bytes of the largest transfer.
             movable: Bytes that can be moved in each direction in the time for the round.

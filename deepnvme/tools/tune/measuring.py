@@ -9,10 +9,9 @@ from collections.abc import Callable
 from deepnvme.drives.mounts import MEMORY_FILESYSTEMS
 
 from .fio import FioContender, find_suitable
-from .folder import check_memory, check_space, folder_facts, settle
+from .folder import check_memory, check_space, folder_facts, settle, workspace
 from .job import Job, Measurement, Sample
 from .workers import workers
-from .workspace import workspace
 
 _INTERPRETER = 200 << 20  # measured: a process with torch has 165 MiB that it shares with no other
 
@@ -25,7 +24,7 @@ def measure(job: Job, progress: Callable[[int, int], None] | None = None) -> Mea
 
     Args:
         job: What to measure.
-        progress: Called with the number of loops that are done and of those in all.
+        progress: Called with (loops done, loops in all).
 
     Raises:
         Unsuitable: Before anything is transferred, if the job cannot be done on this machine.

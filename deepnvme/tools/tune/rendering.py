@@ -82,7 +82,8 @@ def longer(search: Search, result: Result) -> str:
 def cells(search: Search) -> dict[tuple[int, int], Result]:
     """Return the best result for each block size and queue depth.
 
-    That is the recommended one, or that which stayed longest and was the fastest then, of all workers and backends.
+    The recommended result comes first. Otherwise, over all workers and backends, the result that stayed longest, and of several the
+    fastest.
     """
     found: dict[tuple[int, int], Result] = {}
     for result in (search.best, *search.results):

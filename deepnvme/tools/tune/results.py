@@ -88,7 +88,7 @@ class Search:
     complete: bool
     """False if the search was interrupted."""
     results: tuple[Result, ...]
-    """Results of all settings: the finalists, fastest first, then those that were eliminated, latest first.
+    """Results of all settings: the finalists, fastest first, then the eliminated settings, latest first.
 
     Only results with the same number of rounds can be compared with each other: they were measured in turn, with transfers of the
     same length, and equally often. Each can be compared with the recommended one, by its ``difference``. The rates of an

@@ -15,8 +15,8 @@ from deepnvme.integrations.deepspeed.io.fast_file_writer import SMALLEST_TENSOR,
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.ops import load_async_io
 
+from .folder import Unsuitable, first_line
 from .job import Job
-from .workspace import Unsuitable, first_line
 
 CHUNK = 64 << 20
 

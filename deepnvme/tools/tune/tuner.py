@@ -13,12 +13,11 @@ from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.mounts import MEMORY_FILESYSTEMS
 
 from .bench import TrialBench
-from .folder import check_memory, check_space, folder_facts
+from .folder import Unsuitable, check_memory, check_space, folder_facts
 from .halving import SearchProgress, least_written, search
 from .job import OPERATIONS, Operation, check_number
 from .results import Search, Tuning
 from .settings import default_space
-from .workspace import Unsuitable
 
 WRITES = 28 << 30
 """Bytes that a search writes at most if nothing else is said. Twice as many, what a fast drive takes in the usual time, hardly

@@ -17,7 +17,7 @@ import torch
 
 import deepnvme
 from deepnvme.checkpoint import CorruptCheckpoint
-from deepnvme.checkpoint.formats.recognition import what_else
+from deepnvme.checkpoint.formats.recognition import guess_format
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
@@ -88,8 +88,8 @@ def test_files_of_torch_are_not_taken_for_others(tmp_path: Path, protocol: int) 
     """Nor if they are refused: the older format, and what weights_only does not allow."""
     torch.save({"a": torch.ones(3)}, tmp_path / "new.pt")
     torch.save(Path("x"), tmp_path / "old.pt", _use_new_zipfile_serialization=False, pickle_protocol=protocol)
-    assert what_else(tmp_path / "new.pt") is None
-    assert what_else(tmp_path / "old.pt") is None
+    assert guess_format(tmp_path / "new.pt") is None
+    assert guess_format(tmp_path / "old.pt") is None
     assert deepnvme.load(tmp_path / "old.pt", weights_only=False) == Path("x")
     if protocol == 2:
         with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):

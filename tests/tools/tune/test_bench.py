@@ -10,7 +10,7 @@ import pytest
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import transfers
 from deepnvme.tools.tune.bench import TrialBench
-from deepnvme.tools.tune.workspace import Unsuitable
+from deepnvme.tools.tune.folder import Unsuitable
 
 MIB = 1 << 20
 ALONE = {"read": {0: 1.0}, "write": {0: 1.0}}

@@ -118,32 +118,8 @@ def failed(ran: Ran, said: str) -> None:
     assert ran.out == ""
 
 
-def test_a_missing_folder_is_one_line(ds_io: Command, drive: Path) -> None:
-    failed(ds_io("--folder", drive / "missing", "--io_size", "1M"), "/missing' cannot be written to: No such file or directory")
-
-
-def test_a_file_instead_of_a_folder_is_one_line(ds_io: Command, drive: Path) -> None:
-    (drive / "file").write_bytes(b"mine")
-    failed(ds_io("--folder", drive / "file", "--io_size", "1M"), "/file' is not a directory")
-    assert (drive / "file").read_bytes() == b"mine"
-
-
 def test_a_name_of_several_lines_is_one_line(ds_io: Command) -> None:
     failed(ds_io("--folder", "/missing/one\ntwo", "--io_size", "1M"), "ds_io: '/missing/one")
-
-
-def test_a_folder_that_one_may_not_write_to_is_one_line(interpreters: Any, drive: Path) -> None:
-    (drive / "closed").mkdir(mode=0o555)
-    ended = interpreters.run(f"""
-        from deepnvme.tune.io import main
-        if os.geteuid() == 0:
-            os.setgroups([]); os.setgid(65534); os.setuid(65534)
-        main(["--folder", {str(drive / "closed")!r}, "--io_size", "1M"])
-    """)
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == (
-        f"ds_io: '{drive}/closed' cannot be written to: Permission denied; choose a directory that you can write\n"
-    )
 
 
 @pytest.mark.root

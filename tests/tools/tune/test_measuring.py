@@ -16,9 +16,9 @@ import pytest
 
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import folder, measuring, transfers, workers
+from deepnvme.tools.tune.folder import Unsuitable, workspace
 from deepnvme.tools.tune.job import EngineName, Job, Operation, Place
 from deepnvme.tools.tune.measuring import measure
-from deepnvme.tools.tune.workspace import Unsuitable, workspace
 
 from ...support.disks import Disk
 from ...support.files import cached

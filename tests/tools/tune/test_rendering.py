@@ -167,18 +167,6 @@ def test_a_folder_that_is_no_drive_is_marked_and_a_drive_is_not() -> None:
     assert "ext4, takes direct I/O" in page.text
 
 
-def with_flukes() -> Search:
-    """All that left in the first round had a few transfers that were too good to be true: 99 GB/s, in no time."""
-    tried = search(DRIVE)
-    fluke = Figures(99.0, 1e-9, 1e-9, 1e-9, (10.0, 199.0))
-    results = [
-        each if each.rounds > 1 else replace(each, read=fluke, write=fluke, difference=longer(-0.9, 0.95))
-        for each in tried.results
-    ]
-    results.append(replace(results[-1], backend="threads"))
-    return replace(tried, results=tuple(results))
-
-
 def test_it_is_said_how_sure_the_figures_are() -> None:
     page = Page(tuning_page(tuning(search(DRIVE))))
     assert "half of the transfers were within 8 % of what their setting usually takes" in page.text

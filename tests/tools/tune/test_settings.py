@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepnvme.drives.aio_config import AioConfig
+from deepnvme.tools.tune.folder import Unsuitable
 from deepnvme.tools.tune.settings import default_space, read_sweep
-from deepnvme.tools.tune.workspace import Unsuitable
 
 MIB = 1 << 20
 

@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import ds_nvme_tune as program
@@ -67,8 +66,6 @@ def many(tmp_path: Path) -> Path:
         (["--json", "/nowhere/tuning.json"], "there is no directory '/nowhere'"),
         (["--json", ""], "is a directory"),
         (["--output", "-"], "must be a file"),
-        (["--log_dir", ""], "must be a directory"),
-        (["--log_dir", "/dev/null"], "'/dev/null' is not a directory"),
         (["extra"], "extra"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -85,21 +82,6 @@ def test_without_a_folder_there_is_nothing_to_tune(ds_nvme_tune: Command, argume
     assert "--nvme_dir" in ds_nvme_tune(*arguments).refusal(2)
 
 
-def test_a_missing_folder_is_named(ds_nvme_tune: Command, drive: Path, few: Path) -> None:
-    told = ds_nvme_tune("--nvme_dir", drive, drive / "missing", "--sweep_config", few).refusal(1)
-    assert f"'{drive / 'missing'}'" in told
-    assert not [*drive.iterdir()]
-
-
-def test_a_file_is_no_folder(ds_nvme_tune: Command, few: Path) -> None:
-    assert f"'{few}' is not a directory" in ds_nvme_tune("--nvme_dir", few).refusal(1)
-
-
-def test_a_folder_that_cannot_be_written_to_is_named(ds_nvme_tune: Command) -> None:
-    # Not for root either.
-    assert "'/proc' cannot be written to" in ds_nvme_tune("--nvme_dir", "/proc").refusal(1)
-
-
 def test_a_broken_sweep_file_is_named_with_what_is_wrong(ds_nvme_tune: Command, drive: Path, few: Path) -> None:
     few.write_text('{"queue_depth": [0]}')
     told = ds_nvme_tune("--nvme_dir", drive, "--sweep_config", few).refusal(1)
@@ -114,26 +96,6 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(ds_nvme_tun
     assert "smaller --io_size" in told
     assert small_disk.bytes_free() == before
     assert [each.name for each in small_disk.path.iterdir()] == ["lost+found"]
-
-
-def test_more_than_the_memory_is_refused_before_it_is_taken(ds_nvme_tune: Command, drive: Path, few: Path) -> None:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    facts = os.statvfs(drive)
-    if facts.f_bavail * facts.f_frsize < total:
-        pytest.skip("needs a drive with more room than there is memory")
-    told = ds_nvme_tune("--nvme_dir", drive, "--io_size", total, "--sweep_config", few).refusal(1)
-    assert "bytes of memory are needed" in told
-    assert not [*drive.iterdir()]
-
-
-@pytest.mark.parametrize("options", [["--gpu"], ["--gpu", "--gds"]], ids=" ".join)
-def test_a_gpu_that_is_not_there_is_told(
-    ds_nvme_tune: Command, drive: Path, few: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    told = ds_nvme_tune("--nvme_dir", drive, "--io_size", "1M", "--sweep_config", few, *options).refusal(1)
-    assert "gds" in told or "no CUDA device" in told
-    assert not [*drive.iterdir()]
 
 
 def test_an_error_of_a_transfer_is_one_line(
@@ -185,15 +147,6 @@ def test_an_interrupt_prints_what_was_measured_and_removes_the_files(
     assert not [*drive.iterdir()]
 
 
-@pytest.mark.slow
-def test_an_interrupt_before_anything_was_measured_is_one_line(interpreters: Interpreters, drive: Path, few: Path) -> None:
-    step = "laying out a file"
-    ran = interrupted(interpreters, signal.SIGINT, step, "--nvme_dir", drive, "--io_size", "512M", "--sweep_config", few)
-    assert "interrupted; its files are removed" in ran.refusal(130)
-    assert "Best performance" not in ran.out
-    assert not [*drive.iterdir()]
-
-
 # -- what it prints ----------------------------------------------------------------------------------------------------
 
 
@@ -210,7 +163,6 @@ class Written:
     out: str
     err: str
     document: dict[str, Any]
-    logs: Path
 
 
 @pytest.fixture(scope="module")
@@ -224,11 +176,11 @@ def written(io_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
             patch.setattr(sys, "stdout", stdout)
             patch.setattr(sys, "stderr", stderr)
             measured = ["--io_size", "4M", "--seconds", "1", "--sweep_config", str(directory / "many.json")]
-            written = ["--json", str(directory / "tuned.json"), "--log_dir", str(directory / "logs")]
+            written = ["--json", str(directory / "tuned.json")]
             program.main(["--nvme_dir", drive, *measured, *written])
         assert not os.listdir(drive)
     document = json.loads((directory / "tuned.json").read_text())
-    return Written(out.read_text(), err.read_text(), document, directory / "logs")
+    return Written(out.read_text(), err.read_text(), document)
 
 
 def test_the_best_performance_is_told_as_deepspeed_tells_it(written: Written) -> None:
@@ -321,35 +273,11 @@ def test_reads_alone_announce_the_file_only(ds_nvme_tune: Command, drive: Path, 
     assert ran.err.startswith(f"ds_nvme_tune: writes 0.00105 GB to {drive}, to be read\n")
 
 
-# -- a run that was killed ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_what_a_killed_run_leaves_is_removed_by_the_next_one(
-    interpreters: Interpreters, ds_nvme_tune: Command, drive: Path, few: Path, many: Path
-) -> None:
-    arguments = ("--nvme_dir", drive, "--io_size", "4M", "--seconds", 60, "--sweep_config", many)
-    ran = interrupted(interpreters, signal.SIGKILL, "round 1 of", *arguments)
-    assert ran.status == -signal.SIGKILL
-    (left,) = drive.iterdir()
-    assert left.name.startswith("ds_nvme_tune-")
-    assert (left / "tensor").stat().st_size == 4 * MIB
-    ran = ds_nvme_tune("--nvme_dir", drive, "--io_size", "1M", "--seconds", 1, "--sweep_config", few)
-    assert ran.status == 0
-    assert f"ds_nvme_tune: note: removed '{left}', left behind by a run that was killed" in ran.err
-    assert not [*drive.iterdir()]
-
-
 def test_the_document_has_every_setting(written: Written) -> None:
     (search,) = written.document["searches"]
     assert sorted(each["queue_depth"] for each in search["results"]) == SWEEP["queue_depth"]
     assert written.document["complete"] is search["complete"] is True
     assert search["best"] in search["results"]
-
-
-def test_the_logs_are_written(written: Written) -> None:
-    names = {path.name for path in (written.logs / "_aio_bench_read_logs").iterdir()}
-    assert names == {f"read_block_overlap_ftd1_d{depth}_bs256K_p1.txt" for depth in range(1, 13)}
 
 
 def test_without_a_terminal_each_step_is_a_line(written: Written) -> None:

@@ -13,9 +13,9 @@ import torch
 
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import transfers
+from deepnvme.tools.tune.folder import Unsuitable
 from deepnvme.tools.tune.job import EngineName, Job, Operation, Place
 from deepnvme.tools.tune.transfers import TransferBuffer, random_bytes
-from deepnvme.tools.tune.workspace import Unsuitable
 
 ENGINES = get_args(EngineName)
 ODD_SIZES = (1, 511, 4097, (1 << 20) + 1)

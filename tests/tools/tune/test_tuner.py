@@ -11,9 +11,9 @@ import pytest
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import transfers, tuner
 from deepnvme.tools.tune.bench import TrialBench
+from deepnvme.tools.tune.folder import Unsuitable
 from deepnvme.tools.tune.halving import search
 from deepnvme.tools.tune.tuner import Order, tune
-from deepnvme.tools.tune.workspace import Unsuitable
 
 from ...support.disks import MIB, Disk
 
