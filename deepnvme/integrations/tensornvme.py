@@ -236,7 +236,7 @@ class Offloader(_TensorFile):
     """
 
     def async_write(self, tensor: torch.Tensor, key: str, callback: Callback | None = None) -> None:
-        """Start writing a tensor under a key; replaces an earlier tensor of the key. Do not change the tensor before the write has ended.
+        """Start writing a tensor under a key, in place of an earlier one. Do not change the tensor before the write has ended.
 
         Args:
             tensor: Contiguous CPU tensor.

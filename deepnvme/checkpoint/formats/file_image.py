@@ -235,7 +235,7 @@ class FileImage:
 
 
 def add_checksums(checksums: Checksums, begin: int, memory: torch.Tensor) -> None:
-    """Compute checksums over the next bytes of a file, and write the checksums that belong into these bytes. Blocks, without the GIL.
+    """Compute checksums over the next bytes of a file; write the checksums that belong into these bytes. Blocks, without the GIL.
 
     Called for all bytes of the file, in order. Memory that was copied from the image has to pass before it is written, and is
     written to. A tensor's own memory has data only, and may be under way to the drive meanwhile: it is only read.

@@ -136,8 +136,8 @@ def write_out(text: str, path: str) -> None:
 def can_ask() -> bool:
     """Return whether somebody is there to answer a question.
 
-    All three streams must be terminals, and the process must be in the foreground: a background job that reads from its terminal is
-    stopped. After an interrupt nobody is asked: further interrupts are ignored.
+    All three streams must be terminals, and the process must be in the foreground: a background job that reads from its
+    terminal is stopped. After an interrupt nobody is asked: further interrupts are ignored.
     """
     if any(stream is None or not stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         return False

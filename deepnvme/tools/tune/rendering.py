@@ -82,8 +82,8 @@ def longer(search: Search, result: Result) -> str:
 def cells(search: Search) -> dict[tuple[int, int], Result]:
     """Return the best result for each block size and queue depth.
 
-    The recommended result comes first. Otherwise, over all workers and backends, the result that stayed longest, and of several the
-    fastest.
+    The recommended result comes first. Otherwise, over all workers and backends, the result that stayed longest, and of
+    several the fastest.
     """
     found: dict[tuple[int, int], Result] = {}
     for result in (search.best, *search.results):

@@ -32,7 +32,7 @@ def engine_of(aio_config: Mapping[str, Any]) -> Engine:
 
 
 class SwapSizes:
-    """Base of the swappers: the least size of a swapped tensor, and its padding, in attributes that DeepSpeed's swappers have too.
+    """Base of the swappers: the least size of a swapped tensor, and its padding, in the attributes of DeepSpeed's swappers.
 
     Args:
         aio_config: The ``aio`` block, with all keys.
