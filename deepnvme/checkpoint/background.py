@@ -4,7 +4,7 @@ Invariants of the queue of saves, which all threads of the process share:
 
 1. Saves are written in the order in which they were queued; a save leaves the queue only when it has ended.
 2. A queue that is not empty has a thread. The thread ends only when it finds the queue empty. Both change under the lock.
-3. A failed save is unseen from its end until ``result``, ``exception``, a later save or the interpreter's exit has told its error.
+3. A failed save is unseen from its end until ``result``, ``exception``, a later save or the exit has told its error.
 4. A forked child starts with an empty queue and no thread.
 """
 

@@ -2,7 +2,8 @@
 
 Invariants:
 
-1. All records are stored, not deflated, in one folder: the pickle first, then the storages in the order of the pickle.
+1. All records are stored, not deflated, in one folder: the pickle, short records, the storages in the order of the pickle, the
+   version and the identity.
 2. The data of a record begin at a multiple of the alignment; an extra field pads the header for that.
 3. Sizes and checksums follow the data ("data descriptor") and are repeated in the directory at the end.
 """
