@@ -53,8 +53,8 @@ for read in next(each for suffix, each in readers.items() if path.endswith(suffi
         outcome = "ok" if read is not verify or found.ok else "refused"
     except (CorruptCheckpoint, CorruptManifest, pickle.UnpicklingError):
         outcome = "refused"
-    except Exception as error:
-        outcome = repr(error)
+    except Exception as error:  # a device in place of a file is EINVAL
+        outcome = "refused" if isinstance(error, OSError) and error.errno == 22 else repr(error)
     print(read.__name__, round(time.process_time() - begin), peak() - before, outcome, sep="\\t")
 """
 
