@@ -1,4 +1,12 @@
-"""Save in the background: one thread writes the saves one after the other, and interpreter exit waits for it."""
+"""Save in the background: one thread writes the saves one after the other, and interpreter exit waits for it.
+
+Invariants of the queue of saves, which all threads of the process share:
+
+1. Saves are written in the order in which they were queued; a save leaves the queue only when it has ended.
+2. A queue that is not empty has a thread. The thread ends only when it finds the queue empty. Both change under the lock.
+3. A failed save is unseen from its end until ``result``, ``exception``, a later save or the exit has told its error.
+4. A forked child starts with an empty queue and no thread.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +30,6 @@ from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people, state_text
 from deepnvme.telemetry.profiler_ranges import profiler_range
 
-from .file_io import clear_frames, clearing_frames
 from .formats.file_image import FileImage
 from .formats.pt_image import pt_image
 from .publication import Destination
@@ -197,7 +204,7 @@ class _Saves:
             save._run()
             error = save._error
             if error is not None:
-                clear_frames(error)  # its frames would keep the saved tensors alive
+                traceback.clear_frames(error.__traceback__)  # its frames would keep the saved tensors alive
             with self._lock:
                 self._under_way.popleft()
                 if error is not None and not isinstance(error, Cancelled):
@@ -243,7 +250,6 @@ def wait_for_saves(path: str | os.PathLike[str]) -> None:
     _saves.wait_for(lambda save: save.path == target)
 
 
-@clearing_frames
 def start(
     destination: Destination, make: Callable[[None], FileImage], pool: BufferPool | None, lazy: bool, max_in_flight: int,
     group: object,

@@ -25,10 +25,10 @@ from .formats import pt_records
 from .formats.pt_image import crc32_of
 from .formats.pt_pickle import pickled
 from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
-from .formats.recognition import what_else
+from .formats.recognition import guess_format
 from .formats.zip_directory import Record
-from .unpickling import MapLocation, Refusals, UnpicklingFile, unread
-from .verification import refuse_compressed, verify_records
+from .unpickling import MapLocation, UnpicklingFile, unread
+from .verification import verify_records
 
 if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
@@ -109,7 +109,7 @@ def load(
     safe = resolve_weights_only(weights_only, pickle_module)
 
     def whole() -> Any:
-        """Load what is wanted of the file, and show progress."""
+        """Load the chosen entries of the file, and show progress."""
         with profiler_range("load"), shown_progress(progress, f"loading {path}") as report:
             memory = buffer_pool() if pool is None else pool
             return _load(path, chosen, mapped, checksum, safe, options, memory, report, config)
@@ -156,14 +156,6 @@ def _mapped_by_default() -> bool:
     return bool(config.load.mmap)
 
 
-def _refuse_others(path: str | os.PathLike[str]) -> None:
-    """Raise CorruptCheckpoint for a file that torch.load cannot load, and that does not begin as torch's files do."""
-    other = what_else(path)
-    if other is not None:
-        # Without torch's error, which advises to load it with weights_only=False.
-        raise CorruptCheckpoint(path, f"it is no checkpoint, but looks like {other}") from None
-
-
 def _load_safetensors(
     path: Any, map_location: MapLocation, keys: list[Any] | None, pool: BufferPool | None, progress: ProgressOption,
     config: AioConfig | None,
@@ -205,22 +197,22 @@ def _load(
     asks = not isinstance(locate, (NoneType, dict, str, bytes, torch.device))  # anything else torch.load calls as a function
 
     def by_torch() -> Any:
-        """Leave the file to ``torch.load``, and find out whether an error of it means damage."""
-        plain = None if found is None or found.stored else refuse_compressed(path, found)
+        """Leave the file to ``torch.load``. An error of it is raised as it is, unless the file is damaged or no checkpoint."""
         if checksum and found is not None:
             verify_records(path)
-        with Refusals() as now:
-            try:
-                return torch_load(path, mmap=mmap, **{**options, "map_location": now.located_by(locate) if asks else locate})
-            except Exception as error:
-                if error is not now.refused and found is not None:
-                    pt_records.refuse_damaged(path, found, error, plain)
-                elif error is not now.refused:
-                    pt_records.refuse_damaged_beginning(path)
-                    _refuse_others(path)
-                    if pt_records.is_damage(error) and (safe or isinstance(error, EOFError)):
-                        raise CorruptCheckpoint(path, f"it is not, or not wholly, what torch.save wrote: {error}") from error
-                raise
+        try:
+            return torch_load(path, mmap=mmap, **options)
+        except Exception as error:
+            if found is not None and found.stored:
+                pt_records.refuse_damaged(path, found, error)
+            elif found is not None:
+                verify_records(path)
+            else:
+                pt_records.refuse_damaged_beginning(path)
+                other = guess_format(path)
+                if other is not None:  # torch's error advises to load the file with weights_only=False
+                    raise CorruptCheckpoint(path, f"it is no checkpoint, but looks like {other}") from None
+            raise
 
     if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
         return by_torch()
@@ -254,7 +246,7 @@ def _load(
             }
             fill([Placed(*item) for item in now.filled.items()], progress)
         whole = now.load(**{**options, "map_location": now.located_by(locate)} if asks else options)
-        if not now.blind:
+        if not now.offsets_missed:
             for item in (now.filled or {}).items():
                 _record_of(path, found, Placed(*item))  # again: a class of the object may have made torch grow it
             if now.placed:

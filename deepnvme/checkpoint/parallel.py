@@ -197,7 +197,7 @@ def bytes_held(image: FileImage) -> list[int]:
 
 
 def own_share(image: FileImage, rank: int, size: int) -> list[Span]:
-    """Return the ranges that this rank writes of what all ranks hold."""
+    """Return the ranges that this rank writes of the bytes that all ranks hold."""
     common: list[Span] = []
     at = 0
     for first, last in [*image.spread, (image.nbytes, image.nbytes)]:

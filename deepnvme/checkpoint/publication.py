@@ -1,4 +1,15 @@
-"""Write a file so that it appears under its name whole or not at all: a temporary file, renamed when it is complete."""
+"""Write a file so that it appears under its name whole or not at all: a temporary file, renamed when it is complete.
+
+Invariants:
+
+1. The path names the old file, or no file, until all bytes of the new file are written, with ``fsync`` until they are stable.
+2. A temporary file ends in ``.deepnvme-tmp`` and is locked by ``flock`` while its process lives. A file of such a name that is
+   not locked is a leftover, and any process may remove it.
+3. The lock is taken before anything else is done with a temporary file, and the name is compared with the descriptor after that:
+   another process may have removed the file as a leftover in between.
+4. A recycled file loses its old name, durably with ``fsync``, before a byte of it is written over, and is written over only if no
+   other descriptor, mapping or name refers to it.
+"""
 
 from __future__ import annotations
 

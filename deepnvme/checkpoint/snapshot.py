@@ -15,7 +15,6 @@ from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.transfer.gather import CHUNK, Transfers
 
-from .file_io import clearing_frames
 from .formats.file_image import FileImage, add_checksums
 
 if TYPE_CHECKING:
@@ -68,9 +67,8 @@ class Snapshot:
         """
         self._pool.ensure_possible(self._size(self._at))
 
-    @clearing_frames
     def stage(self) -> None:
-        """Copy as much as the pool has memory for now, and leave the rest to :meth:`write`. Blocks while copying."""
+        """Copy the chunks that the pool has memory for now, and leave the other chunks to :meth:`write`. Blocks while copying."""
         try:
             for lease in self._leases():
                 if self._stopped:
@@ -85,7 +83,7 @@ class Snapshot:
             self.leave()
 
     def leave(self) -> None:
-        """Leave what is not copied yet to :meth:`write`."""
+        """Leave the chunks that are not copied yet to :meth:`write`."""
         if self._at == self.nbytes:
             self._drop_image()
         self._chunks.put(None)
@@ -96,7 +94,7 @@ class Snapshot:
         self._chunks.put(None)
 
     def write(self, file: File, engine: Engine) -> None:
-        """Write the chunks as they are copied, then copy and write what :meth:`stage` has left. Blocks.
+        """Write the chunks as they are copied, then copy and write the chunks that :meth:`stage` has left. Blocks.
 
         Args:
             file: File to write to.
@@ -186,7 +184,7 @@ class _StagedChunk:
         self._future: Future | None = None
 
     def add_checksums(self, checksums: Checksums) -> None:
-        """Compute checksums over the chunk, the next of the file, and write into it those that belong there."""
+        """Compute checksums over the chunk, the next of the file, and write the checksums that belong into the chunk."""
         assert self._buffer is not None
         try:
             add_checksums(checksums, self._begin, self._buffer)

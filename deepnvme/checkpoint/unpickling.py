@@ -11,13 +11,12 @@ Nothing is mapped: if a page of a mapping cannot be read, because the file was t
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import io
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -43,76 +42,14 @@ _BEFORE_CPU = 5
 
 
 _loading = threading.local()
-"""``observer``: a weak reference to the :class:`Refusals` that this thread is unpickling with, or None.
+"""``file``: a weak reference to the :class:`UnpicklingFile` that this thread unpickles, or None.
 
-It is weak because Ctrl-C may end the unpickling before it is removed: the storages and the file must not be kept by that.
+The reference is weak because Ctrl-C may end the unpickling before the reference is removed, and must not keep the storages and
+the file alive.
 """
 
 
-class Refusals:
-    """Records exceptions that are not the file's fault: from the caller's ``map_location``, or for a missing device.
-
-    As a context manager, it does so while this thread unpickles in the block.
-    """
-
-    def __init__(self) -> None:
-        self.refused: Exception | None = None
-        """The last such exception, or None."""
-        self._outer: weakref.ref[Refusals] | None = None
-
-    def __enter__(self) -> Self:
-        self._outer = getattr(_loading, "observer", None)
-        _loading.observer = weakref.ref(self)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        _loading.observer = self._outer
-
-    def located_by(self, function: MapLocation) -> MapLocation:
-        """Wrap the caller's ``map_location`` function so that its exceptions are recorded."""
-
-        def locate(storage: torch.UntypedStorage, location: str) -> Any:
-            with self.noting():
-                return function(storage, location)
-
-        return locate
-
-    def place(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-        """Return the storage to use in place of one that torch has just made, or None if torch should place it itself."""
-        return self.moved(storage, location)
-
-    def moved(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        """Return the storage moved to where torch places this location. Records the error if there is no such device."""
-        _loading.observer = None  # torch asks all functions in its registry again
-        try:
-            return default_restore_location(storage, location)  # type: ignore[no-any-return, no-untyped-call]
-        except Exception as error:
-            if _is_device(location):
-                self.refused = error
-            raise
-        finally:
-            _loading.observer = weakref.ref(self)
-
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """Record an exception of the block."""
-        try:
-            yield
-        except Exception as error:
-            self.refused = error
-            raise
-
-
-def _is_device(location: str) -> bool:
-    """Return whether this is the name of a device type that torch knows. Any other name comes from a damaged file."""
-    try:
-        torch.device(location)
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-class UnpicklingFile(Refusals, io.RawIOBase):
+class UnpicklingFile(io.RawIOBase):
     """A file object for torch.load that does not read the bytes of storages, and decides where each storage goes.
 
     A context manager: :meth:`load` is called in its block.
@@ -129,6 +66,8 @@ class UnpicklingFile(Refusals, io.RawIOBase):
         self, path: Path, found: PtRecords, wanted: Callable[[int], bool], fill: Callable[[Sequence[Placed]], None]
     ) -> None:
         super().__init__()
+        self._outer: weakref.ref[UnpicklingFile] | None = None
+        """The file that this thread unpickled before the ``with`` block."""
         self._path = path
         self._found = found
         self._wanted = wanted
@@ -155,7 +94,7 @@ class UnpicklingFile(Refusals, io.RawIOBase):
         """Storages read in advance, by offset, for code that looks at them while the file is unpickled; or None."""
 
     @property
-    def blind(self) -> bool:
+    def offsets_missed(self) -> bool:
         """Whether torch used unread storages without asking to place them. If so, the loaded object must not be used."""
         return self._unclaimed != 0
 
@@ -177,9 +116,7 @@ class UnpicklingFile(Refusals, io.RawIOBase):
                 raise self.failed from error
             if "resize storage that is not resizable" in str(error):  # torch has no type of its own for it
                 raise CorruptCheckpoint(self._path, "a tensor is larger than its storage") from error
-            if error is not self.refused:
-                ours = options.keys() <= {"map_location", "pickle_module", "weights_only"}  # other options may be the fault
-                refuse_damaged(self._path, self._found, error, None if ours else False)
+            refuse_damaged(self._path, self._found, error)
             raise
 
     # Called by torch's reader.
@@ -212,8 +149,13 @@ class UnpicklingFile(Refusals, io.RawIOBase):
         self._position += count
         return count
 
+    def __enter__(self) -> Self:
+        self._outer = getattr(_loading, "file", None)
+        _loading.file = weakref.ref(self)
+        return self
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        super().__exit__(kind, error, trace)
+        _loading.file = self._outer
         self.close()
 
     def close(self) -> None:
@@ -249,35 +191,40 @@ class UnpicklingFile(Refusals, io.RawIOBase):
             return self._unread(offset, nbytes)
         if self.filled is not None:
             found = self._read_before(offset, nbytes)
-            return found if location == "cpu" else self.moved(found, location)
+            return found if location == "cpu" else self._moved(found, location)
         if location.startswith("cuda"):
             # An empty storage is moved by torch, to get torch's errors for devices that do not exist.
-            device = self.moved(empty_storage(0), location).device
-            with self.noting():
-                made = empty_storage(nbytes, device)
+            made = empty_storage(nbytes, self._moved(empty_storage(0), location).device)
         else:
             own = location == "cpu" and nbytes < DIRECT_FROM  # the memory that torch has allocated is good enough
             made = storage if own else memory_for(nbytes, offset)
             if location != "cpu":
                 self._fill([Placed(offset, made)])
-                return self.moved(made, location)
+                return self._moved(made, location)
         self.placed.append(Placed(offset, made))
         return made
 
     def located_by(self, function: MapLocation) -> MapLocation:
         """Wrap the caller's ``map_location`` function so that it gets storages with their bytes, read in advance.
 
-        It is not called for storages that are not wanted. Its exceptions are recorded.
+        The function is not called for storages that are not wanted.
         """
-        recorded = super().located_by(function)
 
         def locate(storage: torch.UntypedStorage, location: str) -> Any:
             offset = self._offset_of_unread(storage)
             if offset is not None and not self._wanted(offset):
                 return self._unread(offset, storage.nbytes())
-            return recorded(storage if offset is None else self._read_before(offset, storage.nbytes()), location)
+            return function(storage if offset is None else self._read_before(offset, storage.nbytes()), location)
 
         return locate
+
+    def _moved(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        """Return the storage moved to where torch places this location."""
+        _loading.file = None  # torch asks all functions in its registry again
+        try:
+            return default_restore_location(storage, location)  # type: ignore[no-any-return, no-untyped-call]
+        finally:
+            _loading.file = weakref.ref(self)
 
     def offset_of(self, storage: torch.UntypedStorage) -> int | None:
         """Return the offset in the file of a storage that was not wanted, or None for any other storage."""
@@ -331,10 +278,10 @@ def unread(path: Path, found: PtRecords) -> UnpicklingFile:
 
 
 def _place(storage: Any, location: str) -> torch.UntypedStorage | None:
-    """Place a storage with what this thread is loading with, or return None if that is plain torch."""
-    reference: weakref.ref[Refusals] | None = getattr(_loading, "observer", None)
-    observer = None if reference is None else reference()
-    return None if observer is None else observer.place(storage, location)
+    """Place a storage of the file that this thread unpickles; None leaves a storage of plain ``torch.load`` to torch."""
+    reference: weakref.ref[UnpicklingFile] | None = getattr(_loading, "file", None)
+    file = None if reference is None else reference()
+    return None if file is None else file.place(storage, location)
 
 
 # The tag of a storage's location is left to the functions that torch asks after this one.

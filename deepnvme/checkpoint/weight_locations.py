@@ -307,7 +307,7 @@ def _chosen(directory: Path) -> str:
 
 
 def _in_file(path: str) -> dict[str, torch.Tensor | Location]:
-    """Return where the weights of one file lie, whichever of the formats it has."""
+    """Return where the weights of a file of any of the formats lie."""
     if pt_records.is_zip(path):
         return _in_archive(path)
     if pt_records.is_pickle(path):

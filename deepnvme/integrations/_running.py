@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def run_program(program: Sequence[str], is_module: bool) -> None:
-    """Run a script or module as ``__main__``. Returns when it does; raises what it raises.
+    """Run a script or module as ``__main__``. Blocks until the program ends. Raises what the program raises.
 
     Args:
         program: Its ``sys.argv``: the script's path, or the module's name, and the arguments.

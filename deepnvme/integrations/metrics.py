@@ -79,7 +79,7 @@ def log_with_trainer(trainer: Any, report: Callable[[], ReportFigures], *, prefi
             if logs is not None and "loss" in logs:
                 logs.update(report().as_dict(prefix))
 
-    # The first one: those that send logs away are among the others.
+    # The first callback: other callbacks send the logs away.
     trainer.callback_handler.callbacks.insert(0, ReportCallback())
 
 
@@ -102,7 +102,7 @@ def lightning_callback(report: Callable[[], ReportFigures], *, every: int = 50, 
     base: Any = _lightning().Callback
 
     class ReportCallback(base):  # type: ignore[misc]
-        """Logs the numbers after every so many steps."""
+        """Logs the numbers after each ``every`` steps."""
 
         def __init__(self) -> None:
             super().__init__()

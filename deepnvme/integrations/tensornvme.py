@@ -52,7 +52,7 @@ _BACKENDS = {"uring": "io_uring", "aio": "libaio", "pthread": "threads"}
 def get_backends() -> set[str]:
     """Return the names of the backends that work here, of ``uring``, ``aio`` and ``pthread``.
 
-    TensorNVMe returns those that it was compiled with, whether or not the kernel accepts them.
+    TensorNVMe returns the backends that it was compiled with, whether or not the kernel accepts them.
     """
     return {name for name in _BACKENDS if probe_backend(name)}
 
@@ -63,7 +63,7 @@ def probe_backend(backend: str) -> bool:
 
 
 class _Stored(NamedTuple):
-    """What the file has under one key."""
+    """The tensors of one key in the file."""
 
     offsets: list[int]
     """Where each tensor begins in the file, in bytes: a multiple of the page size."""
@@ -100,7 +100,7 @@ class _Transfers:
         self._finish(lambda transfer: True)
 
     def _finish(self, chosen: Callable[[_Transfer], bool]) -> None:
-        """Wait for the chosen transfers, oldest first, also those that callbacks start. Raises the first error.
+        """Wait for the chosen transfers, oldest first, and for chosen transfers that callbacks start. Raises the first error.
 
         Ctrl-C interrupts only the waiting and the callbacks.
         """
@@ -115,7 +115,7 @@ class _Transfers:
                 transfer.callback()
 
     def _end(self, reading: bool, key: Hashable, storages: Sequence[torch.UntypedStorage], succeeded: bool) -> None:
-        """Do what is to be done at the end of a transfer."""
+        """Called once at the end of each transfer. The base does nothing."""
 
 
 class _TensorFile(_Transfers):
@@ -206,7 +206,7 @@ class _TensorFile(_Transfers):
         self._finish(lambda transfer: transfer is started)
 
     def _end(self, reading: bool, key: Hashable, storages: Sequence[torch.UntypedStorage], succeeded: bool) -> None:
-        """Forget what was read, or was not written; free the storages of what was written, or was not read."""
+        """Forget a key that was read or could not be written. Free storages that were written or could not be read."""
         if reading == succeeded:
             self._forget(key)
         elif self._frees:
@@ -214,7 +214,7 @@ class _TensorFile(_Transfers):
                 storage.resize_(0)
 
     def _forget(self, key: Hashable) -> None:
-        """Free the space of what is stored under a key, if anything is."""
+        """Free the space of a key. Does nothing for an unknown key."""
         stored = self._stored.pop(key, None)
         for offset, size in zip(stored.offsets, stored.sizes, strict=True) if stored is not None else ():
             self._extents.give_back(offset, padded(size))
@@ -236,7 +236,7 @@ class Offloader(_TensorFile):
     """
 
     def async_write(self, tensor: torch.Tensor, key: str, callback: Callback | None = None) -> None:
-        """Start writing a tensor under a key, in place of what is there. It must not be changed until the write is waited for.
+        """Start writing a tensor under a key, in place of an earlier one. Do not change the tensor before the write has ended.
 
         Args:
             tensor: Contiguous CPU tensor.
@@ -251,7 +251,7 @@ class Offloader(_TensorFile):
         self._start(False, [tensor], key, callback)
 
     def async_read(self, tensor: torch.Tensor, key: str, callback: Callback | None = None) -> None:
-        """Start reading what is under a key into a tensor. Reading it frees its space in the file, and the key.
+        """Start reading the tensor of a key into ``tensor``. Reading frees the key and its space in the file.
 
         Args:
             tensor: Contiguous CPU tensor of as many bytes as were written. Not to be touched until the read is waited for.
@@ -515,7 +515,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Take the modules away again. What was imported from them stays usable. Idempotent."""
+    """Remove the modules. Classes that were imported from them stay usable. Idempotent."""
     for name, module in _modules.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import itertools
 import os
 import pickle
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -296,11 +293,6 @@ def test_a_path_that_cannot_be_reached_is_named_as_it_was_given(drive: Path, mon
 # -- shared engines ----------------------------------------------------------------------------------------------------
 
 
-def others(used: AioConfig) -> Iterator[AioConfig]:
-    """Any number of other settings."""
-    return (used.model_copy(update={"block_size": used.block_size + 512 * number}) for number in itertools.count(1))
-
-
 def test_files_with_the_same_settings_share_an_engine(drive: Path, profile: DriveProfile) -> None:
     engine = file_io.shared_engine(drive / "one")
     assert file_io.shared_engine(drive / "missing" / "another") is engine
@@ -313,29 +305,6 @@ def test_a_profile_that_is_stored_meanwhile_is_used_from_then_on(drive: Path, pr
     DriveProfile.of(drive_of(drive), GIVEN).save()
     assert settings_of(before) == settings_in(PROFILE)
     assert settings_of(file_io.shared_engine(drive)) == settings_in(GIVEN)
-
-
-def test_few_engines_are_kept_and_one_in_use_goes_on(drive: Path) -> None:
-    engine = file_io.shared_engine(drive, GIVEN)
-    made = [weakref.ref(file_io.shared_engine(drive, other)) for other in itertools.islice(others(GIVEN), 20)]
-    gc.collect()
-    assert 0 < sum(each() is not None for each in made) < 20
-    with engine.open(drive / "file", "w") as file:
-        assert engine.write(torch.ones(1000), file).result() == 4000
-    assert file_io.shared_engine(drive, GIVEN) is not engine  # which was not kept
-
-
-def test_a_save_goes_on_though_its_engine_is_not_kept(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = file_io.Transfers.start
-
-    def slowly(self: Any, *arguments: Any) -> Any:
-        for other in itertools.islice(others(GIVEN), 9):
-            file_io.shared_engine(drive, other)
-        return write(self, *arguments)
-
-    monkeypatch.setattr(file_io.Transfers, "start", slowly)
-    deepnvme.save(tensors(), drive / "file", config=GIVEN)
-    assert torch.equal(torch.load(drive / "file")["weight"], tensors()["weight"])
 
 
 def test_a_forked_child_has_engines_of_its_own(drive: Path, interpreters: Interpreters) -> None:

@@ -137,35 +137,37 @@ class TestRefusals:
     """The old file stays, and nothing else."""
 
     @pytest.mark.parametrize("obj", [threading.Lock(), lambda: None], ids=["lock", "lambda"])
-    def test_an_object_that_cannot_be_pickled(self, path: Path, obj: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_object_that_cannot_be_pickled_leaves_nothing(
+        self, path: Path, obj: object, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(publication, "Publication", None)  # not even begun
         with pytest.raises((TypeError, AttributeError, saving.pickle.PicklingError)):
             deepnvme.save({"tensor": torch.ones(3), "obj": obj}, path)
         assert_old(path)
 
-    def test_a_directory(self, drive: Path) -> None:
+    def test_a_directory_is_refused(self, drive: Path) -> None:
         with pytest.raises(IsADirectoryError) as refused:
             deepnvme.save(OLD, drive)
         assert refused.value.filename == str(drive)
         assert os.listdir(drive) == []
 
-    def test_a_device(self, drive: Path) -> None:
+    def test_a_device_is_refused(self, drive: Path) -> None:
         with pytest.raises(OSError, match="regular file") as refused:
             deepnvme.save(OLD, "/dev/null")
         assert refused.value.errno == errno.EINVAL
         assert Path("/dev/null").is_char_device()
 
-    def test_a_directory_that_is_not_there(self, drive: Path) -> None:
+    def test_a_missing_directory_is_named(self, drive: Path) -> None:
         with pytest.raises(FileNotFoundError) as refused:
             deepnvme.save(OLD, drive / "gone" / "file.pt")
         assert refused.value.filename == str(drive / "gone" / "file.pt")
 
-    def test_a_directory_that_is_a_file(self, path: Path) -> None:
+    def test_a_file_in_place_of_the_directory_is_named(self, path: Path) -> None:
         with pytest.raises(NotADirectoryError):
             deepnvme.save(OLD, path / "file.pt")
         assert_old(path)
 
-    def test_a_read_only_directory(self, path: Path, interpreters: Interpreters) -> None:
+    def test_a_read_only_directory_is_named(self, path: Path, interpreters: Interpreters) -> None:
         path.parent.chmod(0o555)
         program = f"""
             import deepnvme.checkpoint  # whose modules another user may not read
@@ -180,7 +182,7 @@ class TestRefusals:
         assert_old(path)
 
     @pytest.mark.root
-    def test_a_full_disk_before_a_byte_is_written(self, small_disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_full_disk_is_told_before_a_byte_is_written(self, small_disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
         path = small_disk / "file.pt"
         deepnvme.save(OLD, path)
         (small_disk / "lost+found").rmdir()
@@ -192,7 +194,7 @@ class TestRefusals:
         assert small_disk.bytes_free() == free
         assert_old(path)
 
-    def test_a_name_that_is_too_long(self, drive: Path) -> None:
+    def test_a_name_that_is_too_long_is_named(self, drive: Path) -> None:
         with pytest.raises(OSError, match="too long") as refused:
             deepnvme.save(OLD, drive / ("n" * 256))
         assert refused.value.errno == errno.ENAMETOOLONG
@@ -202,14 +204,14 @@ class TestRefusals:
 class TestFaults:
     """The old file stays, and nothing else."""
 
-    def test_a_write_that_fails(self, path: Path, faulty: Callable[..., Any]) -> None:
+    def test_a_failed_write_leaves_the_old_file(self, path: Path, faulty: Callable[..., Any]) -> None:
         with transfers_through(faulty("threads", error_every=3)), pytest.raises(OSError, match="write") as failed:
             deepnvme.save([torch.ones(1 << 20), torch.ones(3)], path)
         assert failed.value.errno == errno.EIO
         assert_old(path)
 
     @pytest.mark.parametrize("call", ["fsync", "replace", "interrupt"])
-    def test_the_drive_cannot_keep_it(self, path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def test_a_failed_flush_leaves_the_old_file(self, path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
         def fail(*arguments: object) -> None:
             raise KeyboardInterrupt if call == "interrupt" else OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -300,7 +302,7 @@ class TestFaults:
             errors.append(failed.value)  # as a notebook keeps it, with its traceback
         assert open_files(path.parent) == []
 
-    def test_a_directory_that_vanishes(self, drive: Path, engine: Engine) -> None:
+    def test_a_directory_that_vanishes_is_an_error(self, drive: Path, engine: Engine) -> None:
         directory = drive / "directory"
         directory.mkdir()
         with Publication(Destination(directory / "file.pt"), 5, engine) as new:
@@ -312,17 +314,17 @@ class TestFaults:
 
 class TestNames:
     @pytest.mark.parametrize("name", ["n" * 255, "é" * 127, "a b", os.fsdecode(b"not utf-8 \xff\xfe"), ".hidden"], ids=ascii)
-    def test_of_any_kind(self, drive: Path, name: str) -> None:
+    def test_names_of_any_kind_are_taken(self, drive: Path, name: str) -> None:
         deepnvme.save(OLD, drive / name)
         assert os.listdir(drive) == [name]
         assert torch.equal(deepnvme.load(drive / name)["old"], OLD["old"])
 
-    def test_relative_ones(self, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_relative_names_are_taken(self, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(drive)
         deepnvme.save(OLD, "file.pt")
         assert_old(drive / "file.pt")
 
-    def test_a_symbolic_link_stays_one(self, path: Path, drive: Path) -> None:
+    def test_a_symbolic_link_stays_a_link(self, path: Path, drive: Path) -> None:
         link = drive / "link"
         link.symlink_to("file.pt")
         deepnvme.save({"new": 1}, link)
@@ -348,7 +350,7 @@ class TestNames:
         assert_old(path)
 
 
-def test_two_processes_that_save_to_one_path(drive: Path, interpreters: Interpreters) -> None:
+def test_two_processes_may_save_to_one_path(drive: Path, interpreters: Interpreters) -> None:
     interpreters.run(f"""
         import deepnvme
         torch.set_num_threads(1)  # those of OpenMP are not there in a child
@@ -367,7 +369,7 @@ def test_two_processes_that_save_to_one_path(drive: Path, interpreters: Interpre
     """).check()
 
 
-def test_two_threads_that_save_to_one_path(drive: Path) -> None:
+def test_two_threads_may_save_to_one_path(drive: Path) -> None:
     failed: list[BaseException] = []
 
     def work(value: int) -> None:

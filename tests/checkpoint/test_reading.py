@@ -48,7 +48,7 @@ def assert_read(placed: list[Placed]) -> None:
 
 
 class TestFailures:
-    def test_a_file_that_was_cut_off_and_is_whole_again(
+    def test_a_file_cut_off_is_damage_also_if_it_is_whole_again(
         self, path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Somebody else is writing it anew."""
@@ -73,12 +73,12 @@ class TestFailures:
         with engine.open(path, "w") as file, pytest.raises(ValueError, match="not opened for reading"):
             started(engine, torch.empty(100), file, 0)
 
-    def test_no_memory_to_copy_through(self, path: Path, engine: Engine) -> None:
+    def test_without_memory_to_copy_through_out_of_buffers_is_raised(self, path: Path, engine: Engine) -> None:
         with pytest.raises(OutOfBuffers):
             read(placed_at((0, 100)), path, engine, BufferPool(0))
 
     @pytest.mark.parametrize("places", [[(0, 100)], [(0, 2 * DIRECT_FROM), (3 * DIRECT_FROM, 100)]], ids=["small", "both"])
-    def test_an_error_of_the_drive(self, path: Path, faulty: Callable[..., Any], places: list[tuple[int, int]]) -> None:
+    def test_an_error_of_the_drive_is_raised(self, path: Path, faulty: Callable[..., Any], places: list[tuple[int, int]]) -> None:
         pool = BufferPool(16 << 20)
         with pytest.raises(OSError, match="read") as failed:
             read(placed_at(*places), path, faulty("threads", error_every=1), pool)
@@ -86,13 +86,13 @@ class TestFailures:
         del failed  # and what its frames hold
         assert pool.in_use == 0
 
-    def test_a_large_storage_past_the_end(self, path: Path, engine: Engine) -> None:
+    def test_a_large_storage_past_the_end_is_damage(self, path: Path, engine: Engine) -> None:
         with pytest.raises(CorruptCheckpoint, match="past the end"):
             read(placed_at((SIZE - 5, DIRECT_FROM)), path, engine, BufferPool(16 << 20))
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_places(path: Path, engine: Engine, seed: int) -> None:
+def test_pieces_at_any_places_are_read(path: Path, engine: Engine, seed: int) -> None:
     rng = random.Random(seed)
     places, at = [], rng.choice((0, 5, PAGE))
     while True:
@@ -110,7 +110,7 @@ def test_any_places(path: Path, engine: Engine, seed: int) -> None:
 
 
 @pytest.mark.parametrize("budget", [CHUNK, 2 * CHUNK])
-def test_less_memory_than_would_be_used(path: Path, engine: Engine, budget: int) -> None:
+def test_less_memory_is_enough(path: Path, engine: Engine, budget: int) -> None:
     placed = placed_at(*((offset, 1000) for offset in range(0, SIZE - 1000, 100_000)))
     pool = BufferPool(budget)
     read(placed, path, engine, pool)
@@ -118,13 +118,13 @@ def test_less_memory_than_would_be_used(path: Path, engine: Engine, budget: int)
     assert pool.in_use == 0
 
 
-def test_the_last_bytes_of_a_file(path: Path, engine: Engine) -> None:
+def test_the_last_bytes_of_a_file_are_read(path: Path, engine: Engine) -> None:
     placed = placed_at((SIZE - 3, 3), (SIZE - DIRECT_FROM - 1, DIRECT_FROM + 1))
     read(placed, path, engine, BufferPool(CHUNK))
     assert_read(placed)
 
 
-def test_nothing(path: Path, engine: Engine) -> None:
+def test_reading_nothing_does_nothing(path: Path, engine: Engine) -> None:
     read([], path, engine, BufferPool(0))
 
 

@@ -70,7 +70,7 @@ class TestRefusals:
         ],
         ids=["list", "number", "name", "sparse", "transposed", "strided", "dtype", "metadata", "meta"],
     )
-    def test_what_the_format_has_not(self, drive: Path, obj: Any, match: str) -> None:
+    def test_tensors_that_the_format_cannot_hold_are_refused(self, drive: Path, obj: Any, match: str) -> None:
         with pytest.raises((ValueError, TypeError, NotImplementedError), match=match) as ours:
             save_file(obj, drive / "file")
         assert list(drive.iterdir()) == []
@@ -80,7 +80,7 @@ class TestRefusals:
             assert isinstance(ours.value, type(theirs.value))
 
     @pytest.mark.parametrize("overlap", ["same", "partly", "within"])
-    def test_tensors_that_share_memory(self, drive: Path, overlap: str) -> None:
+    def test_tensors_that_share_memory_are_refused(self, drive: Path, overlap: str) -> None:
         whole = torch.ones(10)
         parts = {"same": (whole, whole.view(2, 5)), "partly": (whole[:6], whole[5:]), "within": (whole, whole[3:5])}[overlap]
         obj = {"a": parts[0], "b": torch.ones(3), "c": parts[1]}
@@ -88,23 +88,23 @@ class TestRefusals:
             with pytest.raises(RuntimeError, match="share memory"):
                 save(obj, drive / "file")
 
-    def test_parts_of_one_storage_that_do_not_overlap(self, drive: Path) -> None:
+    def test_parts_of_one_storage_that_do_not_overlap_are_saved(self, drive: Path) -> None:
         whole = torch.arange(10)
         obj = {"a": whole[5:], "b": whole[:5], "c": whole[5:5]}
         save_file(obj, drive / "file")
         assert same(load_file(drive / "file"), obj)
 
     @pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}])
-    def test_metadata_of_other_types(self, drive: Path, metadata: Any) -> None:
+    def test_metadata_of_other_types_are_refused(self, drive: Path, metadata: Any) -> None:
         with pytest.raises(TypeError, match="strings"):
             save_file({}, drive / "file", metadata)
 
-    def test_a_directory(self, drive: Path) -> None:
+    def test_a_directory_is_refused(self, drive: Path) -> None:
         for call in (lambda: save_file({}, drive), lambda: load_file(drive)):
             with pytest.raises(IsADirectoryError):
                 call()
 
-    def test_a_missing_file(self, drive: Path) -> None:
+    def test_a_missing_file_is_named(self, drive: Path) -> None:
         with pytest.raises(FileNotFoundError):
             load_file(drive / "file")
 
@@ -150,7 +150,7 @@ class TestCorruptFiles:
             (written({"a": field(1, 4)}, bytes(4)), "'a' leaves a gap"),
         ],
     )
-    def test_are_refused_and_so_they_are_by_safetensors(self, drive: Path, content: bytes, match: str) -> None:
+    def test_corrupt_files_are_refused_as_by_safetensors(self, drive: Path, content: bytes, match: str) -> None:
         path = drive / "file"
         path.write_bytes(content)
         with pytest.raises(CorruptCheckpoint, match=match) as refused:
@@ -184,7 +184,7 @@ class TestCorruptFiles:
             "not a number", "half a pair", "lists", "objects", "digits", "more digits", "numbers", "brackets", "empty objects",
         ],
     )  # fmt: skip
-    def test_are_refused_for_what_they_would_take(self, drive: Path, header: bytes, match: str) -> None:
+    def test_headers_that_would_take_too_much_are_refused(self, drive: Path, header: bytes, match: str) -> None:
         path = drive / "file"
         path.write_bytes(written(header))
         tracemalloc.start()
@@ -235,7 +235,7 @@ class TestCorruptFiles:
         else:
             assert text.strip() == b"{}"
 
-    def test_a_file_that_is_cut_anywhere(self, drive: Path) -> None:
+    def test_a_file_cut_off_anywhere_is_corrupt(self, drive: Path) -> None:
         path = drive / "file"
         save_file(tensors(), path)
         content = path.read_bytes()
@@ -247,25 +247,25 @@ class TestCorruptFiles:
 
 class TestTheSameAsSafetensors:
     @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {"né": '\n\x7f\u2028"\\/\x01'}], ids=repr)
-    def test_the_bytes(self, drive: Path, metadata: dict[str, str] | None) -> None:
+    def test_the_bytes_are_those_of_safetensors(self, drive: Path, metadata: dict[str, str] | None) -> None:
         save_file(tensors(), drive / "ours", metadata)
         safetensors.save_file(tensors(), drive / "theirs", metadata)
         assert (drive / "ours").read_bytes() == (drive / "theirs").read_bytes()
 
-    def test_the_bytes_of_nothing(self, drive: Path) -> None:
+    def test_the_bytes_of_no_tensors_are_those_of_safetensors(self, drive: Path) -> None:
         save_file({}, drive / "ours")
         safetensors.save_file({}, drive / "theirs")
         assert (drive / "ours").read_bytes() == (drive / "theirs").read_bytes()
         assert load_file(drive / "ours") == {}
 
     @pytest.mark.parametrize("save", [save_file, safetensors.save_file], ids=["ours", "theirs"])
-    def test_the_tensors(self, drive: Path, save: Any) -> None:
+    def test_the_tensors_are_those_of_safetensors(self, drive: Path, save: Any) -> None:
         save(tensors(), drive / "file")
         found, expected = load_file(drive / "file"), safetensors.load_file(drive / "file")
         assert list(found) == sorted(expected)
         assert same(found, expected)
 
-    def test_metadata_that_are_null(self, drive: Path) -> None:
+    def test_metadata_may_be_null(self, drive: Path) -> None:
         (drive / "file").write_bytes(written({"__metadata__": None, "a": field(0, 4)}, bytes(4)))
         assert same(load_file(drive / "file"), safetensors.load_file(drive / "file"))
 
@@ -276,7 +276,7 @@ class TestTheSameAsSafetensors:
         (drive / "file").unlink()
         assert same(found, tensors())
 
-    def test_tensors_at_offsets_that_are_no_multiples_of_their_size(self, drive: Path) -> None:
+    def test_tensors_at_unaligned_offsets_are_loaded(self, drive: Path) -> None:
         header = {"a": field(0, 1), "b": field(1, 1 + 4 * 200_000, [200_000], "F32")}
         text = json.dumps(header).encode()
         large = torch.arange(200_000.0)
@@ -287,7 +287,7 @@ class TestTheSameAsSafetensors:
         assert torch.equal(found, large)
 
     @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "meta"], ids=str)
-    def test_other_devices(self, drive: Path, device: Any) -> None:
+    def test_tensors_are_loaded_to_other_devices(self, drive: Path, device: Any) -> None:
         save_file({"a": torch.ones(3)}, drive / "file")
         assert load_file(drive / "file", device)["a"].device == torch.device(device)
         assert load_file(str(drive / "file"), device=device, backend="pread")["a"].shape == (3,)
@@ -302,7 +302,7 @@ class TestTheSameAsSafetensors:
         assert torch.equal(safetensors.load_file(drive / "file.safetensors")["a"], torch.ones(3))
 
 
-def test_a_file_that_is_replaced_while_it_is_read(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_replaced_while_it_is_read_is_read_again(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"a": torch.zeros(300_000), "b": torch.zeros(5)}, drive / "file")
     read = safetensors_files.read
     calls = []
@@ -335,18 +335,18 @@ class TestShards:
         assert save_sharded({"a": torch.ones(3)}, drive) == [drive / "model.safetensors"]
         assert save_sharded({}, drive, name="empty") == [drive / "empty.safetensors"]
 
-    def test_a_tensor_that_is_larger_than_a_shard(self, drive: Path) -> None:
+    def test_a_tensor_larger_than_a_shard_has_a_shard_of_its_own(self, drive: Path) -> None:
         paths = save_sharded({"a": torch.ones(1), "b": torch.ones(100), "c": torch.ones(1)}, drive, max_shard_size=8)
         assert len(paths) == 4
         assert same(load_file(paths[-1]), {"a": torch.ones(1), "b": torch.ones(100), "c": torch.ones(1)})
 
     @pytest.mark.parametrize("size", ["1.5", "GB", "5XB", "-1GB", "50%", 0, "0GB"])
-    def test_sizes_that_are_none(self, drive: Path, size: Any) -> None:
+    def test_impossible_sizes_are_refused(self, drive: Path, size: Any) -> None:
         with pytest.raises(ValueError, match="max_shard_size"):
             save_sharded({"a": torch.ones(1)}, drive, max_shard_size=size)
 
     @pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": {"a": 1}}', '{"weight_map": ["a"]}', "{}"])
-    def test_an_index_that_is_none(self, drive: Path, index: str) -> None:
+    def test_a_broken_index_is_corrupt(self, drive: Path, index: str) -> None:
         (drive / "model.safetensors.index.json").write_text(index)
         with pytest.raises(CorruptCheckpoint, match="no index"):
             load_file(drive / "model.safetensors.index.json")
@@ -365,7 +365,7 @@ class TestShards:
         ],
         ids=["lists", "a name twice", "objects", "members", "brackets", "no text", "no value", "more"],
     )
-    def test_an_index_that_would_take_too_much(self, drive: Path, index: bytes) -> None:
+    def test_an_index_that_would_take_too_much_is_refused(self, drive: Path, index: bytes) -> None:
         path = drive / "model.safetensors.index.json"
         path.write_bytes(index)
         tracemalloc.start()
@@ -379,7 +379,7 @@ class TestShards:
 
     @pytest.mark.parametrize("indent", [None, 0, 2, "\t"])
     @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-    def test_an_index_of_any_layout(self, drive: Path, indent: Any, separators: tuple[str, str]) -> None:
+    def test_an_index_of_any_layout_is_read(self, drive: Path, indent: Any, separators: tuple[str, str]) -> None:
         metadata = {"total_size": 1 << 70, "shared": {f"name {index}" * 10: [index] for index in range(5000)}, "none": None}
         expected = {'a "b"': "s\u00e9", "c\\": "s", "\U0001f600": "s", "": "t", **{f"l.{index}": "s" for index in range(300)}}
         index = {"x": 1.5, "metadata": metadata, "weight_map": expected, "after": [1, [2]]}
@@ -390,12 +390,12 @@ class TestShards:
             assert {tensor: Path(shard).name for shard, names in found.items() for tensor in names or ()} == expected
 
     @pytest.mark.parametrize("shard", ["../file", "/etc/passwd", "..", "", "a\0b"])
-    def test_an_index_that_leads_elsewhere(self, drive: Path, shard: str) -> None:
+    def test_an_index_that_leads_elsewhere_is_refused(self, drive: Path, shard: str) -> None:
         (drive / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
         with pytest.raises(CorruptCheckpoint, match="no name of a file beside the index"):
             load_file(drive / "model.safetensors.index.json")
 
-    def test_a_tensor_that_its_shard_has_not(self, drive: Path) -> None:
+    def test_a_tensor_missing_from_its_shard_is_named(self, drive: Path) -> None:
         save_file({"a": torch.ones(1)}, drive / "shard")
         (drive / "index.json").write_text(json.dumps({"weight_map": {"a": "shard", "b": "shard"}}))
         with pytest.raises(CorruptCheckpoint, match="not there: b"):
@@ -422,7 +422,7 @@ class Tied(torch.nn.Module):
 
 
 class TestModels:
-    def test_the_bytes(self, drive: Path) -> None:
+    def test_the_bytes_of_a_model_are_those_of_safetensors(self, drive: Path) -> None:
         untied, tied = torch.nn.Linear(3, 4), Tied(0)
         tied.a_part = torch.zeros(3)  # the order of several metadata is drawn by lot there
         for model in (untied, tied):
@@ -455,7 +455,7 @@ class TestModels:
         ],
         ids=str,
     )  # fmt: skip
-    def test_what_is_missing_and_what_is_too_many(self, drive: Path, lacking: tuple[str, ...], more: tuple[str, ...]) -> None:
+    def test_missing_and_unexpected_names_are_told(self, drive: Path, lacking: tuple[str, ...], more: tuple[str, ...]) -> None:
         save_model(Tied(0), drive / "whole")
         tensors = load_file(drive / "whole")
         for name in lacking:
@@ -471,7 +471,7 @@ class TestModels:
                 errors.append(str(error))
         assert len(set(errors)) == (1 if theirs[0] or theirs[1] else 0)
 
-    def test_parts_of_a_storage_that_no_name_has_all_of(self, drive: Path) -> None:
+    def test_parts_of_a_storage_that_no_name_covers_are_refused(self, drive: Path) -> None:
         model = torch.nn.Module()
         model.register_buffer("part", torch.arange(10)[:5])
         for save in (save_model, safetensors.save_model):
@@ -479,17 +479,17 @@ class TestModels:
                 save(model, str(drive / "file"))
         assert list(drive.iterdir()) == []
 
-    def test_without_force_contiguous(self, drive: Path) -> None:
+    def test_tensors_that_are_not_contiguous_are_refused_without_force_contiguous(self, drive: Path) -> None:
         with pytest.raises(ValueError, match=r"'transposed' is not contiguous .* force_contiguous=True"):
             save_model(Tied(0), drive / "file", force_contiguous=False)
         with pytest.raises(ValueError, match="force_contiguous=True"):
             safetensors.save_model(Tied(0), str(drive / "file"), force_contiguous=False)
 
-    def test_shapes_that_differ(self, drive: Path) -> None:
+    def test_different_shapes_are_refused(self, drive: Path) -> None:
         save_model(torch.nn.Linear(3, 4), drive / "file")
         with pytest.raises(RuntimeError, match="size mismatch"):
             load_model(torch.nn.Linear(4, 4), drive / "file", strict=False)
 
-    def test_shards(self, drive: Path) -> None:
+    def test_a_model_is_loaded_from_shards(self, drive: Path) -> None:
         *_, index = save_sharded(dict(torch.nn.Linear(3, 4).state_dict()), drive, max_shard_size=8)
         assert load_model(torch.nn.Linear(3, 4), index) == (set(), [])

@@ -21,12 +21,12 @@ from ..support.objects import OBJECTS, SAFE, assert_same
 
 
 class TestFailures:
-    def test_a_budget_that_is_too_small(self, drive: Path) -> None:
+    def test_a_budget_that_is_too_small_is_told(self, drive: Path) -> None:
         with pytest.raises(OutOfBuffers):
             deepnvme.save([torch.ones(100_000)], drive / "file.pt", pool=BufferPool(4096))
         assert list(drive.iterdir()) == []
 
-    def test_progress_that_raises(self, drive: Path) -> None:
+    def test_an_error_of_progress_is_raised(self, drive: Path) -> None:
         def stop(done: int, total: int) -> None:
             raise InterruptedError
 
@@ -37,7 +37,7 @@ class TestFailures:
 
 class TestTorchLoads:
     @pytest.mark.parametrize("kind", OBJECTS)
-    def test_every_kind_of_object(self, drive: Path, kind: str) -> None:
+    def test_torch_loads_every_kind_of_object(self, drive: Path, kind: str) -> None:
         obj = OBJECTS[kind]()
         deepnvme.save(obj, drive / "ours.pt")
         torch.save(obj, drive / "torchs.pt")
@@ -46,18 +46,18 @@ class TestTorchLoads:
 
     @pytest.mark.parametrize("kind", ["an optimizer", "large among small", "views", "every dtype"])
     @pytest.mark.parametrize("options", [{"mmap": True}, {"map_location": "meta"}], ids=str)
-    def test_in_other_ways(self, drive: Path, kind: str, options: dict[str, Any]) -> None:
+    def test_torch_loads_in_other_ways(self, drive: Path, kind: str, options: dict[str, Any]) -> None:
         obj = OBJECTS[kind]()
         deepnvme.save(obj, drive / "ours.pt")
         torch.save(obj, drive / "torchs.pt")
         assert_same(torch.load(drive / "ours.pt", **options), torch.load(drive / "torchs.pt", **options))
 
-    def test_with_the_pickle_protocol_asked_for(self, drive: Path) -> None:
+    def test_the_pickle_protocol_is_used(self, drive: Path) -> None:
         deepnvme.save(OBJECTS["an optimizer"](), drive / "file.pt", pickle_protocol=4)
         assert_same(torch.load(drive / "file.pt", weights_only=False), OBJECTS["an optimizer"]())
 
     @pytest.mark.parametrize("nbytes", [10, 1_000_003])
-    def test_a_storage_with_a_rest_that_is_no_whole_element(self, drive: Path, nbytes: int) -> None:
+    def test_a_storage_that_ends_in_part_of_an_element_is_saved(self, drive: Path, nbytes: int) -> None:
         numel = nbytes // 4
         tensor = torch.arange(nbytes).to(torch.uint8)[: numel * 4].view(torch.float32)
         deepnvme.save([tensor, tensor[1:]], drive / "file.pt", checksum=True)
@@ -67,7 +67,7 @@ class TestTorchLoads:
             assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         assert deepnvme.checkpoint.verify(drive / "file.pt").ok
 
-    def test_distributed_tensors(self, drive: Path, process_group: None) -> None:
+    def test_distributed_tensors_are_saved(self, drive: Path, process_group: None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -125,14 +125,14 @@ def test_progress_is_told_bytes_up_to_those_of_the_file(drive: Path) -> None:
     assert told[-1][0] == size
 
 
-def test_no_more_memory_than_said(drive: Path) -> None:
+def test_saving_takes_no_more_memory_than_said(drive: Path) -> None:
     pool = BufferPool(16 << 20)
     deepnvme.save([torch.ones(5000) for _ in range(2000)], drive / "file.pt", pool=pool)
     assert pool.allocated <= 16 << 20
     assert pool.in_use == 0
 
 
-def test_without_fsync(drive: Path) -> None:
+def test_without_fsync_nothing_is_flushed(drive: Path) -> None:
     deepnvme.save([torch.ones(3)], drive / "file.pt", fsync=False)
     assert_same(torch.load(drive / "file.pt"), [torch.ones(3)])
 

@@ -38,18 +38,18 @@ def path(drive: Path) -> Path:
 
 class TestProblems:
     @pytest.mark.parametrize(("key", "at"), [(0, 0), (1, 0), (1, 8_000_000), (1, 11_999_999), (3, 55)])
-    def test_a_flipped_bit(self, path: Path, key: int, at: int) -> None:
+    def test_a_flipped_bit_is_found(self, path: Path, key: int, at: int) -> None:
         flip(path, place_of(path, f"/data/{key}") + at)
         (problem,) = verify(path).problems
         assert problem.startswith(f"storage {key}, ")
         assert "expected CRC-32" in problem
 
-    def test_all_of_them(self, path: Path) -> None:
+    def test_all_damaged_storages_are_listed(self, path: Path) -> None:
         for key in (0, 1, 3):
             flip(path, place_of(path, f"/data/{key}"))
         assert [problem[:9] for problem in verify(path).problems] == ["storage 0", "storage 1", "storage 3"]
 
-    def test_in_the_pickle(self, path: Path) -> None:
+    def test_damage_of_the_pickle_is_found(self, path: Path) -> None:
         flip(path, place_of(path, "data.pkl") + 60)
         assert any(problem.startswith("the pickle") for problem in verify(path).problems)
 
@@ -82,7 +82,7 @@ class TestProblems:
          (b"PK\6\7", 16), (b"PK\5\6", 4), (b"PK\5\6", 8)],
         ids=["version", "folder", "offset", "disk", "count", "locator", "disks", "its disk", "its count"],
     )  # fmt: skip
-    def test_in_what_zip_archives_are_found_by(
+    def test_damage_of_the_directory_is_found(
         self, drive: Path, save: Callable[[object, Path], None], structure: bytes, at: int
     ) -> None:
         save([torch.arange(5)], drive / "file.pt")
@@ -92,14 +92,14 @@ class TestProblems:
         assert len(verify(drive / "file.pt").problems) == 1
 
     @pytest.mark.parametrize(("record", "header"), [("byteorder", True), ("data/0", True), ("serialization_id", False)])
-    def test_in_another_record_or_in_the_name_before_one(self, path: Path, record: str, header: bool) -> None:
+    def test_damage_of_other_records_and_names_is_found(self, path: Path, record: str, header: bool) -> None:
         data = bytearray(path.read_bytes())
         data[data.index(record.encode()) if header else place_of(path, record)] ^= 1
         path.write_bytes(data)
         (problem,) = verify(path).problems
         assert record.replace("data/", "storage ") in problem
 
-    def test_a_checksum_of_nothing(self, path: Path) -> None:
+    def test_a_checksum_of_an_empty_storage_is_damage(self, path: Path) -> None:
         data = bytearray(path.read_bytes())
         data[data.rindex(b"archive/data/2") - 30] ^= 1
         path.write_bytes(data)
@@ -108,7 +108,7 @@ class TestProblems:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("record", "said"), [("data/0", "storage 0"), ("data.pkl", "record data.pkl")])
-    def test_in_a_compressed_file(self, path: Path, record: str, said: str) -> None:
+    def test_damage_of_a_compressed_file_is_found(self, path: Path, record: str, said: str) -> None:
         rezipped(path, zipfile.ZIP_DEFLATED)
         flip(path, place_of(path, record) + 10)
         (problem,) = verify(path).problems
@@ -116,7 +116,7 @@ class TestProblems:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("field", "at"), [(b"PK\1\2", 6), ("\xe9".encode(), 0)], ids=["its version", "a name"])
-    def test_in_the_headers_of_a_compressed_file(self, path: Path, field: bytes, at: int) -> None:
+    def test_damage_of_the_headers_of_a_compressed_file_is_found(self, path: Path, field: bytes, at: int) -> None:
         rezipped(path, zipfile.ZIP_DEFLATED, folder="\xe9")
         content = bytearray(path.read_bytes())
         content[content.index(field) + at] = 0xFF
@@ -125,28 +125,11 @@ class TestProblems:
         with pytest.raises(CorruptCheckpoint):
             deepnvme.load(path, checksum=True)
 
-    def test_what_a_compressed_file_lacks(self, path: Path) -> None:
-        with zipfile.ZipFile(path) as whole, zipfile.ZipFile(path.with_name("less.pt"), "w", zipfile.ZIP_DEFLATED) as less:
-            for name in whole.namelist():
-                if not name.endswith("data/0"):
-                    less.writestr(name, whole.read(name)[: 100 if name.endswith("data/1") else None])
-        assert verify(path.with_name("less.pt")).problems == (
-            "storage 0: expected 80 bytes, found none", "storage 1: expected 12000000 bytes, found 100",
-        )  # fmt: skip
-
-    def test_a_file_that_is_cut_off(self, path: Path) -> None:
+    def test_a_file_cut_off_is_told(self, path: Path) -> None:
         with path.open("r+b") as file:
             file.truncate(place_of(path, "/data/1") + 5)
-        assert verify(path).problems == (
-            f"storage 1 is cut off: expected 12000000 bytes, found 5; the file ends at byte {path.stat().st_size}",
-        )
-
-    @pytest.mark.slow
-    def test_in_deflated_files(self, path: Path) -> None:
-        rezipped(path, zipfile.ZIP_DEFLATED)
-        assert verify(path).ok
-        flip(path, place_of(path, "/data/1") + 100)
-        assert not verify(path).ok
+        (problem,) = verify(path).problems
+        assert f"the file was cut off at byte {path.stat().st_size}" in problem
 
     @pytest.mark.parametrize(
         ("content", "said"),
@@ -155,7 +138,7 @@ class TestProblems:
         ids=["html", "lfs", "pickle"],
     )  # fmt: skip
     @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
-    def test_a_file_that_is_no_checkpoint(self, drive: Path, content: bytes, said: str, name: str) -> None:
+    def test_a_file_that_is_no_checkpoint_is_named(self, drive: Path, content: bytes, said: str, name: str) -> None:
         (drive / name).write_bytes(content)
         (problem,) = verify(drive / name).problems
         assert said in problem
@@ -171,21 +154,21 @@ class TestProblems:
             (lambda data: data.replace(b"F32", b"F16"), "should have 6 bytes by its shape, and has 12"),
         ],
     )
-    def test_in_safetensors(self, drive: Path, damage: Callable[[bytes], bytes], said: str) -> None:
+    def test_damage_of_safetensors_is_found(self, drive: Path, damage: Callable[[bytes], bytes], said: str) -> None:
         path = drive / "file.safetensors"
         save_file({"a": torch.arange(3), "b": torch.ones(3)}, path)
         path.write_bytes(damage(path.read_bytes()))
         (problem,) = verify(path).problems
         assert said in problem
 
-    def test_in_shards(self, drive: Path) -> None:
+    def test_damage_of_shards_is_found(self, drive: Path) -> None:
         *shards, index = save_sharded({"a": torch.arange(3), "b": torch.ones(3)}, drive, max_shard_size=12)
         shards[0].write_bytes(shards[0].read_bytes()[:-1])
         assert [str(shards[0]) in problem for problem in verify(index).problems] == [True]
         shards[0].unlink()
         assert verify(index).problems == (f"shard {shards[0]} is not there",)
 
-    def test_a_tensor_that_its_shard_has_not(self, drive: Path) -> None:
+    def test_a_tensor_missing_from_its_shard_is_found(self, drive: Path) -> None:
         *_, index = save_sharded({"a": torch.arange(3), "b": torch.ones(3)}, drive, max_shard_size=12)
         written = json.loads(index.read_text())
         written["weight_map"]["c"] = written["weight_map"]["a"]
@@ -196,18 +179,20 @@ class TestProblems:
 
 class TestSound:
     @pytest.mark.parametrize("kind", OBJECTS)
-    def test_every_kind_of_object(self, drive: Path, kind: str) -> None:
+    def test_every_kind_of_object_is_sound(self, drive: Path, kind: str) -> None:
         for save in (lambda obj, path: deepnvme.save(obj, path, checksum=True), deepnvme.save, torch.save):
             save(OBJECTS[kind](), drive / "file.pt")
             assert verify(drive / "file.pt").problems == ()
 
-    def test_it_is_counted(self, path: Path) -> None:
+    def test_tensors_bytes_and_checksums_are_counted(self, path: Path) -> None:
         report = verify(path, pool=BufferPool(4 << 20))
         assert report.ok
         assert (report.tensors, report.nbytes, report.checksums) == (4, 8 * 1_500_017, 3)
 
     @pytest.mark.parametrize("kind", OBJECTS)
-    def test_a_compressed_file(self, drive: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_compressed_file_is_sound_and_told_to_be_compressed(
+        self, drive: Path, kind: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         torch.save(OBJECTS[kind](), drive / "file.pt")
         before = verify(drive / "file.pt")
         rezipped(drive / "file.pt", zipfile.ZIP_DEFLATED)
@@ -340,7 +325,7 @@ class TestCommand:
         assert (ended.returncode, ended.stderr) == (0, "")
 
     @pytest.mark.parametrize(("words", "status"), [([], 2), (["--help"], 0), (["nothing"], 2), (["verify"], 2)])
-    def test_other_words(self, words: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_wrong_words_end_with_the_usage(self, words: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             main(words)
         assert ended.value.code == status

@@ -47,32 +47,32 @@ def assert_holds(source: Weights, wanted: dict[str, torch.Tensor]) -> None:
 
 
 class TestFiles:
-    def test_safetensors(self, drive, opened):
+    def test_weights_of_safetensors_are_found(self, drive, opened):
         save_file(WEIGHTS, drive / "w.safetensors")
         assert_holds(opened(drive / "w.safetensors"), WEIGHTS)
         assert all(weight.elements is None for weight in weights_in(drive / "w.safetensors").values())
 
     @pytest.mark.parametrize("length", [128, 128 + 256 * 2])
-    def test_safetensors_whose_header_has_a_length_that_begins_as_a_pickle(self, drive, opened, length):
+    def test_a_header_whose_length_begins_as_a_pickle_is_safetensors(self, drive, opened, length):
         name = "a" * (length - len('{"":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'))
         save_file({name: torch.ones(1)}, drive / "a.safetensors")
         assert (drive / "a.safetensors").read_bytes()[:2] == length.to_bytes(2, "little")
         assert torch.equal(read(opened(drive / "a.safetensors"), name), torch.ones(1))
 
     @pytest.mark.parametrize("given", ["index", "directory"])
-    def test_shards(self, drive, opened, given):
+    def test_weights_of_shards_are_found(self, drive, opened, given):
         save_sharded(WEIGHTS, drive, max_shard_size=30)
         index = drive / "model.safetensors.index.json"
         assert len(set(json.loads(index.read_text())["weight_map"].values())) > 1
         assert_holds(opened(index if given == "index" else drive), WEIGHTS)
 
-    def test_torch_save(self, drive, opened):
+    def test_weights_of_torch_save_are_found(self, drive, opened):
         torch.save(WEIGHTS, drive / "w.pt")
         assert_holds(opened(drive / "w.pt"), WEIGHTS)
         there = weights_in(drive / "w.pt")
         assert all(weight.elements is None for name, weight in there.items() if name != "b.none")
 
-    def test_torch_save_of_views(self, drive, opened):
+    def test_views_of_torch_save_are_found(self, drive, opened):
         base = torch.arange(64, dtype=torch.float32)
         weights = {
             "slice": base[10:20],
@@ -87,7 +87,7 @@ class TestFiles:
         assert there["slice"].elements is None
         assert there["transposed"].elements.stride == (1, 8)
 
-    def test_torch_save_in_shards(self, drive, opened):
+    def test_shards_of_torch_save_are_found(self, drive, opened):
         torch.save({"a": torch.ones(2)}, drive / "1.bin")
         torch.save({"b": torch.zeros(3)}, drive / "2.bin")
         (drive / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "1.bin", "b": "2.bin"}}))
@@ -100,16 +100,16 @@ class TestFiles:
 
 
 class TestBadFiles:
-    def test_nothing_is_there(self, drive):
+    def test_a_missing_file_is_named(self, drive):
         with pytest.raises(FileNotFoundError):
             weights_in(drive / "none.safetensors")
 
-    def test_a_directory_without_a_checkpoint(self, drive):
+    def test_a_directory_without_a_checkpoint_is_told(self, drive):
         with pytest.raises(FileNotFoundError, match=r"no checkpoint here: expected one of model\.safetensors") as refused:
             weights_in(drive)
         assert refused.value.filename == str(drive)
 
-    def test_a_directory_with_several(self, drive):
+    def test_a_directory_with_several_checkpoints_is_refused(self, drive):
         for name in ("one", "two"):
             save_file(WEIGHTS, drive / f"{name}.safetensors")
         with pytest.raises(ValueError, match=r"several checkpoints.*one\.safetensors.*two\.safetensors"):
@@ -122,7 +122,7 @@ class TestBadFiles:
             weights_in(drive)
         assert refused.value.filename == str(shard)
 
-    def test_an_index_with_tensors_that_are_not_in_their_shard(self, drive):
+    def test_a_tensor_missing_from_its_shard_is_named(self, drive):
         save_sharded(WEIGHTS, drive, max_shard_size=30)
         index = drive / "model.safetensors.index.json"
         fields = json.loads(index.read_text())
@@ -132,7 +132,7 @@ class TestBadFiles:
             weights_in(drive)
 
     @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-    def test_a_file_that_is_cut_off(self, drive, suffix):
+    def test_a_file_cut_off_is_corrupt(self, drive, suffix):
         path = drive / f"w.{suffix}"
         save_file(WEIGHTS, path) if suffix == "safetensors" else torch.save(WEIGHTS, path)
         os.truncate(path, path.stat().st_size - 10)
@@ -140,7 +140,7 @@ class TestBadFiles:
             weights_in(path)
 
     @pytest.mark.parametrize("first", [0x80, 0x00])
-    def test_torch_save_whose_first_byte_is_another(self, drive, first):
+    def test_a_damaged_first_byte_is_told(self, drive, first):
         torch.save(WEIGHTS, drive / "a.pt")
         data = bytearray((drive / "a.pt").read_bytes())
         data[0] = first
@@ -148,7 +148,7 @@ class TestBadFiles:
         with pytest.raises(CorruptCheckpoint):
             weights_in(drive / "a.pt")
 
-    def test_what_is_no_checkpoint(self, drive):
+    def test_a_file_that_is_no_checkpoint_is_refused(self, drive):
         (drive / "w.bin").write_bytes(b"weights")
         with pytest.raises(CorruptCheckpoint, match="header"):
             weights_in(drive / "w.bin")
@@ -161,7 +161,7 @@ class TestBadFiles:
         with pytest.raises(ValueError, match="holds list"):
             weights_in(drive / "w.pt")
 
-    def test_formats_that_would_have_to_be_in_memory(self, drive):
+    def test_formats_that_have_to_be_in_memory_are_refused(self, drive):
         torch.save(WEIGHTS, drive / "old.pt", _use_new_zipfile_serialization=False)
         with pytest.raises(ValueError, match=r"before 1\.6"):
             weights_in(drive / "old.pt")
@@ -172,7 +172,7 @@ class TestBadFiles:
         with pytest.raises(ValueError, match="is compressed"):
             weights_in(drive / "z.pt")
 
-    def test_a_storage_of_another_size_than_its_pickle_says(self, drive):
+    def test_a_storage_of_another_size_than_in_the_pickle_is_corrupt(self, drive):
         torch.save({"a": torch.ones(64)}, drive / "w.pt")
         with zipfile.ZipFile(drive / "w.pt") as archive, zipfile.ZipFile(drive / "cut.pt", "w") as other:
             for name in archive.namelist():
@@ -181,21 +181,21 @@ class TestBadFiles:
         with pytest.raises(CorruptCheckpoint, match=r"storage 0 .* expected 256 bytes, found 252"):
             weights_in(drive / "cut.pt")
 
-    def test_a_tensor_that_is_larger_than_its_storage(self, drive):
+    def test_a_tensor_larger_than_its_storage_is_corrupt(self, drive):
         tensor = torch.ones(1000)
         tensor.untyped_storage().resize_(40)
         torch.save({"a": tensor}, drive / "w.pt")
         with pytest.raises(CorruptCheckpoint, match="a tensor is larger than its storage"):
             weights_in(drive / "w.pt")
 
-    def test_a_pickle_whose_checksum_is_another(self, drive):
+    def test_a_damaged_pickle_is_found_by_its_checksum(self, drive):
         torch.save({"a": torch.ones(64)}, drive / "w.pt")
         data = (drive / "w.pt").read_bytes()
         (drive / "w.pt").write_bytes(data.replace(b"X\x01\0\0\0a", b"X\x01\0\0\0b", 1))
         with pytest.raises(CorruptCheckpoint, match=r"the pickle, .* expected CRC-32"):
             weights_in(drive / "w.pt")
 
-    def test_a_file_that_is_changed_meanwhile(self, drive, opened):
+    def test_a_file_changed_while_it_is_read_is_told(self, drive, opened):
         save_file(WEIGHTS, drive / "w.safetensors")
         source = opened(drive / "w.safetensors")
         read(source, "a.weight")
@@ -206,18 +206,18 @@ class TestBadFiles:
 
 
 class TestMemory:
-    def test_a_module_with_ties_and_buffers(self, opened):
+    def test_ties_and_buffers_of_a_module_are_found(self, opened):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
         model[1].weight = model[0].weight
         source = opened(model)
         assert_holds(source, model.state_dict())
         assert source.ties() == {"1.weight": "0.weight"}
 
-    def test_strides_and_conjugates(self, opened):
+    def test_strides_and_conjugates_are_read_as_they_are(self, opened):
         weights = {"t": torch.arange(12.0).view(3, 4).t(), "c": torch.tensor([1 + 1j]).conj()}
         assert_holds(opened(weights), weights)
 
-    def test_a_location_given(self, drive, opened):
+    def test_a_location_may_be_given(self, drive, opened):
         (drive / "raw").write_bytes(bytes(range(100)))
         given = {"x": Location(str(drive / "raw"), 3, WeightInfo(torch.uint8, (2, 4)))}
         assert_holds(opened(given), {"x": torch.arange(3, 11, dtype=torch.uint8).view(2, 4)})
@@ -232,6 +232,6 @@ class TestMemory:
             ({"a": torch.empty(3, device="meta")}, "meta device"),
         ],
     )
-    def test_what_has_no_weights(self, engine, given, match):
+    def test_objects_without_weights_are_refused(self, engine, given, match):
         with pytest.raises(TypeError, match=match):
             source_of(given, OpenFiles(engine))

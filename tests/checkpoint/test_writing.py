@@ -36,13 +36,13 @@ SIZES = [
 
 
 class TestFailures:
-    def test_no_memory_to_copy_through(self, drive: Path, engine: Engine) -> None:
+    def test_without_memory_to_copy_through_out_of_buffers_is_raised(self, drive: Path, engine: Engine) -> None:
         image, _ = image_of(100)
         with engine.open(drive / "file", "w+") as file, pytest.raises(OutOfBuffers):
             write(image, file, engine, BufferPool(0))
 
     @pytest.mark.parametrize("sizes", [(100,), (DIRECT_FROM * 2, 100)])
-    def test_an_error_of_the_drive(self, drive: Path, faulty: Callable[..., Any], sizes: tuple[int, ...]) -> None:
+    def test_an_error_of_the_drive_is_raised(self, drive: Path, faulty: Callable[..., Any], sizes: tuple[int, ...]) -> None:
         image, _ = image_of(*sizes)
         pool, failing = BufferPool(16 << 20), faulty("threads", error_every=1)
         with failing.open(str(drive / "file"), "w+") as file, pytest.raises(OSError, match="write") as failed:
@@ -54,7 +54,7 @@ class TestFailures:
 
 @pytest.mark.parametrize("misalignment", [0, 64, 1])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_any_sizes(drive: Path, engine: Engine, sizes: tuple[int, ...], misalignment: int) -> None:
+def test_sources_of_any_sizes_are_written(drive: Path, engine: Engine, sizes: tuple[int, ...], misalignment: int) -> None:
     image, content = image_of(*sizes, misalignment=misalignment)
     with engine.open(drive / "file", "w+") as file:
         write(image, file, engine, BufferPool(16 << 20))
@@ -62,7 +62,7 @@ def test_any_sizes(drive: Path, engine: Engine, sizes: tuple[int, ...], misalign
 
 
 @pytest.mark.parametrize("begin", [0, PAGE, 5 * PAGE])
-def test_a_part_touches_nothing_else(drive: Path, engine: Engine, begin: int) -> None:
+def test_a_part_touches_no_other_bytes(drive: Path, engine: Engine, begin: int) -> None:
     image, content = image_of(3, DIRECT_FROM + 5, 70_000)
     end = min(len(content), begin + DIRECT_FROM // PAGE * PAGE)
     before = pattern(len(content), 9)
@@ -72,7 +72,7 @@ def test_a_part_touches_nothing_else(drive: Path, engine: Engine, begin: int) ->
     assert (drive / "file").read_bytes() == before[:begin] + content[begin:end] + before[end:]
 
 
-def test_more_chunks_than_there_is_memory_for(drive: Path, engine: Engine) -> None:
+def test_more_chunks_than_memory_are_written(drive: Path, engine: Engine) -> None:
     image, content = image_of(*(DIRECT_FROM - 1,) * 30)
     pool = BufferPool(CHUNK)
     with engine.open(drive / "file", "w+") as file:

@@ -446,15 +446,6 @@ def test_slices_of_one_tensor_are_written_and_read_at_a_time(drive: Path) -> Non
         assert torch.equal(target, base)
 
 
-def test_a_read_and_what_its_callback_starts_are_synchronized_together(drive: Path) -> None:
-    with closing(DiskOffloader(drive)) as offloader:
-        x, y = torch.rand(5), torch.rand(6)
-        offloader.sync_write(x)
-        offloader.async_read(x, lambda: offloader.async_write(y))
-        offloader.synchronize()
-        assert memory(y) == 0
-
-
 # A failing drive
 
 

@@ -101,7 +101,7 @@ class _Unpickler(pickle.Unpickler):
         if name in _ENUMS.get(module, ()):
             members = getattr(importlib.import_module(module), name)
             return _Callable(self, lambda value: _EnumMember(members(value)))
-        function = _CALLABLE.get((module.replace("__builtin__", "builtins").removesuffix("._local"), name))
+        function = _CALLABLE.get((module.removesuffix("._local"), name))
         if function is not None:
             return _Callable(self, function)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -117,7 +117,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _WithoutState:
-    """Base of the objects that a pickle gets in place of those whose state it could set."""
+    """Base of the stand-ins for objects whose state a pickle could set."""
 
     __slots__ = ()
 
@@ -156,30 +156,6 @@ class _EnumMember(_WithoutState):
         return hash(self._member)
 
 
-def _bytes() -> bytes:
-    """Return empty bytes, which protocol 2 pickles as a call. Takes no size: ``bytes(1 << 30)`` would allocate it."""
-    return b""
-
-
-def _bytearray(text: str | bytes = b"", encoding: str = "latin-1") -> bytearray:
-    """Return a bytearray of text or bytes. Takes no size, as :func:`_bytes`."""
-    return bytearray(_encode(text, encoding) if isinstance(text, str) else memoryview(text))
-
-
-def _slice(*ends: Any) -> slice:
-    """Return a slice of ints and None only: hashing a slice of deeply nested values would overflow the stack."""
-    if not all(each is None or type(each) is int for each in ends):
-        raise ValueError("the ends of a slice are no integers")
-    return slice(*ends)
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    """Return bytes, which protocols below 3 pickle as Latin-1 text."""
-    if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"{encoding} is not how bytes are pickled")
-    return text.encode("latin1")
-
-
 def _layout(name: str) -> torch.layout:
     """Return torch's layout of this name. Raises ValueError for the name of anything else."""
     found = getattr(torch, name.removeprefix("torch."))
@@ -194,19 +170,12 @@ def _path_of(name: str) -> Callable[..., PurePath]:
 
 
 _CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
-    ("builtins", "bytearray"): _bytearray,
-    ("builtins", "bytes"): _bytes,
-    ("builtins", "complex"): complex,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "set"): set,
-    ("builtins", "slice"): _slice,
-    ("_codecs", "encode"): _encode,
     ("collections", "OrderedDict"): collections.OrderedDict,
     **{("pathlib", pure + name): _path_of(name) for pure in ("", "Pure") for name in ("Path", "PosixPath", "WindowsPath")},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
 }
-"""Functions that a pickle may call, by (module, name), for values that have no pickle operation of their own."""
+"""Functions that a pickle may call, by (module, name)."""
 
 
 def _allowed(module: str, name: str) -> Any:

@@ -52,7 +52,7 @@ class Wanted(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """One item that a rank saved: its place in the file, and as much of it as is read at first, all or the beginning."""
+    """One item that a rank saved: its place in the file, and the bytes that are read first."""
 
     offset: int
     nbytes: int
@@ -80,7 +80,7 @@ class NVMeReader(FileSystemReader):
 
     Args:
         path: Directory of the checkpoint.
-        weights_only: Among the items that are not tensors, True accepts only those that ``torch.load(weights_only=True)``
+        weights_only: Among the items that are not tensors, True accepts only what ``torch.load(weights_only=True)``
             accepts: numbers, text, containers, dtypes, and classes given to ``torch.serialization.add_safe_globals``. False
             lets torch's planner unpickle anything, which can run code of the checkpoint's writer. None (the default) is True
             unless TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, as for :func:`load`. TORCH_FORCE_WEIGHTS_ONLY_LOAD makes it True in
@@ -196,7 +196,6 @@ class NVMeReader(FileSystemReader):
                 file.seek(info.offset)
                 check_archive(io.BytesIO(file.read(info.length)))
 
-    @file_io.clearing_frames
     def _read(
         self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner, engine: Engine
     ) -> list[ReadItem]:
@@ -248,7 +247,6 @@ class NVMeReader(FileSystemReader):
         return items
 
 
-@file_io.clearing_frames
 def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner, engine: Engine) -> None:
     """Read parts of tensors from a file into the tensors that the planner provides for them. Blocks.
 
@@ -271,7 +269,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner, engine: Eng
     to_copy = 0
 
     def end() -> None:
-        """Read the pending parts, copy those that were read beside their tensors, and tell the planner."""
+        """Read the pending parts, copy the parts that have a buffer into their tensors, and tell the planner."""
         memory = [file_io.Placed(each.offset, flat_bytes(to) if buffer is None else buffer) for _, each, to, buffer in pending]
         file_io.read([each for each in memory if each.nbytes], path, engine, buffer_pool())
         for request, elements, target, buffer in pending:

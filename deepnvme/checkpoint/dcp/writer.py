@@ -1,4 +1,14 @@
-"""Write what ``torch.distributed.checkpoint`` saves, at the speed of the drive."""
+"""Write what ``torch.distributed.checkpoint`` saves, at the speed of the drive.
+
+Invariants:
+
+1. A checkpoint exists when its metadata file has its name. Every file that the metadata name is whole by then.
+2. The files of an earlier checkpoint stay until the metadata file of the new one has replaced theirs: new files get a tag in
+   their names if there is an earlier checkpoint.
+3. The names of the files that became needless stand behind the pickle in the metadata file, so that the next save removes files
+   that an interrupted one has left.
+4. A file is removed only if its name has the form of such a file, and it is tagged or the old metadata file contains its name.
+"""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class FileImage:
 
 
 def add_checksums(checksums: Checksums, begin: int, memory: torch.Tensor) -> None:
-    """Compute checksums over the next bytes of a file, and write into them those that belong there. Blocks, without the GIL.
+    """Compute checksums over the next bytes of a file; write the checksums that belong into these bytes. Blocks, without the GIL.
 
     Called for all bytes of the file, in order. Memory that was copied from the image has to pass before it is written, and is
     written to. A tensor's own memory has data only, and may be under way to the drive meanwhile: it is only read.
@@ -243,7 +243,7 @@ def add_checksums(checksums: Checksums, begin: int, memory: torch.Tensor) -> Non
     Args:
         checksums: Those of the image.
         begin: Offset of the bytes in the file.
-        memory: The bytes. Of those on a device only the number counts: they have no checksums here.
+        memory: The bytes. Bytes on a device are only counted: they have no checksums here.
     """
     address, nbytes = memory.data_ptr(), memory.nbytes
     for at in range(0, nbytes, _MOST_SUMMED):  # Ctrl-C is seen in between

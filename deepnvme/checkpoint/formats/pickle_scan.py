@@ -28,8 +28,6 @@ _PLAIN = {
 """Functions and classes, by (module, name), that make objects without looking at the contents of storages."""
 DEEPEST = 10_000
 """Deepest nesting that is accepted in a pickle. No pickler nests deeper."""
-_MOST_OPERATIONS = 60_000_000
-"""Most reads in a scan, enough for half a million tensors. Most operations of a pickle take two."""
 
 
 def names_only_plain(stream: bytes) -> bool:
@@ -83,30 +81,22 @@ Not 0, because ``pickletools.optimize`` omits memo entries that are not used.
 class PickleScan(pickle._Unpickler):
     """An unpickler that makes no objects, but records the storages that a pickle refers to.
 
-    :meth:`load` raises what unpickling raises, and TypeError and similar for what torch has not pickled. After it, the file's
-    position is the end of the pickle.
+    :meth:`load` raises what unpickling raises, and TypeError and similar for what torch has not pickled. Time and memory are
+    bounded by the size of a pickle that :func:`why_wasteful` has accepted.
 
     Args:
         file: File whose position is the start of a pickle.
-        most: Most reads before the scan gives up with UnpicklingError. Most operations take two. A pickle needs no more reads
-            than it has bytes, so pass its size if it is known.
     """
 
     # Based on the unpickler in Python, as torch's own for weights_only: the one in C allocates gigabytes for a large memo index
     # in a hostile pickle.
 
-    def __init__(self, file: IO[bytes], most: int = _MOST_OPERATIONS) -> None:
-        super().__init__(_Counted(file, most))
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
         self.nbytes: dict[str, int] = {}
         """Bytes of each storage by its key, in the order in which the pickle refers to them, which is that of the file."""
         self.plain = True
         """Whether nothing that the pickle calls could look at the contents of storages. Final after ``load``."""
-
-    def load_mark(self: Any) -> None:
-        """Handle the MARK operation. Raises UnpicklingError for nesting deeper than DEEPEST."""
-        if len(self.metastack) == DEEPEST:
-            raise pickle.UnpicklingError(f"it is nested more than {DEEPEST} times")
-        pickle._Unpickler.dispatch[pickle.MARK[0]](self)
 
     def load_nothing(self: Any) -> None:
         """Handle the operations for an empty list, dict or set with a stand-in, which collects nothing."""
@@ -114,7 +104,6 @@ class PickleScan(pickle._Unpickler):
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         **pickle._Unpickler.dispatch,
-        pickle.MARK[0]: load_mark,
         **dict.fromkeys([pickle.EMPTY_LIST[0], pickle.EMPTY_DICT[0], pickle.EMPTY_SET[0]], load_nothing),
     }
 
@@ -129,22 +118,6 @@ class PickleScan(pickle._Unpickler):
         _, kind, key, _, numel = saved
         self.nbytes[key] = operator.index(numel) * kind.itemsize
         return _anything
-
-
-class _Counted:
-    """A file that refuses to be read after too many operations, because each takes time and memory."""
-
-    def __init__(self, file: IO[bytes], most: int) -> None:
-        self._read = file.read
-        self.readline = file.readline
-        self._most = self._left = most
-
-    def read(self, nbytes: int) -> bytes:
-        """Read from the file. Raises UnpicklingError after the allowed number of reads."""
-        self._left -= 1
-        if self._left < 0:
-            raise pickle.UnpicklingError(f"it has more than {self._most} operations")
-        return self._read(nbytes)
 
 
 class _Anything:

@@ -1,7 +1,11 @@
 """Make the image of a .pt file: the archive that ``torch.save`` writes, with each storage aligned to a page.
 
-Its records are stored, not deflated. The data of each begin at a multiple of the alignment, for which its header is padded with
-an extra field. Sizes and checksums follow the data ("data descriptor") and are repeated in the directory at the end.
+Invariants:
+
+1. All records are stored, not deflated, in one folder: the pickle, short records, the storages in the order of the pickle, the
+   version and the identity.
+2. The data of a record begin at a multiple of the alignment; an extra field pads the header for that.
+3. Sizes and checksums follow the data ("data descriptor") and are repeated in the directory at the end.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import errno
 import io
 import operator
 import os
-import pickle
 import re
 import struct
 import zlib
@@ -20,9 +19,9 @@ from torch.serialization import LoadEndianness, get_default_load_endianness
 
 from deepnvme.files.regular_files import open_regular
 from deepnvme.files.replacing import with_filename
+from deepnvme.telemetry.descriptions import shorten
 
 from .pickle_scan import PickleScan, names_only_plain, why_wasteful
-from .recognition import what_archive
 from .zip_directory import LOCAL_HEADER, BadDirectory, Record, data_of, entries
 
 
@@ -115,10 +114,10 @@ def records_of(path: str | os.PathLike[str]) -> PtRecords:
         try:
             found = entries(file)
         except BadDirectory as error:
-            raise CorruptCheckpoint(path, _what_is_missing(path) or str(error)) from error
+            raise CorruptCheckpoint(path, str(error)) from error
     if found and not any(record.name.rpartition("/")[2] == "data.pkl" for record in found):
-        other = what_archive([record.name for record in found])
-        raise CorruptCheckpoint(path, f"it has no record data.pkl, which all have that torch.save wrote; it looks like {other}")
+        names = shorten([record.name for record in found])
+        raise CorruptCheckpoint(path, f"it is a zip archive that torch.save has not written: it has no data.pkl, but {names}")
     first = found[0].name.partition("/")[0] if found else ""
     records: dict[str, Record] = {}
     byteorder = "big" if get_default_load_endianness() is LoadEndianness.BIG else "little"
@@ -193,7 +192,7 @@ def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
 
 def scan_of(path: str | os.PathLike[str], found: PtRecords) -> PickleScan:
     """Return a scan of the file's pickle, not loaded yet. Raises CorruptCheckpoint if the pickle's record is damaged."""
-    return PickleScan(io.BytesIO(read_record(path, found.pickle)), found.pickle.nbytes)
+    return PickleScan(io.BytesIO(read_record(path, found.pickle)))
 
 
 def is_plain(path: str | os.PathLike[str], found: PtRecords) -> bool:
@@ -212,31 +211,21 @@ def is_plain(path: str | os.PathLike[str], found: PtRecords) -> bool:
     return scan.plain
 
 
-def refuse_damaged(path: str | os.PathLike[str], found: PtRecords, error: Exception, plain: bool | None = None) -> None:
-    """Raise CorruptCheckpoint if torch could not load an archive because it is damaged. Otherwise return.
+def refuse_damaged(path: str | os.PathLike[str], found: PtRecords, error: Exception) -> None:
+    """Raise CorruptCheckpoint if torch could not load an archive because a storage is missing or has another size. Blocks.
 
-    The message says what is wrong with the records, or repeats ``error`` if only damage can have caused it.
+    The bytes of the pickle need no check here: their checksum was compared before.
 
     Args:
         path: The file.
         found: Its directory.
         error: What torch raised.
-        plain: Whether the pickle is plain, or None to find out. The functions that a plain pickle names raise nothing for an
-            undamaged file.
     """
     if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
         return
-    if found.stored:
-        _refuse_records(path, found, error)
-    if is_damage(error) and not found.script and (is_plain(path, found) if plain is None else plain):
-        raise CorruptCheckpoint(path, f"torch cannot load it: {type(error).__name__}: {error}") from error
-
-
-def _refuse_records(path: str | os.PathLike[str], found: PtRecords, error: Exception) -> None:
-    """Raise CorruptCheckpoint if a storage is missing or has another size than the pickle says."""
     offsets = data_offsets(path, found.storages)
     scan = scan_of(path, found)
-    with contextlib.suppress(Exception):  # the caller reports what is wrong with the pickle
+    with contextlib.suppress(Exception):  # the caller raises torch's error
         scan.load()
     there = {record.key: (record, offset) for record, offset in zip(found.storages, offsets, strict=True)}
     for key, nbytes in scan.nbytes.items():
@@ -335,58 +324,3 @@ def _data_offset(path: str | os.PathLike[str], descriptor: int, record: Record) 
         why = f"{record} should have {record.nbytes} bytes from byte {offset} on, and the file ends at byte {size}"
         raise CorruptCheckpoint(path, why)
     return offset
-
-
-_LONGEST_PICKLE = 64 << 20
-"""Most bytes of the pickle that are read: that of half a million tensors. Without the directory its length is unknown."""
-_NEAR = 64 << 10
-"""Bytes within which the next header begins: only a data descriptor is before it."""
-_OTHER_RECORDS = 16
-"""More records than torch writes besides the storages."""
-
-
-def _what_is_missing(path: str | os.PathLike[str]) -> str | None:
-    """Return which storage of a truncated archive is cut off, as a message, or None if that cannot be told.
-
-    None if the file does not begin like those of torch.save. Blocks.
-
-    Raises:
-        OSError: If the file cannot be read.
-    """
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        try:
-            begin = data_of(file.read(LOCAL_HEADER.size), 0)
-            file.seek(begin)
-            stream = file.read(min(_LONGEST_PICKLE, size))
-            why = why_wasteful(stream)
-            if why is not None:
-                return f"it is cut off before the first storage, at byte {size}: its pickle {why}"
-            del stream
-            file.seek(begin)
-            referred = PickleScan(file)
-            referred.load()
-        except OSError:
-            raise
-        except (EOFError, BadDirectory, pickle.UnpicklingError):
-            return f"it is cut off before the first storage, at byte {size}"
-        except Exception:  # not a pickle of torch.save, or no pickle at all: these can raise anything
-            return None
-        missing, at = referred.nbytes, file.tell()
-        for _ in range(len(missing) + _OTHER_RECORDS):
-            file.seek(at)
-            before, signature, rest = file.read(_NEAR).partition(b"PK\3\4")
-            header, head = at + len(before), signature + rest
-            if len(head) < LOCAL_HEADER.size:
-                at = size
-                break
-            at = data_of(head, header)
-            name = head[LOCAL_HEADER.size : at - header]
-            key = name.split(b"/data/")[-1].split(b"FB")[0].decode(errors="replace")
-            if at + missing.get(key, 0) > size:
-                break
-            at += missing.pop(key, 0)
-        for key, expected in missing.items():
-            found = max(0, size - at)
-            return f"storage {key} is cut off: expected {expected} bytes, found {found}; the file ends at byte {size}"
-    return None

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Sequence
 
 from deepnvme.files.regular_files import open_regular
 from deepnvme.files.replacing import with_filename
 
 _HEAD = 512
 _SHOWN = 40
-"""Characters of a text, and names of an archive's files up to so many characters, that are shown."""
+"""Characters of a text that an error shows."""
 SAFETENSORS = "a safetensors file"
 UNKNOWN = "a file of another kind"
-"""How :func:`what_else` begins for such files."""
+"""How :func:`guess_format` begins for such files."""
 _LONGEST_SAFETENSORS_HEADER = 100_000_000
 _TORCH_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"
 """In a pickle, the number that files of torch before 1.6 begin with."""
@@ -23,22 +22,13 @@ _TAR = (257, b"ustar")
 """Where a tar archive has this; torch before 0.2 has saved in such."""
 _BEGINNINGS = {
     b"\x93NUMPY": "a .npy file: use numpy.load",
-    b"\x89HDF\r\n\x1a\n": "an HDF5 file, such as of Keras",
     b"GGUF": "a GGUF file, as of llama.cpp",
     b"\x1f\x8b": "a file compressed by gzip: unpack it first",
     b"\x28\xb5\x2f\xfd": "a file compressed by zstd: unpack it first",
-    b"BZh": "a file compressed by bzip2: unpack it first",
-    b"\xfd7zXZ\x00": "a file compressed by xz: unpack it first",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive: unpack it first",
-    b"PK\x05\x06": "an empty zip archive",
-    b"\x7fELF": "a program or a shared library",
-    b"%PDF": "a PDF document",
-    b"\x89PNG": "a PNG image",
-    b"\xff\xd8\xff": "a JPEG image",
 }
 
 
-def what_else(path: str | os.PathLike[str]) -> str | None:
+def guess_format(path: str | os.PathLike[str]) -> str | None:
     """Return what a file looks like, such as "a .npy file"; None if it begins as torch's formats, or a zip archive, do.
 
     Raises OSError if it cannot be read.
@@ -62,14 +52,6 @@ def what_else(path: str | os.PathLike[str]) -> str | None:
     if not head.strip(b"\0"):
         return "zeros, as a download leaves that was broken off"
     return _text(head) or f"{UNKNOWN}, which begins with {head[:16]!r}"
-
-
-def what_archive(names: Sequence[str]) -> str:
-    """Return what a zip archive with files of these names looks like."""
-    if names and all(name.endswith(".npy") for name in names):
-        return "an .npz file: use numpy.load"
-    shown = ", ".join(names)
-    return f"a zip archive of {len(names)} other files ({shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '...'})"
 
 
 def _text(head: bytes) -> str | None:

@@ -22,7 +22,7 @@ from deepnvme.memory.tensor_bytes import span_nbytes
 from deepnvme.telemetry.descriptions import shorten
 
 from .pt_records import CorruptCheckpoint
-from .recognition import SAFETENSORS, UNKNOWN, what_else
+from .recognition import SAFETENSORS, UNKNOWN, guess_format
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ def read_header(path: str | os.PathLike[str], begin: int = 0) -> list[TensorEntr
     try:
         return _read_header(path, begin)
     except CorruptCheckpoint as error:
-        other = what_else(path) if begin == 0 and os.path.getsize(path) >= _LENGTH.size else None
+        other = guess_format(path) if begin == 0 and os.path.getsize(path) >= _LENGTH.size else None
         if other is None or other.startswith((SAFETENSORS, UNKNOWN)):
             raise
         raise CorruptCheckpoint(path, f"it is no safetensors file, but looks like {other}") from error

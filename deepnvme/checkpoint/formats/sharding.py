@@ -128,7 +128,7 @@ def part_of_spans(spans: list[Span], count: int, index: int, split: int) -> list
 
 
 def taken(spans: Iterable[Span], begin: int, end: int) -> list[Span]:
-    """Return elements [begin, end) of those that the spans hold together, as spans."""
+    """Return elements [begin, end) of the concatenated spans, as spans."""
     parts, before = [], 0
     for first, last in spans:
         low, high = max(first, first + begin - before), min(last, first + end - before)

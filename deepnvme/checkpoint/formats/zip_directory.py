@@ -24,12 +24,8 @@ _FOLDER = 0x10
 _NEWEST = 63
 """Version of the format, 6.3, up to which readers go."""
 _STORED, _DEFLATED = 0, 8
-_MOST_INFLATED = 1032
-"""Largest factor by which deflate can make data smaller."""
 _LARGEST = 256 << 20
 """Most bytes of a directory: two million records."""
-_SLACK = 1 << 10
-"""Bytes allowed beyond ``_MOST_INFLATED`` times the data, for records that are almost empty."""
 
 
 class Record(NamedTuple):
@@ -85,7 +81,7 @@ def entries(file: BinaryIO, begin: int = 0, end: int | None = None) -> list[Reco
     tail = file.read(size - tail_at)
     at = tail.rfind(b"PK\5\6")
     if at < 0 or at + END.size > len(tail):
-        raise BadDirectory("the directory at its end is missing")
+        raise BadDirectory(f"the directory at its end is missing: the file was cut off at byte {size}, or is no zip archive")
     _, *end_fields, _ = END.unpack_from(tail, at)
     disk, first_disk, here, count, nbytes, start = end_fields
     directory_end = tail_at + at
@@ -166,8 +162,6 @@ def _parse(directory: bytes, count: int, size: int) -> list[Record]:
             raise BadDirectory(f"record {name} should have {nbytes} bytes behind byte {header}, and the file has {size}")
         if method == _STORED and nbytes != whole:
             raise BadDirectory(f"record {name} is stored, and cannot have {whole} bytes that take {nbytes}")
-        if whole > _MOST_INFLATED * nbytes + _SLACK:
-            raise BadDirectory(f"record {name} cannot have {whole} bytes that take {nbytes} deflated")
         found.append(Record(name, header, nbytes, crc32, method == _STORED, whole))
     if at != len(directory):
         raise BadDirectory(f"its directory is damaged: {count} records take {at} bytes of it, and it has {len(directory)}")

@@ -122,7 +122,7 @@ class RankFailures:
         return OSError(text) if code is None else OSError(code, text, self._failure["path"])
 
     def _wait_for_the_others(self, seconds: float) -> None:
-        """Wait until all ranks have read what this one has stored, or for so many seconds."""
+        """Wait until all ranks have read what this rank has stored, for ``seconds`` at most."""
         heard = self._store.add(_HEARD, 1)
         deadline = time.monotonic() + seconds
         while heard < self._count and time.monotonic() < deadline:

@@ -65,22 +65,22 @@ def replacements(*, ours: bool) -> Iterator[Replacement]:
 
 
 def _optimizer_swapper(base: Any) -> type:
-    """Return a subclass of an optimizer swapper whose files are in a folder of its own: see :func:`_own`."""
+    """Return a subclass of an optimizer swapper whose files are in a folder of its own: see :func:`_claim_folder`."""
 
     def __init__(self: Any, swap_config: Any, aio_config: Any, base_folder: str, *arguments: Any, **named: Any) -> None:
         nvme_path, zero_stage_3 = os.path.split(base_folder)
-        own = _own(self, nvme_path, "optimizer")
+        own = _claim_folder(self, nvme_path, "optimizer")
         base.__init__(self, swap_config, aio_config, os.path.join(own, zero_stage_3), *arguments, **named)
 
     return _derived(base, __init__)
 
 
 def _parameter_swapper(base: Any) -> type:
-    """Return a subclass of a parameter swapper whose files are in a folder of its own: see :func:`_own`."""
+    """Return a subclass of a parameter swapper whose files are in a folder of its own: see :func:`_claim_folder`."""
 
     def __init__(self: Any, ds_config: Any, model_dtype: Any) -> None:
         offload = ds_config.zero_config.offload_param
-        own = offload.model_copy(update={"nvme_path": _own(self, offload.nvme_path, "parameters")})
+        own = offload.model_copy(update={"nvme_path": _claim_folder(self, offload.nvme_path, "parameters")})
         zero_config = types.SimpleNamespace(offload_param=own)
         base.__init__(self, types.SimpleNamespace(zero_config=zero_config, aio_config=ds_config.aio_config), model_dtype)
 
@@ -134,7 +134,7 @@ def _derived(base: type, __init__: Any) -> type:
     return type(base.__name__, (base,), own)
 
 
-def _own(swapper: Any, nvme_path: Any, kind: str) -> str:
+def _claim_folder(swapper: Any, nvme_path: Any, kind: str) -> str:
     """Return a folder that no other swapper of this kind and rank uses: ``nvme_path``, or else the first free ``job-N`` in it.
 
     The folder is locked until the swapper is dropped or its process ends. Raises OSError naming the path if files cannot be made

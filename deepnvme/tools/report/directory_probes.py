@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import errno
 import mmap
 import os
 import shlex
 import shutil
-import struct
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,10 +25,6 @@ _WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tr
 _NO_SPACE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # Windows has no EDQUOT
 _KINDS: dict[Kind, str] = {"nvme": "NVMe", "ssd": "SSD", "rotational": "rotational", "virtual": "virtual drive"}
 _GDS_FILESYSTEMS = ("ext4", "xfs")  # on local NVMe; network filesystems that support GDS need software of their vendors
-_STATX_DIOALIGN = 0x2000  # Linux 6.1
-_STATX_SIZE = 256
-_STATX_DIO_OFFSET = 152  # of stx_dio_mem_align in struct statx; stx_dio_offset_align follows
-_AT_EMPTY_PATH = 0x1000
 
 
 @dataclass(frozen=True)
@@ -47,8 +41,6 @@ class DirectIO:
     """Bytes to which memory must be aligned; None if unknown."""
     offset_alignment: int | None = None
     """Bytes to which offsets in the file and lengths must be aligned; None if unknown."""
-    source: str = ""
-    """How the alignments were found: "statx" or "tried"."""
 
 
 def directory_facts(directory: Path, gds: GdsProbe) -> list[Fact]:
@@ -77,8 +69,8 @@ def directory_facts(directory: Path, gds: GdsProbe) -> list[Fact]:
         Fact("device", mount.source if mount else None, _describe(drive, block)),
         profile_fact(directory, drive, tunable=filesystem not in _WITHOUT_FILES),
         Fact.checked("O_DIRECT", direct.works, direct.outcome, direct.problem, good="OKAY"),
-        _alignment("memory alignment", direct.memory_alignment, direct.source),
-        _alignment("offset alignment", direct.offset_alignment, direct.source),
+        _alignment("memory alignment", direct.memory_alignment),
+        _alignment("offset alignment", direct.offset_alignment),
         *_space(directory),
         _gds_fact(filesystem, block, gds),
     ]
@@ -167,25 +159,8 @@ def _transfer(descriptor: int) -> DirectIO:
         if written != PAGE or got != PAGE or memory[:PAGE] != memory[PAGE:]:
             problem = f"direct I/O moved {written} and {got} bytes of {PAGE}, or other ones: do not use this filesystem"
             return DirectIO(False, "does not work", problem)
-        limits = _statx_alignment(descriptor)
-        if limits is not None:
-            return DirectIO(True, "works", "", *limits, "statx")
         with memoryview(memory) as view:
-            return DirectIO(True, "works", "", *_tried_alignment(descriptor, view), "tried")
-
-
-def _statx_alignment(descriptor: int) -> tuple[int, int] | None:
-    """Return the alignments for memory and offset that statx reports; None if the kernel or the filesystem reports none."""
-    try:
-        statx = ctypes.CDLL(None, use_errno=True).statx
-    except AttributeError:
-        return None  # glibc before 2.28
-    buffer = ctypes.create_string_buffer(_STATX_SIZE)
-    if statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) != 0:
-        return None
-    (mask,) = struct.unpack_from("=I", buffer)
-    memory, offset = struct.unpack_from("=II", buffer, _STATX_DIO_OFFSET)
-    return (memory, offset) if mask & _STATX_DIOALIGN and offset else None
+            return DirectIO(True, "works", "", *_tried_alignment(descriptor, view))
 
 
 def _tried_alignment(descriptor: int, memory: memoryview) -> tuple[int, int]:
@@ -203,8 +178,8 @@ def _tried_alignment(descriptor: int, memory: memoryview) -> tuple[int, int]:
     return next((size for size in (4, 512, 1024, 2048) if accepted(size, offset)), PAGE), offset
 
 
-def _alignment(name: str, size: int | None, source: str) -> Fact:
-    text = "unknown" if size is None else f"{size} bytes ({source})"
+def _alignment(name: str, size: int | None) -> Fact:
+    text = "unknown" if size is None else f"{size} bytes"
     return Fact(name, size, text, named=f"{name.replace(' ', '_')}_bytes")
 
 

@@ -36,7 +36,7 @@ _RULE = "-" * (_OP_WIDTH + _INSTALLED_WIDTH + len("op name") + len("installed"))
 
 @dataclass(frozen=True)
 class Report:
-    """All that :func:`gather` found out about a machine, section by section."""
+    """The findings of :func:`gather` about a machine, section by section."""
 
     ninja: Fact
     """Path of ninja, which compiling ops requires."""

@@ -192,7 +192,7 @@ def _op_in_use() -> Fact:
 
 
 def _compiler_of(library: Path) -> str | None:
-    """Return what compiled a module, as its file says; None if it does not."""
+    """Return the compiler that a module's file names; None if the file names none."""
     # Each object file names its compiler in .comment, those of the C library, which GCC compiled, too: Clang is looked for first.
     content = library.read_bytes()
     found = re.search(rb"[\w ]*clang version [\d.]+", content) or re.search(rb"GCC: \([^)]*\) [\d.]+", content)
@@ -247,7 +247,7 @@ def _cpu() -> list[Fact]:
 
 
 def _memory() -> Fact:
-    """Return the memory of this machine, and what of it is available."""
+    """Return the total and the available memory of this machine."""
     found = psutil.virtual_memory()
     text = f"{human_size(found.total)}, {human_size(found.available)} available"
     return Fact("memory", found.total, text, named="memory_bytes")

@@ -245,11 +245,6 @@ TOO_MUCH: dict[str, tuple[bytes, str]] = {
     "lists": (b"]" * 2_000_000 + b".", "memo"),
     "marks": (b"(" * 2_000_000 + b".", "nested"),
     "tuples as a key": (b"}N" + b"\x85" * 1_000_000 + b"Ns.", "nested"),
-    "slices as a key": (b"}c__builtin__\nslice\nc__builtin__\nslice\nN\x85R\x85RNs.", "slice"),
-    "a number of bytes": (b"c__builtin__\nbytes\nJ\xff\xff\xff\x3f\x85R.", "bytes"),
-    "a number of bytes in an array": (b"c__builtin__\nbytearray\nJ\xff\xff\xff\x3f\x85R.", "bytes-like"),
-    "a number of bytes made": (b"c__builtin__\nbytearray\nJ\xff\xff\xff\x3f\x85\x81.", "NEWOBJ"),
-    "another encoding": (b"c_codecs\nencode\nX\1\0\0\0aX\3\0\0\0idn\x86R.", "how bytes are pickled"),
     "copies": (SIZE + b"q\0](" + b"K\1" * 1000 + b"eq\1](" + b"h\0h\1\x85R" * 1000 + b"e.", "more arguments than it has bytes"),
     "a key of many digits": (
         pickle.dumps(Metadata({1 << 20_000: None}, storage_data={}), 2), "no name that can be shown"  # type: ignore[dict-item]
@@ -324,9 +319,7 @@ def test_what_torch_writes_is_read_as_torch_reads_it(path: Path, protocol: int) 
         for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)
         for form in (torch.contiguous_format, torch.channels_last, torch.preserve_format)
     ]
-    expected.planner_data = [
-        kinds, OrderedDict(a=1), {1, 2}, frozenset({3}), b"bytes", bytearray(b"b"), 1.5, 2j, slice(1, 2), range(3).stop, 1 << 80
-    ]  # fmt: skip
+    expected.planner_data = [kinds, OrderedDict(a=1), (1, 2), "text", 1.5, 1 << 80]
     expected.storage_meta = StorageMeta(checkpoint_id=path.parent, save_id="s")
     if hasattr(expected.storage_meta, "modules"):  # not in torch 2.6
         expected.storage_meta.modules = ["m"]

@@ -90,7 +90,7 @@ class TestCopies:
         image.copy(0, 2, into)
         assert into.tolist() == list(b"ab")
 
-    def test_a_range_of_nothing(self) -> None:
+    def test_an_empty_range_is_copied(self) -> None:
         FileImage().copy(0, 0, torch.empty(0, dtype=torch.uint8))
 
 
@@ -129,20 +129,20 @@ class TestRanges:
         assert inside[0].tensor is not None
         assert inside[0].tensor.data_ptr() == large.data_ptr()
 
-    def test_of_nothing(self) -> None:
+    def test_an_empty_image_has_no_ranges(self) -> None:
         assert list(FileImage().ranges()) == []
 
 
 class TestBytes:
     @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex128, torch.uint16], ids=str)
-    def test_of_tensors_of_any_dtype(self, dtype: torch.dtype) -> None:
+    def test_bytes_of_tensors_of_any_dtype_are_copied(self, dtype: torch.dtype) -> None:
         tensor = torch.ones(2, 3, dtype=dtype)
         assert flat_bytes(tensor).data_ptr() == tensor.data_ptr()
         assert flat_bytes(tensor).shape == (tensor.nbytes,)
 
-    def test_of_conjugate_views_are_those_of_their_storage(self) -> None:
+    def test_bytes_of_conjugate_views_are_those_of_the_storage(self) -> None:
         tensor = torch.ones(3, dtype=torch.complex64)
         assert flat_bytes(tensor.untyped_storage()).data_ptr() == tensor.data_ptr()
 
-    def test_of_0_d_and_parameters(self) -> None:
+    def test_bytes_of_scalars_and_parameters_are_copied(self) -> None:
         assert flat_bytes(torch.nn.Parameter(torch.tensor(1.0))).shape == (4,)

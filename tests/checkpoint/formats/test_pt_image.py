@@ -49,21 +49,21 @@ def torchs(obj: Any, protocol: int = 2, checksum: bool = True, module: Any = pic
 
 class TestIdentity:
     @pytest.mark.parametrize("kind", OBJECTS)
-    def test_of_every_kind_of_object(self, kind: str) -> None:
+    def test_the_file_of_every_kind_of_object_is_torchs(self, kind: str) -> None:
         obj = OBJECTS[kind]()
         assert_identical(ours(obj), torchs(obj))
 
     @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-    def test_with_every_protocol(self, protocol: int) -> None:
+    def test_the_file_of_every_protocol_is_torchs(self, protocol: int) -> None:
         obj = OBJECTS["an optimizer"]()
         assert_identical(ours(obj, protocol), torchs(obj, protocol))
 
     @pytest.mark.parametrize("kind", OBJECTS)
-    def test_of_what_is_saved_with_defaults(self, kind: str) -> None:
+    def test_the_file_saved_with_defaults_is_torchs(self, kind: str) -> None:
         obj = OBJECTS[kind]()
         assert_identical(ours(obj, checksum=None), torchs(obj))
 
-    def test_without_checksums(self) -> None:
+    def test_the_file_without_checksums_is_torchs(self) -> None:
         obj = OBJECTS["large among small"]()
         found, expected = ours(obj, checksum=False), torchs(obj, checksum=False)
         with zipfile.ZipFile(io.BytesIO(found)) as one, zipfile.ZipFile(io.BytesIO(expected)) as other:
@@ -72,13 +72,13 @@ class TestIdentity:
             assert {info.CRC for info in one.infolist() if "/data/" in info.filename} == {0}
 
     @pytest.mark.parametrize("kind", OBJECTS)
-    def test_when_torch_is_told_to_leave_checksums_out(self, kind: str) -> None:
+    def test_checksums_that_torch_leaves_out_are_left_out(self, kind: str) -> None:
         obj = OBJECTS[kind]()
         expected = torchs(obj, checksum=False)
         with config.patch({"save.compute_crc32": False}):
             assert_identical(ours(obj, checksum=None), expected)
 
-    def test_with_a_pickle_module_of_the_user(self) -> None:
+    def test_a_pickle_module_of_the_user_is_used(self) -> None:
         class Module:
             Pickler = pickle._Pickler  # type: ignore[attr-defined]
             __name__ = "module"
@@ -86,11 +86,11 @@ class TestIdentity:
         obj = {"a": torch.ones(3), "b": ["c", 1.5]}
         assert_identical(ours(obj, module=Module), torchs(obj, module=Module))
 
-    def test_of_thousands_of_tensors(self) -> None:
+    def test_the_file_of_thousands_of_tensors_is_torchs(self) -> None:
         obj = {f"layer.{index}": torch.full((3,), index) for index in range(3000)}
         assert_identical(ours(obj), torchs(obj))
 
-    def test_of_distributed_tensors(self, process_group: None) -> None:
+    def test_the_file_of_distributed_tensors_is_torchs(self, process_group: None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -98,7 +98,7 @@ class TestIdentity:
         obj = {"weight": distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])}
         assert_identical(ours(obj), torchs(obj))
 
-    def test_of_a_subclass_whose_tensors_are_inside(self) -> None:
+    def test_the_file_of_a_tensor_subclass_is_torchs(self) -> None:
         from torch.testing._internal.two_tensor import TwoTensor
 
         obj = TwoTensor(torch.ones(3), torch.zeros(3))
@@ -165,7 +165,7 @@ class TestChecksums:
             assert opened.testzip() is None
 
     @pytest.mark.parametrize("nbytes", [0, 1, 100_000, (16 << 20) + 5])
-    def test_of_a_storage(self, nbytes: int) -> None:
+    def test_the_checksum_of_a_storage_is_that_of_its_bytes(self, nbytes: int) -> None:
         tensor = torch.randint(256, (nbytes,), dtype=torch.uint8)
         assert crc32_of(tensor) == crc32_of(tensor.untyped_storage()) == zlib.crc32(bytes(memory_of(tensor)))
 

@@ -32,7 +32,7 @@ def ours(obj: Any, pickle_module: Any = pickle) -> bytes:
 
 
 class TestWhatCannotBeSaved:
-    def test_a_storage_that_is_seen_as_two_dtypes(self) -> None:
+    def test_a_storage_of_two_dtypes_is_refused(self) -> None:
         tensor = torch.ones(4)
         for save in (torchs, ours):
             with pytest.raises(RuntimeError, match=r"storage|dtype"):
@@ -43,21 +43,21 @@ class TestWhatCannotBeSaved:
         [threading.Lock(), lambda: None, [torch.ones(3), (each for each in [])]],
         ids=["lock", "lambda", "generator"],
     )
-    def test_an_object_that_cannot_be_pickled(self, obj: object) -> None:
+    def test_an_object_that_cannot_be_pickled_is_refused(self, obj: object) -> None:
         with pytest.raises((TypeError, pickle.PicklingError, AttributeError)) as expected:
             torchs(obj)
         with pytest.raises(type(expected.value)):
             ours(obj)
         assert gc.isenabled()
 
-    def test_a_plain_pickler_that_cannot_refer_to_storages(self) -> None:
+    def test_a_pickler_that_cannot_refer_to_storages_is_refused(self) -> None:
         class Module:
             Pickler = None
 
         with pytest.raises(TypeError):
             pickled({}, Module, 2)  # type: ignore[arg-type]
 
-    def test_a_tensor_that_needs_hooks_to_be_serialized(self) -> None:
+    def test_a_tensor_that_needs_hooks_is_refused(self) -> None:
         tensor = torch.ones(3, requires_grad=True)
         tensor.register_hook(lambda gradient: gradient)
         for save in (torchs, ours):
@@ -131,7 +131,7 @@ class TestNoneFor:
             answer(4)
 
     @pytest.mark.parametrize("given", [((str,), len), (frozenset(), None)], ids=["a tuple", "no function"])
-    def test_anything_but_types_and_a_function(self, given: tuple[Any, Any]) -> None:
+    def test_anything_but_types_and_a_function_is_refused(self, given: tuple[Any, Any]) -> None:
         with pytest.raises(TypeError):
             load_async_io().checkpoint.none_for(*given)
 

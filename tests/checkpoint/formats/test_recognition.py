@@ -17,7 +17,7 @@ import torch
 
 import deepnvme
 from deepnvme.checkpoint import CorruptCheckpoint
-from deepnvme.checkpoint.formats.recognition import what_else
+from deepnvme.checkpoint.formats.recognition import guess_format
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
@@ -40,10 +40,11 @@ OTHERS: dict[str, tuple[bytes, str]] = {
     "json": (b'{"a": 1}', "but looks like JSON"),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1\n", "Git LFS: git lfs pull fetches"),
     "npy": (by_numpy(numpy.save, numpy.ones(3)), "a .npy file: use numpy.load"),
-    "npz": (by_numpy(numpy.savez, numpy.ones(3), numpy.ones(4)), "no record data.pkl, .* an .npz file: use numpy.load"),
-    "archive": (zipped({"a/readme.txt": b"x", "b/c": b""}), r"a zip archive of 2 other files \(a/readme.txt, b/c\)"),
+    "archive": (
+        zipped({"a/readme.txt": b"x", "b/c": b""}),
+        r"a zip archive that torch.save has not written: .* a/readme.txt, b/c",
+    ),
     "gzip": (gzip.compress(b"abc"), "compressed by gzip: unpack it first"),
-    "program": (b"\x7fELF" + bytes(100), "a program or a shared library"),
     "zeros": (bytes(5000), "looks like zeros, as a download leaves"),
     "pickle": (pickle.dumps({"a": 1}), "a pickle that torch.save has not written"),
     "unknown": (b"\x01\xff\xfe" * 1000, r"a file of another kind, which begins with b'\\x01\\xff\\xfe"),
@@ -87,8 +88,8 @@ def test_files_of_torch_are_not_taken_for_others(tmp_path: Path, protocol: int) 
     """Nor if they are refused: the older format, and what weights_only does not allow."""
     torch.save({"a": torch.ones(3)}, tmp_path / "new.pt")
     torch.save(Path("x"), tmp_path / "old.pt", _use_new_zipfile_serialization=False, pickle_protocol=protocol)
-    assert what_else(tmp_path / "new.pt") is None
-    assert what_else(tmp_path / "old.pt") is None
+    assert guess_format(tmp_path / "new.pt") is None
+    assert guess_format(tmp_path / "old.pt") is None
     assert deepnvme.load(tmp_path / "old.pt", weights_only=False) == Path("x")
     if protocol == 2:
         with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):

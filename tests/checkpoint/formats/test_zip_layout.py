@@ -58,12 +58,12 @@ def test_data_begin_at_multiples_of_the_alignment_and_do_not_overlap(sizes: list
 
 
 @pytest.mark.parametrize("alignment", [0, -1, 1 << 16])
-def test_an_alignment_that_no_header_can_be_padded_to(alignment: int) -> None:
+def test_an_alignment_that_no_header_can_be_padded_to_is_refused(alignment: int) -> None:
     with pytest.raises(ValueError, match=f"alignment must be in .* got {alignment}"):
         laid_out(["a"], [1], [0], alignment)
 
 
-def test_columns_of_different_lengths() -> None:
+def test_columns_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="must be as many, got 2, 1 and 1"):
         laid_out(["a", "b"], [1], [0], 64)
 
@@ -86,7 +86,7 @@ class TestDirectory:
             offset = data_of(data[entry.header :][: LOCAL_HEADER.size], entry.header)
             assert data[offset : offset + entry.nbytes] == content
 
-    def test_of_an_archive_with_large_records(self, tmp_path: Path) -> None:
+    def test_large_records_are_found(self, tmp_path: Path) -> None:
         sizes, path = [5 * GIB, 3, 4 * GIB - 1, 5], tmp_path / "file"
         text, headers, paddings = laid_out([f"data/{index}" for index in range(4)], sizes, [7] * 4, 64)
         with path.open("wb") as file:
@@ -97,7 +97,7 @@ class TestDirectory:
         assert [entry.nbytes for entry in found] == [5 * GIB, 3, 4 * GIB - 1, 5]
         assert found[-1].header > 9 * GIB
 
-    def test_of_an_archive_of_another_program_with_a_comment(self, tmp_path: Path) -> None:
+    def test_an_archive_of_another_program_with_a_comment_is_read(self, tmp_path: Path) -> None:
         path = tmp_path / "file"
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
             made.writestr("a/data/0", b"0" * 1000)
@@ -109,7 +109,7 @@ class TestDirectory:
     @pytest.mark.parametrize(
         "damage", ["cut", "entry", "beyond", "no archive", "encrypted", "method", "deflated", "smaller", "disk", "name"]
     )
-    def test_that_is_damaged(self, tmp_path: Path, damage: str) -> None:
+    def test_a_damaged_directory_is_refused(self, tmp_path: Path, damage: str) -> None:
         data = archive([("a/data/0", b"x" * 100), ("a/data/1", b"y" * 100)])
         at = data.index(b"PK\1\2")
         damaged = {
@@ -129,7 +129,7 @@ class TestDirectory:
         with path.open("rb") as file, pytest.raises(BadDirectory):
             entries(file)
 
-    def test_whose_end_comes_too_soon_for_a_locator(self, tmp_path: Path) -> None:
+    def test_an_end_too_early_for_a_locator_is_no_error(self, tmp_path: Path) -> None:
         path = tmp_path / "file"
         path.write_bytes(b"PK\6\7" + b"PK\5\6" + bytes(8 + 4) + b"\4" + bytes(5))
         with path.open("rb") as file:

@@ -32,11 +32,11 @@ def engine_of(aio_config: Mapping[str, Any]) -> Engine:
 
 
 class SwapSizes:
-    """Base of the swappers: what is large enough to be swapped, and how it is padded, in attributes that DeepSpeed's have too.
+    """Base of the swappers: the least size of a swapped tensor, and its padding, in the attributes of DeepSpeed's swappers.
 
     Args:
         aio_config: The ``aio`` block, with all keys.
-        dtype: Of what is swapped.
+        dtype: Dtype of the swapped tensors.
     """
 
     def __init__(self, aio_config: Mapping[str, Any], dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""What of the sub-groups stays in memory from step to step. Decided here without any effect, so that a table can test it."""
+"""Choose which tensors of the sub-groups stay in memory from step to step. Pure functions, so that a table can test them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import accumulate, chain, pairwise
 
 
 def choose_residents(states: Sequence[Sequence[int]], gradients: Sequence[int], limit: int) -> tuple[int, int]:
-    """Share ``limit`` bytes of memory between what stays and what passes through.
+    """Divide ``limit`` bytes of memory between resident tensors and tensors that are read for each step.
 
     A step goes through the sub-groups in the same order each time, so what was used last is needed last: the least recently used
     would always be the next one wanted. A fixed set is the best one can do. It is the first ones in order: the step begins with

@@ -27,7 +27,7 @@ from .tile_cache import Tile, TileCache
 
 @dataclass
 class SavedStates:
-    """The file of a sub-group's states: the values of those that are not swapped, and a description of those that are."""
+    """The file of a sub-group's states: the values of states that are not swapped, and a description of swapped states."""
 
     kept: dict[str, Any]
     """Values of the states that stay in memory, by name."""
@@ -180,7 +180,7 @@ class OptimizerStateSwapInfo:
         self._stepped = self.active
 
     def swap_out(self, write_opt_state: bool, write_gradients: bool) -> None:
-        """Take the tensors out of memory, keep what is to be written, and drop a gradient that a step has used."""
+        """Take the tensors out of memory, keep the changed ones to write them, and drop a gradient that a step has used."""
         gradient = self.parameter.grad
         write_gradients = write_gradients and gradient is not None
         if write_gradients and gradient is not None:
@@ -297,7 +297,7 @@ class OptimizerStateSwapInfo:
     def restore(self, states: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Set the optimizer's states by the file of :meth:`save`, if that may have been replaced by a checkpoint's since.
 
-        This sets which states there are, and the values of those that are not swapped. States whose values a file could not have
+        This sets which states there are, and the values of states that are not swapped. States whose values a file could not have
         stay as they are. Does nothing without a file.
 
         Args:
@@ -311,7 +311,7 @@ class OptimizerStateSwapInfo:
         self._restores = False
 
     def _set(self, state: dict[str, Any], saved: SavedStates) -> None:
-        """Set which states there are, and the values of those that are not swapped."""
+        """Set which states there are, and the values of states that are not swapped."""
         for name in [name for name in state if name not in saved.order]:
             del state[name]
         for name in saved.order:

@@ -13,7 +13,7 @@ from deepnvme.engine import Engine, Future
 from deepnvme.memory.pool import BufferPool
 
 _BUSY_BYTES = 32 << 20
-"""So much in transfer keeps a drive busy. More of what nobody waits for would only slow down what somebody does."""
+"""Most bytes of read-ahead in transfer: enough to keep a drive busy. More would slow down transfers that the step waits for."""
 
 
 class Tile(Block):

@@ -9,7 +9,6 @@ import pickle
 import random as random_module
 import shutil
 import warnings
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,14 +55,6 @@ def weights() -> Weights:
 
 def dense() -> Weights:
     return {name: tensor.contiguous() for name, tensor in weights().items()}
-
-
-def deflated(path: Path) -> None:
-    torch.save(weights(), path)
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_suffix(".new"), "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    path.with_suffix(".new").rename(path)
 
 
 def put(path: Path) -> None:
@@ -128,12 +119,7 @@ KINDS = {
     "pt of any class": Kind(
         lambda path: torch.save(weights(), path), lambda path: deepnvme.load(path, weights_only=False), _CORRUPT, False
     ),
-    "pt, deflated": Kind(deflated, deepnvme.load, _CORRUPT, False),
-    "pt of before 1.6": Kind(
-        lambda path: torch.save(weights(), path, _use_new_zipfile_serialization=False), deepnvme.load, _CORRUPT, False
-    ),
     "pt, verified": Kind(lambda path: deepnvme.save(weights(), path, checksum=True), verify, (), False),
-    "pt, deflated and verified": Kind(deflated, verify, (), False),
     "safetensors": Kind(lambda path: save_file(dense(), path), load_file, (CorruptCheckpoint,), False),
     "safetensors, verified": Kind(lambda path: save_file(dense(), path), verify, (), False),
     "shards": Kind(

@@ -182,29 +182,6 @@ def test_torch_save_to_a_full_disk_is_an_error(fast: Open, small_disk: Disk) -> 
 
 @examples
 @given(
-    pieces=st.lists(st.one_of(st.binary(max_size=300), st.integers(min_value=0, max_value=40_000).map(os.urandom)), max_size=12),
-    pages=st.integers(min_value=2, max_value=7),
-    double_buffer=st.booleans(),
-    flushes=st.sets(st.integers(min_value=0, max_value=11)),
-)
-def test_any_pieces_make_the_file_that_they_make_in_memory(
-    fast: Open, drive: Path, pieces: list[bytes], pages: int, double_buffer: bool, flushes: set[int]
-) -> None:
-    (drive / "file").write_bytes(os.urandom(600_000))  # longer, to be gone
-    expected = b""
-    with fast(drive / "file", pages * PAGE + 100, double_buffer=double_buffer) as file:
-        for number, piece in enumerate(pieces):
-            assert file.write(piece) == len(piece)
-            expected += piece
-            assert file.tell() == len(expected)
-            if number in flushes:
-                file.flush()
-                assert (drive / "file").read_bytes() == expected
-    assert (drive / "file").read_bytes() == expected
-
-
-@examples
-@given(
     numel=st.integers(min_value=0, max_value=60_000),
     dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex64]),
     double_buffer=st.booleans(),
@@ -306,13 +283,15 @@ def test_flushing_costs_no_copies_later(handle: Any, drive: Path) -> None:
         ),
         max_size=10,
     ),
+    pages=st.integers(min_value=2, max_value=7),
     double_buffer=st.booleans(),
 )
-def test_any_going_about_in_the_file_makes_what_it_makes_in_memory(
-    fast: Open, drive: Path, steps: list[tuple[str, int]], double_buffer: bool
+def test_any_writes_seeks_and_flushes_make_the_file_that_they_make_in_memory(
+    fast: Open, drive: Path, steps: list[tuple[str, int]], pages: int, double_buffer: bool
 ) -> None:
+    (drive / "file").write_bytes(bytes(600_000))  # longer, to be gone
     expected = io.BytesIO()
-    with fast(drive / "file", double_buffer=double_buffer) as file:
+    with fast(drive / "file", pages * PAGE + 100, double_buffer=double_buffer) as file:
         for step, number in steps:
             if step == "write":
                 data = os.urandom(number)

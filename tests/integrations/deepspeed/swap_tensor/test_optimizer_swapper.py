@@ -350,17 +350,6 @@ def test_a_gradient_can_be_set_where_none_had_come(drive: Path, buffer_count: in
 
 
 @pytest.mark.parametrize("buffer_count", [4, 64])
-def test_a_step_without_gradients_has_zeros(drive: Path, buffer_count: int) -> None:
-    training = Training(drive, buffer_count=buffer_count)
-    training.train(2)
-    for copy in training.copies:
-        copy.grad = torch.zeros(NUMEL)
-    training.step()
-    training.train(1)
-    training.assert_same_as_in_memory()
-
-
-@pytest.mark.parametrize("buffer_count", [4, 64])
 def test_what_has_not_come_is_the_gradient_before_where_there_is_one(drive: Path, buffer_count: int) -> None:
     training = Training(drive, buffer_count=buffer_count)
     training.train(1)
