@@ -30,12 +30,13 @@ from .support.machine import machine
 BACKENDS = ("io_uring", "libaio", "threads")
 
 
-settings.register_profile("quick", max_examples=25)  # a quarter of the default, and so of what examples() gives
+# A deadline for each example would be a guess about how busy the machine is.
+settings.register_profile("patient", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=25)  # a quarter of the default, and so of what examples() gives
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--quick"):
-        settings.load_profile("quick")
+    settings.load_profile("quick" if config.getoption("--quick") else "patient")
     # A shell's background jobs ignore Ctrl-C and hand that on, to the programs that tests interrupt as well.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
