@@ -499,9 +499,10 @@ class BlockCache(Monitor):
     # Memory
 
     def _allocate(self, block: Block, begin: Callable[[Block, Memory], None]) -> Wait | None:
-        """Give memory to a block that is needed now, and begin; or return what to wait for before there is any.
+        """Allocate memory for a block that is needed now, call ``begin(block, memory)``, and return None.
 
-        Raises OSError if a write that had to make room has failed.
+        If no memory is free, return the transfer to wait for before trying again. Raises OSError if a write that had to make room
+        has failed.
         """
         grown_for, memory = self._grown or (None, None)
         if grown_for is not block:

@@ -53,6 +53,9 @@ class PooledMemory:
         return self._pool.try_lease(block.nbytes)
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Lease:
-        """Return a lease beyond the limit. Waits for other threads' leases; raises OutOfBuffers if the pool has no room."""
+        """Lease memory for a block although that exceeds the limit of all leases.
+
+        Waits for other threads to release theirs, not for those in ``held``. Raises OutOfBuffers if the pool has no room.
+        """
         shortage = self._shortage(sum(memory.nbytes for memory in held), block)
         return lease_more(self._pool, block.nbytes, [lease for lease in held if isinstance(lease, Lease)], shortage)

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class Description(NamedTuple):
-    """What one rank tells the others about its image."""
+    """What a rank sends to the others about its serialised checkpoint before all write one file."""
 
     digest: str
     """Hash of everything but the tensors' bytes."""

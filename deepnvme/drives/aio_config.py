@@ -68,7 +68,7 @@ class AioConfig(BaseModel):
     @field_validator("block_size", mode="before")
     @classmethod
     def _bytes_of_a_size(cls, value: Any) -> Any:
-        """Return the bytes of a size that is a text, and other values as they are."""
+        """Parse a size such as "8M" into bytes. Returns any other value unchanged."""
         return byte_count(value, "block_size") if isinstance(value, str) else value
 
     @classmethod

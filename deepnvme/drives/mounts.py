@@ -155,7 +155,7 @@ def _disk_of(device: Path) -> Path:
 
 
 def _disks_below(device: Path) -> Iterator[Path]:
-    """Yield the disks that a device is made of: itself, unless it is one of RAID, LVM or encryption."""
+    """Yield the disks below a block device: those under RAID, LVM or dm-crypt, otherwise the device itself."""
     parts = sorted((device / "slaves").glob("*"))
     for part in parts:
         yield from _disks_below(_disk_of(part.resolve()))

@@ -308,7 +308,7 @@ class _StepsOnTheDrive(Optimizer):
         self._training, self._trainer_state = training, trainer_state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the step whose micro-batches were run. Raises like :meth:`OffloadedTraining.step`."""
+        """Run the step for the micro-batches since the last one. Ignores ``closure``. Raises like OffloadedTraining.step."""
         self._training.step()
 
     def state_dict(self) -> dict[str, Any]:

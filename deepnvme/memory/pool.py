@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 __all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_budget"]
 
-WAIT_SECONDS = 30.0
+LEASE_TIMEOUT_SECONDS = 30.0
 """How long a lease waits for others to be released: far longer than any transfer takes."""
 _FIRST_POLL_SECONDS = 0.00005
 """A waiting thread polls the pool after this, and then less often, at least each time that it has waited a sixteenth longer.
@@ -142,7 +142,7 @@ class BufferPool:
                     self._chunks.take_back(view.chunk)
             return use(self._chunks)
 
-    def lease(self, nbytes: ByteCount, timeout: float | None = WAIT_SECONDS) -> Lease:
+    def lease(self, nbytes: ByteCount, timeout: float | None = LEASE_TIMEOUT_SECONDS) -> Lease:
         """Lease ``nbytes`` bytes of pinned memory; wait for others to be released if the budget has no room.
 
         Requests are served in the order of arrival, but those of threads that have leases come first: the others may be waiting

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.memory.pool import BufferPool, buffer_pool
-from deepnvme.states.counted_io import StepReport
 from deepnvme.states.partition import SubGroupPlanner
+from deepnvme.states.report import StepReport
 from deepnvme.states.residency import ResidencyPolicy
 from deepnvme.states.state_dict import opaque
 from deepnvme.states.step import OptimizerStep

@@ -2,7 +2,7 @@
 
 from deepnvme._lazy import public_names
 
-from .counted_io import StepReport
+from .report import StepReport
 
 __all__ = ["StepReport"]
 

@@ -25,7 +25,7 @@ StepInputs = tuple[dict[int, torch.Tensor], torch.Tensor]
 
 
 class SubGroupPipeline:
-    """Steps sub-groups one at a time: :meth:`expect` them; :meth:`load`, :meth:`step` and :meth:`keep` each; then :meth:`drain`.
+    """Steps sub-groups one at a time: :meth:`expect` them; :meth:`load`, :meth:`step`, :meth:`write_behind` each; :meth:`drain`.
 
     The states of a sub-group are one block. A block that is written goes beside the version that it was read from. The block of
     a resident sub-group stays in memory, and is written only for a state dict.
@@ -115,7 +115,7 @@ class SubGroupPipeline:
         return inputs
 
     def step(self, sub_group: SubGroup, inputs: StepInputs, groups: Sequence[dict[str, Any]]) -> BlockTensors | None:
-        """Step a sub-group that :meth:`load` has loaded. Call with interrupts deferred, and :meth:`keep` with the result.
+        """Step a sub-group that :meth:`load` has loaded. Call with interrupts deferred, and :meth:`write_behind` with the result.
 
         Raises what the optimizer raises. The states on the drive are as before then, but as with any torch optimizer parameters
         may be partly stepped, and so may resident states.
@@ -132,7 +132,7 @@ class SubGroupPipeline:
                 self._blocks.pop(sub_group, None)
             raise
 
-    def keep(self, sub_group: SubGroup, made: BlockTensors | None) -> None:
+    def write_behind(self, sub_group: SubGroup, made: BlockTensors | None) -> None:
         """Start writing the states of a sub-group that was stepped, unless it is resident. Call with interrupts deferred.
 
         Args:

@@ -158,7 +158,7 @@ class OptimizerStep:
             self._loss = self._loss if self.phase is Phase.UNFINISHED else None
 
     def _step_all(self, closure: Callable[[], Any] | None) -> None:
-        """Step what is not stepped yet of this step, and wait until it is written."""
+        """Run the optimizer on all sub-groups that this step has not updated yet, and wait until their states are written."""
         # A second Ctrl-C may have come before _fail() was called. With step_in_backward, backward has begun the step.
         goes_on = self.phase is Phase.UNFINISHED or (self.phase is Phase.STEPPING and not self._in_backward)
         if goes_on:
@@ -195,7 +195,7 @@ class OptimizerStep:
             self._partly_stepped = False
             self._stepped[sub_group] = None  # whatever comes now, it is not stepped again
             self.phase = Phase.STEPPING
-            self._pipeline.keep(sub_group, made)
+            self._pipeline.write_behind(sub_group, made)
 
     def _left(self) -> list[SubGroup]:
         """Return the sub-groups that have gradients, or had them when the step failed, and are not stepped yet."""
@@ -237,7 +237,7 @@ class OptimizerStep:
         self._end()
         self._gradients.clear_arrived()
         self._gradients.clear()
-        self.io.step_made(self.steps, stepped, self._pipeline.resident_bytes)
+        self.io.report_step(self.steps, stepped, self._pipeline.resident_bytes)
 
     def _fail(self, error: BaseException) -> None:
         """Set the phase after an error, and add to the error how far the step came and what to do."""

@@ -72,7 +72,7 @@ class Operation:
         return self._finish is None
 
     def set_subjects(self, subjects: Sequence[Any]) -> None:
-        """Set what the operation is for."""
+        """Set the tensors that this operation reads or writes; an error of the operation itself concerns all of them."""
         self.subjects = subjects
 
     def mark_complete(self) -> None:
@@ -358,6 +358,6 @@ class OperationScheduler:
             raise unseen[0]
 
     def close(self) -> None:
-        """Have operations that would begin from now on raise. Those under way go on."""
+        """Refuse new operations with an error. Operations under way go on, and are not waited for."""
         with self.locked():
             self._closed = True

@@ -126,9 +126,11 @@ def is_file_of(path: Path, volume: int, epochs: Epochs) -> bool:
 
 
 def _identity_in(path: Path) -> tuple[str, int, int]:
-    """Return the identity that a file has behind its rows, its number, and the bytes of a version.
+    """Read the trailer behind the rows of a table's file. Raises OSError.
 
-    The identity is empty if it has none. Raises OSError.
+    Returns:
+        The identity of the table, "" if the file has no trailer; the number of the file among the table's files; and the bytes of
+        one version of a row.
     """
     with open_regular(path) as file:
         file.seek(max(os.fstat(file.fileno()).st_size - LARGEST_SECTOR - _BYTES, 0))

@@ -199,7 +199,7 @@ def load_manifest(directory: Path, name: str = MANIFEST_NAME) -> tuple[TableLayo
 
 
 def _parse(data: bytes) -> tuple[TableLayout, Epochs]:
-    """Return what a manifest says. Raises ValueError if it is damaged."""
+    """Parse a table's manifest into the layout of its rows and its epochs. Raises ValueError if it is damaged."""
     try:
         fields = _Fields.model_validate_json(data)
     except ValidationError as error:

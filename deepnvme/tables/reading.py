@@ -411,7 +411,7 @@ class RowReader:
 
 
 def unit_of(layout: TableLayout, files: Sequence[File]) -> int:
-    """Return the bytes of a unit, which is read as a whole."""
+    """Return the bytes of a unit: reads of a table's files begin and end at multiples of it."""
     return layout.unit(max(512, *(file.sector_size for file in files)))
 
 

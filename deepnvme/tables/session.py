@@ -183,7 +183,7 @@ class TableSession:
             epochs = self._newest_epochs()
 
     def _new_cache(self, writable: bool) -> tuple[torch.Tensor, RowCache]:
-        """Return the memory of a cache within the budget, and the cache."""
+        """Return the memory of a cache within the budget, and the cache. csrc/tables/row_cache.cpp decides which rows stay."""
         native, layout = load_async_io().tables, self.layout
         slot = native.slot_bytes(layout.record_bytes)
         slots, step = 0, 1 << (min(self.memory_budget // slot, layout.rows).bit_length())

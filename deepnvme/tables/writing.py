@@ -222,12 +222,12 @@ class RowWriter:
         return True
 
     def _collect(self) -> None:
-        """Finish all writes that have ended, without waiting."""
+        """Record the results of completed writes and release their memory, without waiting."""
         while self._under_way and all(future.done() for future in self._under_way[0].futures):
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest write. After an interrupt, the write is still under way."""
+        """Wait for the oldest write, and record its result. A wait that is interrupted leaves the write in the queue."""
         write = self._under_way[0]
         errors = [error for future in write.futures if (error := future.exception()) is not None]
         with defer_interrupts():

@@ -117,7 +117,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _WithoutState:
-    """Base of the stand-ins for objects whose state a pickle could set."""
+    """Base of the placeholders in unpickled metadata that is not trusted: refuses any state that the pickle sets."""
 
     __slots__ = ()
 

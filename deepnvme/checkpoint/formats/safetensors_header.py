@@ -378,12 +378,12 @@ def check_contiguous(tensors: Mapping[str, torch.Tensor], remedy: str) -> None:
 
 
 def overlapping(tensors: Iterable[tuple[Any, str, torch.Tensor]]) -> list[list[str]]:
-    """Return groups of names whose memory overlaps. A group may have a single name.
+    """Group the names of tensors by overlapping memory. A tensor that overlaps no other is a group of its own.
 
-    A name is in the group of the one that begins last before it if that ends behind its beginning, as in safetensors.
+    Sorted by address, a tensor joins the group of the tensor before it if that ends after this one begins, as in safetensors.
 
     Args:
-        tensors: (place, name, tensor) of each. Those of different places, such as devices, never overlap.
+        tensors: (place, name, tensor) of each. Tensors of different places, such as devices, never overlap.
     """
     spans = []
     for place, name, tensor in tensors:

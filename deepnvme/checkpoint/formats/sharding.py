@@ -139,7 +139,13 @@ def taken(spans: Iterable[Span], begin: int, end: int) -> list[Span]:
 
 
 def byte_runs(shape: tuple[int, ...], held: list[list[Span]], itemsize: int) -> list[Span]:
-    """Return the runs of bytes that are contiguous in the whole, in the order of the shard."""
+    """Return the contiguous byte ranges of the full tensor that a shard covers, in the order of the shard's own bytes.
+
+    Args:
+        shape: Shape of the full tensor.
+        held: For each dimension, the ranges of indices that the shard has.
+        itemsize: Bytes of an element.
+    """
     strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
     cut = max((dim for dim, spans in enumerate(held) if spans != [(0, shape[dim])]), default=0)
     rows = (itertools.chain.from_iterable(range(*span) for span in spans) for spans in held[:cut])

@@ -183,7 +183,7 @@ def _refuse_overlaps(found: Sequence[Record]) -> None:
 
 
 def _zip64(extra: bytes) -> list[int]:
-    """Return the numbers from the extra field that are too large for their own fields."""
+    """Return the 64-bit sizes and offset of a ZIP entry's Zip64 extra field, in order; an empty list if it has no such field."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)

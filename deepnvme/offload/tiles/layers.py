@@ -396,7 +396,7 @@ def sizes_of(name: str, splits: int | Sequence[int], features: int) -> list[int]
 
 
 def splits_within(features: int, most: int) -> int:
-    """Return the smallest number of splits for which :func:`sizes_of` gives no size above ``most``, which is at least 1."""
+    """Return the fewest tiles of :func:`sizes_of` so that none has more than ``most`` features, which is at least 1."""
     unit = ALIGNED_ROWS if most >= ALIGNED_ROWS else 1
     return math.ceil(math.ceil(features / unit) / (most // unit))
 

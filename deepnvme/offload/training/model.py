@@ -35,7 +35,8 @@ from deepnvme.states.gradients import GradientHooks
 from deepnvme.states.versions import BlockVersions
 
 from .blocks.parameter_block import ParameterBlock
-from .blocks.parameter_uses import ParameterUses, ScheduledBlocks
+from .blocks.parameter_uses import ParameterUses
+from .blocks.read_ahead import ScheduledBlocks
 from .blocks.tied_gradients import TiedGradients
 from .blocks.trained_block import TrainedBlock
 from .ranks import TrainingRanks
@@ -130,7 +131,7 @@ class TrainedModel:
 
     @contextlib.contextmanager
     def running(self, count: int = 1, of: int | None = None) -> Iterator[None]:
-        """Run the forwards and backwards of so many micro-batches in this context.
+        """Run the forwards and backwards of ``count`` micro-batches in this context; undo the step after an exception.
 
         Args:
             count: How many.

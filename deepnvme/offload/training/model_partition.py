@@ -32,7 +32,7 @@ class ModelPartition(NamedTuple):
     """Of all these modules, those that are tiles of a :class:`TiledLayer`."""
 
     def by_module(self, blocks: Sequence[T]) -> dict[nn.Module, T]:
-        """Return what belongs to each module, given what belongs to each block."""
+        """Map each block's module, and modules tied to it, to the block's value. ``blocks`` has the values in order."""
         found = dict(zip(self.modules, blocks, strict=False))
         return {**found, **{module: found[first] for module, first in self.tied.items()}}
 
@@ -70,7 +70,7 @@ def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None =
         if type(param) is not nn.Parameter or param.device.type not in ("cpu", "meta") or param.layout is not torch.strided:
             kind = f"a {type(param).__name__} of layout {param.layout} on {param.device}"
             raise ValueError(f"only parameters that are dense, on the CPU, and of no subclass can be offloaded, got {kind}")
-    structure = _structure(model, None if blocks is None else list(blocks))
+    structure = _structure_with_tiles(model, None if blocks is None else list(blocks))
     weights = weights_by_name(model)
     tiles = {model.get_submodule(name): name for name in tile_names(model)}
     groups = _tied_groups(structure, set(tiles.values()))
@@ -92,7 +92,7 @@ def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None =
     return found
 
 
-def _structure(model: nn.Module, blocks: list[nn.Module | str] | None) -> Structure:
+def _structure_with_tiles(model: nn.Module, blocks: list[nn.Module | str] | None) -> Structure:
     modules = [each for each in blocks or () if isinstance(each, nn.Module)]
     names = [each for each in blocks or () if isinstance(each, str)]
     if blocks is None or (names and not modules):

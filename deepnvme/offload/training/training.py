@@ -43,7 +43,7 @@ from .blocks.arena_memory import ArenaMemory
 from .blocks.frozen_parameters import ParameterMemory
 from .blocks.limits import limit_of_blocks
 from .blocks.parameter_block import ParameterBlock
-from .blocks.parameter_uses import ScheduledBlocks
+from .blocks.read_ahead import ScheduledBlocks
 from .blocks.tied_gradients import tied_parameters
 from .blocks.trained_block import TrainedBlock
 from .initial_values import Checkpoint, InitialValues

@@ -301,7 +301,7 @@ class _ChunkMemory:
         self.pool.set_budget(self.limit + beside)
 
     def take(self, block: Block) -> Memory | None:
-        """Return memory for a chunk, on the device on which it is created; None if the pool has no room. Never waits."""
+        """Return memory for a chunk, on the device that produces it; None if the pool has no room. Never waits."""
         assert isinstance(block, KVChunk)
         if block.created_on is not None:
             return OwnMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.created_on))

@@ -168,7 +168,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._changes += 1
 
     def reset(self) -> None:
-        """Remove all positions, in memory and on the drive."""
+        """Drop the keys and values of all token positions, in memory and on the drive."""
         while self._chunks:
             self._drive.delete(self._index, -1)
         self._drive.release_whole()
@@ -252,7 +252,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             raise ValueError(f"layer {self._index} holds {held}, got {got}: reset() the cache, or use another")
 
     def _memory(self, nbytes: int) -> torch.Tensor:
-        """Return memory for positions that are not on the drive: pinned if a device's states are copied to it and back."""
+        """Return host memory for keys and values that are not on the drive yet: pinned if the model is on a GPU."""
         return empty_aligned(nbytes) if self._device.type == "cpu" else self._drive.engine.empty_pinned(nbytes, torch.uint8)
 
     def _replace_newest(self, start: int, states: Pair) -> None:

@@ -387,7 +387,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
             self.aio_write_handle.wait()
 
     def _end_interrupted_writes(self) -> None:
-        """Wait for writes that a call which Ctrl-C ended has left in flight. Their errors do not count: their call has failed."""
+        """Wait for writes that an interrupted call has left in flight. Their errors are ignored: that call has failed already."""
         with contextlib.suppress(OSError):
             self.aio_write_handle.wait()
 

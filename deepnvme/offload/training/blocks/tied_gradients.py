@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .parameter_block import ParameterBlock, absent_like
-from .parameter_uses import ScheduledBlocks
+from .read_ahead import ScheduledBlocks
 from .trained_block import BlockGradients
 
 

@@ -17,7 +17,7 @@ from deepnvme.states.sub_group import BlockTensors, SubGroup, lay_out
 from deepnvme.states.versions import BlockVersions, block_name
 
 from .parameter_block import ParameterBlock
-from .parameter_uses import ScheduledBlocks
+from .read_ahead import ScheduledBlocks
 
 Groups = Sequence[dict[str, Any]]
 
