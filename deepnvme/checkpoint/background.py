@@ -30,6 +30,7 @@ from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people, state_text
 from deepnvme.telemetry.profiler_ranges import profiler_range
 
+from .file_io import clear_frames, clearing_frames
 from .formats.file_image import FileImage
 from .formats.pt_image import pt_image
 from .publication import Destination
@@ -204,7 +205,7 @@ class _Saves:
             save._run()
             error = save._error
             if error is not None:
-                traceback.clear_frames(error.__traceback__)  # its frames would keep the saved tensors alive
+                clear_frames(error)  # its frames would keep the saved tensors alive
             with self._lock:
                 self._under_way.popleft()
                 if error is not None and not isinstance(error, Cancelled):
@@ -250,6 +251,7 @@ def wait_for_saves(path: str | os.PathLike[str]) -> None:
     _saves.wait_for(lambda save: save.path == target)
 
 
+@clearing_frames
 def start(
     destination: Destination, make: Callable[[None], FileImage], pool: BufferPool | None, lazy: bool, max_in_flight: int,
     group: object,

@@ -7,9 +7,10 @@ import errno
 import functools
 import itertools
 import os
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
     from deepnvme.ops.aio.async_io_op.checkpoint import Checksums
 
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+_PACKAGE = __name__.partition(".")[0]
 _GAP = 64 << 10
 """Most bytes between two pieces that are read along with them instead of being skipped."""
 _MOST_ENGINES = 16
@@ -69,9 +72,46 @@ def _engines_of(process: int) -> Callable[[AioConfig, bool], Engine]:
     return functools.lru_cache(maxsize=_MOST_ENGINES)(create_engine)
 
 
+# Errors.
+
+
+def clear_frames(error: BaseException) -> None:
+    """Forget the local variables of this package's functions that the error has left, and the errors that led to it.
+
+    Frames of others stay as they are: a debugger may want them, and clearing one of a suspended generator would close that.
+    """
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        waiting += each.__cause__, each.__context__
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            if str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
+                with contextlib.suppress(RuntimeError):  # still running
+                    frame.clear()
+
+
+def clearing_frames(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return a function like this one whose errors keep its arguments, and no other variables of this package's functions."""
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            clear_frames(error)
+            raise
+
+    return call
+
+
 # Writing.
 
 
+@clearing_frames
 def write(
     image: FileImage,
     file: File,
@@ -180,6 +220,7 @@ def empty_storage(nbytes: int, device: torch.device | str = "cpu") -> torch.Unty
     return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
 
 
+@clearing_frames
 def read(placed: Sequence[Placed], path: Path, engine: Engine, pool: BufferPool, progress: Progress | None = None) -> None:
     """Fill memory with bytes from a file. Blocks. Leases at most 16 MiB at a time.
 

@@ -15,6 +15,7 @@ from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.transfer.gather import CHUNK, Transfers
 
+from .file_io import clearing_frames
 from .formats.file_image import FileImage, add_checksums
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Snapshot:
         """
         self._pool.ensure_possible(self._size(self._at))
 
+    @clearing_frames
     def stage(self) -> None:
         """Copy the chunks that the pool has memory for now, and leave the other chunks to :meth:`write`. Blocks while copying."""
         try:

@@ -22,7 +22,7 @@ from deepnvme.telemetry.descriptions import printable
 from deepnvme.transfer.gather import CHUNK
 from deepnvme.transfer.scatter import read_ahead
 
-from .file_io import shared_engine, started
+from .file_io import clearing_frames, shared_engine, started
 from .formats import pt_records, safetensors_header
 from .formats.pickle_scan import PickleScan
 from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
@@ -187,6 +187,7 @@ def _pickle_problems(scan: PickleScan, found: PtRecords) -> list[str]:
     ]
 
 
+@clearing_frames
 def _checksum_problems(path: str | os.PathLike[str], found: PtRecords, pool: BufferPool, config: AioConfig | None) -> list[str]:
     """Return messages for records whose bytes do not match their checksum. Reads some chunks ahead of the computation."""
     engine = shared_engine(path, config)

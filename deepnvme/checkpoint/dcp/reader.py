@@ -196,6 +196,7 @@ class NVMeReader(FileSystemReader):
                 file.seek(info.offset)
                 check_archive(io.BytesIO(file.read(info.length)))
 
+    @file_io.clearing_frames
     def _read(
         self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner, engine: Engine
     ) -> list[ReadItem]:
@@ -247,6 +248,7 @@ class NVMeReader(FileSystemReader):
         return items
 
 
+@file_io.clearing_frames
 def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner, engine: Engine) -> None:
     """Read parts of tensors from a file into the tensors that the planner provides for them. Blocks.
 
