@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from deepnvme.memory.system_memory import meminfo
-from deepnvme.tools.tune.fio import FioFailed, FioTransfer, output_of
+from deepnvme.tools.tune.fio import FioFailed, FioTransfer, huge_pages_free, output_of
 from harness.workloads import ContenderFailed, Sample, Workload
 
 QUEUE_DEPTH = 32
@@ -28,10 +27,10 @@ def huge_pages(nbytes: int, may_reserve: bool) -> Iterator[None]:
 
     ``may_reserve``: whether vm.nr_hugepages may be raised where too few are free. Raises HugePagesUnavailable.
     """
-    page = meminfo("Hugepagesize")
+    page, free = huge_pages_free()
     if page == 0:
         raise HugePagesUnavailable("this kernel has no huge pages")
-    missing = math.ceil(nbytes / page) - meminfo("HugePages_Free")
+    missing = math.ceil(nbytes / page) - free
     if missing <= 0:
         yield
         return

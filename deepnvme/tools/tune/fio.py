@@ -152,7 +152,7 @@ class FioContender:
         paths = [directory / name for directory, name in zip(directories, names, strict=True)]
         block, depth, jobs = job.setting.block_size, job.setting.queue_depth, job.setting.intra_op_parallelism
         # fio aligns the buffers of each job to a huge page, and needs one more for each.
-        page, free = _huge_pages()
+        page, free = huge_pages_free()
         pages = len(paths) * jobs * (math.ceil(depth * block / page) + 1) if page else 0
         huge, ioengine = 0 < pages <= free, "io_uring" if backend == "io_uring" else "libaio"
         self._transfer = FioTransfer(program, ioengine, job.operation, paths, job.io_size, block, depth, jobs, huge, job.fsync)
@@ -180,7 +180,7 @@ class FioContender:
         return FioComparison(self._version, self._transfer.ioengine, self._buffers, tuple(self._samples[first:]), ratio)
 
 
-def _huge_pages() -> tuple[int, int]:
+def huge_pages_free() -> tuple[int, int]:
     """Return the bytes of a huge page and how many of them are free; 0 and 0 if the kernel does not tell."""
     fields = dict(line.split(":", 1) for line in lines_of(Path("/proc/meminfo")))
     size, free = (int(fields.get(name, "0").split()[0]) for name in ("Hugepagesize", "HugePages_Free"))
