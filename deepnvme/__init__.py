@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from . import offload as offload
     from . import ops as ops
     from . import profiles as profiles
+    from . import quantization as quantization
     from . import report as report
     from . import safetensors as safetensors
     from . import store as store
@@ -59,8 +60,8 @@ _LATER = {
 """Names imported on first use, each with its submodule: they need torch, or pydantic, which takes a tenth of a second."""
 
 _PACKAGES = (
-    "checkpoint", "integrations", "io", "memory", "nn", "offload", "ops", "profiles", "report", "safetensors", "store",
-    "streaming", "swap", "tables", "tune",
+    "checkpoint", "integrations", "io", "memory", "nn", "offload", "ops", "profiles", "quantization", "report", "safetensors",
+    "store", "streaming", "swap", "tables", "tune",
 )  # fmt: skip
 """Submodules that are imported on first use, so that ``deepnvme.checkpoint.verify`` works after ``import deepnvme``."""
 

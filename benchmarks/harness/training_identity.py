@@ -18,6 +18,7 @@ from harness import training_models
 from harness.command_line import Progress
 from harness.figures import Verdict
 from harness.in_memory import InMemory
+from harness.micro_batches import seeded_micro_batches
 from harness.training_models import TrainingShape
 from harness.workloads import ContenderFailed
 
@@ -110,8 +111,9 @@ def _train_in_memory(model: training_models.Llama, micro_batches: int, steps: in
     losses = []
     for step in range(steps):
         total: torch.Tensor | None = None
-        for part in training_models.batch(_SHAPE, step).chunk(micro_batches):
-            loss = model(part)
+        parts = training_models.batch(_SHAPE, step).chunk(micro_batches)
+        for number in seeded_micro_batches(micro_batches):
+            loss = model(parts[number])
             if micro_batches > 1:
                 loss = loss * (1 / micro_batches)
             loss.backward()

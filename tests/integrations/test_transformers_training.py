@@ -24,15 +24,18 @@ SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers
 CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "llama": transformers.LlamaConfig(intermediate_size=128, attention_dropout=0.1, **SIZES),
     "gpt2": transformers.GPT2Config(n_positions=LENGTH, **SIZES),  # has dropout, biases, and a head tied to its embedding
-    "gpt2 without dropout": transformers.GPT2Config(n_positions=LENGTH, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0, **SIZES),
 }
+WITHOUT_DROPOUT = {"llama": {"attention_dropout": 0.0}, "gpt2": {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}}
 BUDGET = 400_000
 """Bytes of some of the layers."""
 
 
-def model_of(kind: str) -> transformers.PreTrainedModel:
+def model_of(kind: str, dropout: bool = True) -> transformers.PreTrainedModel:
     torch.manual_seed(3)
-    return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[kind]))
+    config = copy.deepcopy(CONFIGS[kind])
+    if not dropout:
+        config.update(WITHOUT_DROPOUT[kind])
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def batches(rows: int = 64) -> list[dict[str, torch.Tensor]]:
@@ -57,9 +60,9 @@ def trainer_of(
     given = {name: options.pop(name) for name in ("callbacks", "optimizers", "rows") if name in options}
     data = batches(given.pop("rows", 64))
     arguments |= options
-    return trainer_class(
-        model_of(kind), transformers.TrainingArguments(**arguments), train_dataset=data, eval_dataset=data[:4], **given
-    )
+    # Each micro-batch of an offloaded training draws random numbers of its own.
+    model = model_of(kind, dropout=arguments.get("gradient_accumulation_steps", 1) == 1)
+    return trainer_class(model, transformers.TrainingArguments(**arguments), train_dataset=data, eval_dataset=data[:4], **given)
 
 
 def offload(trainer: transformers.Trainer, drive: Path, **options: Any) -> OffloadedTraining:
@@ -131,10 +134,13 @@ def test_the_last_step_of_an_epoch_may_have_fewer_batches(drive: Path, tmp_path:
     assert trainer.state.global_step == 4
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("activations", ["nvme", "recompute"])
 @pytest.mark.parametrize("checkpointing", [None, False, True])
-def test_layers_that_are_computed_again(drive: Path, tmp_path: Path, activations: str, checkpointing: bool | None) -> None:
-    options: dict[str, Any] = {"gradient_accumulation_steps": 2}
+def test_layers_that_are_computed_again(
+    drive: Path, tmp_path: Path, activations: str, checkpointing: bool | None, accumulation: int
+) -> None:
+    options: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
     if checkpointing is not None:
         options |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": checkpointing}}
     train_both(drive, tmp_path, {"activations": activations, "activation_budget": 20_000}, **options)
@@ -148,10 +154,10 @@ def test_autocast_to_bfloat16(drive: Path, tmp_path: Path, accumulation: int) ->
 @pytest.mark.parametrize("options", [
     {"optim": "adamw_torch"}, {"optim": "adamw_torch_fused"}, {"optim": "sgd", "optim_args": "momentum=0.9"},
     {"optim": "adafactor"}, {"optim": "adagrad"}, {"optim": "rmsprop"}, {"lr_scheduler_type": "cosine"},
-    {"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0},
+    {"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0, "gradient_accumulation_steps": 1},
 ])  # fmt: skip
 def test_options_of_the_training_arguments(drive: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    train_both(drive, tmp_path, gradient_accumulation_steps=2, **options)
+    train_both(drive, tmp_path, **{"gradient_accumulation_steps": 2, **options})
 
 
 def test_an_optimizer_of_ones_own(drive: Path, tmp_path: Path) -> None:
@@ -245,7 +251,7 @@ def test_layers_are_read_once_for_all_batches_of_a_step(drive: Path, tmp_path: P
     monkeypatch.setattr(TensorStore, "get", counted)
     reads = {}
     for accumulation in ("vertical", "horizontal"):
-        trainer = trainer_of(tmp_path / "trained", "gpt2 without dropout", max_grad_norm=0, gradient_accumulation_steps=4)
+        trainer = trainer_of(tmp_path / "trained", max_grad_norm=0, gradient_accumulation_steps=4)
         with offload(trainer, drive, accumulation=accumulation, memory_budget=0):
             read.clear()
             trainer.train()
