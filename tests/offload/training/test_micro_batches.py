@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness.micro_batches import seeded_micro_batches
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +21,7 @@ from deepnvme.offload.training.turns import Turn, take_turns
 from deepnvme.store.tensor_store import TensorStore
 
 from ...support.engines import failing
+from ...support.micro_batches import seeded_micro_batches
 from ...support.offloaded_training import assert_same_values, state_of
 from ...support.torch_versions import shares_are_counted
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness.micro_batches import seeded_micro_batches
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +19,7 @@ from deepnvme.offload.training.model_partition import partition_model
 from deepnvme.safetensors import save_file
 
 from ...support.engines import failing
+from ...support.micro_batches import seeded_micro_batches
 from ...support.offloaded_training import assert_same_model
 from ...support.pinned_memory import pinned_bytes
 from ...support.torch_versions import shares_are_counted

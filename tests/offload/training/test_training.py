@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness.micro_batches import seeded_micro_batches
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +20,7 @@ from deepnvme.offload.training import OffloadedTraining
 from deepnvme.swap import TensorStore
 
 from ...support.engines import failing
+from ...support.micro_batches import seeded_micro_batches
 from ...support.offloaded_training import assert_same_model, assert_same_values, state_of
 from ...support.pinned_memory import pinned_bytes
 

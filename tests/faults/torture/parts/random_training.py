@@ -13,12 +13,12 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from harness.micro_batches import seeded_micro_batches
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepnvme.offload import OffloadedTraining
 
+from ....support.micro_batches import seeded_micro_batches
 from ....support.offloaded_training import assert_same_values, same_values
 from .. import Wrong
 from .optimizer_faults import FaultyDrive
