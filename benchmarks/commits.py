@@ -35,13 +35,17 @@ from deepnvme.tools.tune.command_line import positive
 SPEED, MEMORY = 0.97, 1.02
 WORKLOADS = {
     "raw": "raw I/O, write and read",
-    "step": "optimizer step",
+    "step": "optimizer step, bfloat16 and master weights",
+    "fp32_step": "optimizer step, float32",
+    "training": "training step, everything on the drive",
     "swappers": "DeepSpeed's swapper classes",
     "save": "save",
     "load": "load",
     "forward": "streamed forward",
     "half_resident": "streamed forward, half of the weights resident",
     "kv": "generation with keys and values on the drive",
+    "rows": "random rows of a table",
+    "bag": "EmbeddingBag step, rows on the drive",
 }
 BENCHMARKS = Path(__file__).resolve().parent
 

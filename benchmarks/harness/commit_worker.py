@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 import deepnvme
-from harness import llama, meter
+from harness import llama, meter, training_models
 from harness.layers import Layers, loss_of
 from harness.llama import Shape
 from harness.serving import serve
+from harness.training_models import STEPS_TO_SETTLE, TrainingShape
 
 Turn = Callable[[], object]
 
@@ -39,14 +40,37 @@ def raw(directory: Path, scale: float) -> Turn:
 
 
 def step(directory: Path, scale: float) -> Turn:
+    return _step(directory, scale, torch.bfloat16)
+
+
+def fp32_step(directory: Path, scale: float) -> Turn:
+    return _step(directory, scale, torch.float32)
+
+
+def _step(directory: Path, scale: float, dtype: torch.dtype) -> Turn:
     """A step of AdamW with its states on the drive, in sub-groups of one matrix."""
     width = 2048
-    model = Layers(width, max(2, int(scale * 12)))
-    loss_of(model, width).backward()
-    options: dict[str, Any] = {"master_weights": True, "sub_group_size": width * width, "lr": 1e-4, "fused": True}
+    model = Layers(width, max(2, int(scale * 12)), dtype)
+    loss_of(model, width, dtype).backward()
+    masters = dtype != torch.float32
+    options: dict[str, Any] = {"master_weights": masters, "sub_group_size": width * width, "lr": 1e-4, "fused": True}
     optimizer = deepnvme.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, nvme_path=directory, **options)
     optimizer.step()
     return optimizer.step
+
+
+def training(directory: Path, scale: float) -> Turn:
+    """A step of a Llama with parameters, gradients, states and activations on the drive, an eighth of them in memory."""
+    from deepnvme.offload import OffloadedTraining
+
+    shape = TrainingShape(512, max(2, int(scale * 12)), 1000, sequences=4, tokens=64, dtype="float32")
+    model = training_models.make(shape, recomputed=False)
+    options: dict[str, Any] = {"memory_budget": shape.nbytes // 8, "activations": "nvme", "lr": 1e-4, "fused": True}
+    trained = OffloadedTraining(model, torch.optim.AdamW, blocks=model.blocks, nvme_path=directory, **options)
+    batch = training_models.batch(shape, 0)
+    for _ in range(STEPS_TO_SETTLE):
+        trained.step(batch)
+    return lambda: trained.step(batch)
 
 
 def swappers(directory: Path, scale: float) -> Turn:
@@ -142,15 +166,54 @@ def kv(directory: Path, scale: float) -> Turn:
     return turn
 
 
+def rows(directory: Path, scale: float) -> Turn:
+    """Random rows of 512 bytes, a sixteenth of the table's in memory."""
+    from deepnvme.tables import Table
+
+    count = max(1 << 14, int(scale * (1 << 20)))
+    table = Table.from_tensor(directory / "table", torch.ones(count, 128), memory_budget=count * 32)
+    generator = torch.Generator().manual_seed(0)
+
+    def turn() -> None:
+        for _ in range(8):
+            table.read(torch.randint(count, (1 << 14,), generator=generator))
+
+    return turn
+
+
+def bag(directory: Path, scale: float) -> Turn:
+    """Steps of an EmbeddingBag whose rows and SparseAdam's averages are in a table, an eighth of it in memory."""
+    from deepnvme.nn import EmbeddingBagOnDisk
+    from deepnvme.tables import RowOptimizer
+
+    count, width = max(1 << 14, int(scale * (1 << 19))), 64
+    options: dict[str, Any] = {"mode": "sum", "optimizer": torch.optim.SparseAdam, "memory_budget": count * width * 3 // 2}
+    bags = EmbeddingBagOnDisk(count, width, path=directory / "bag", values=lambda a, b: torch.ones(b - a, width), **options)
+    optimizer = RowOptimizer(bags, lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+
+    def turn() -> None:
+        for _ in range(4):
+            bags(torch.randint(count, (1 << 10, 8), generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return turn
+
+
 WORKLOADS: dict[str, Callable[[Path, float], Turn]] = {
     "raw": raw,
     "step": step,
+    "fp32_step": fp32_step,
+    "training": training,
     "swappers": swappers,
     "save": save,
     "load": load,
     "forward": forward,
     "half_resident": half_resident,
     "kv": kv,
+    "rows": rows,
+    "bag": bag,
 }
 
 
