@@ -37,6 +37,7 @@ WORKLOADS = {
     "raw": "raw I/O, write and read",
     "step": "optimizer step, bfloat16 and master weights",
     "fp32_step": "optimizer step, float32",
+    "fp32_step_in_little_memory": "optimizer step, float32, buffer pool for three sub-groups",
     "training": "training step, everything on the drive",
     "swappers": "DeepSpeed's swapper classes",
     "save": "save",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import deepnvme
+from deepnvme.memory import BufferPool
 from harness import llama, meter, training_models
 from harness.layers import Layers, loss_of
 from harness.llama import Shape
@@ -47,13 +48,18 @@ def fp32_step(directory: Path, scale: float) -> Turn:
     return _step(directory, scale, torch.float32)
 
 
-def _step(directory: Path, scale: float, dtype: torch.dtype) -> Turn:
+def fp32_step_in_little_memory(directory: Path, scale: float) -> Turn:
+    """With a buffer pool that has room for the sub-groups in flight and their gradients, and for no copies of parameters."""
+    return _step(directory, scale, torch.float32, pool=BufferPool("164MiB"))
+
+
+def _step(directory: Path, scale: float, dtype: torch.dtype, **given: Any) -> Turn:
     """A step of AdamW with its states on the drive, in sub-groups of one matrix."""
     width = 2048
     model = Layers(width, max(2, int(scale * 12)), dtype)
     loss_of(model, width, dtype).backward()
     masters = dtype != torch.float32
-    options: dict[str, Any] = {"master_weights": masters, "sub_group_size": width * width, "lr": 1e-4, "fused": True}
+    options: dict[str, Any] = {"master_weights": masters, "sub_group_size": width * width, "lr": 1e-4, "fused": True, **given}
     optimizer = deepnvme.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, nvme_path=directory, **options)
     optimizer.step()
     return optimizer.step
@@ -205,6 +211,7 @@ WORKLOADS: dict[str, Callable[[Path, float], Turn]] = {
     "raw": raw,
     "step": step,
     "fp32_step": fp32_step,
+    "fp32_step_in_little_memory": fp32_step_in_little_memory,
     "training": training,
     "swappers": swappers,
     "save": save,
