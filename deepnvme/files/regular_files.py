@@ -29,7 +29,7 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
         NotARegularSmallFile: If it is no regular file, or has more than ``most`` bytes.
         OSError: From opening and reading, naming the file: FileNotFoundError, IsADirectoryError and so on.
     """
-    with with_filename(path), open(path, "rb", opener=_open) as file:
+    with with_filename(path), open(path, "rb", opener=open_without_waiting) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise NotARegularSmallFile("it is no regular file")
@@ -44,7 +44,7 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     Raises:
         OSError: From opening. EINVAL for a FIFO, a device or a socket; IsADirectoryError.
     """
-    file = open(path, "rb", opener=_open)  # noqa: SIM115  the caller closes it
+    file = open(path, "rb", opener=open_without_waiting)  # noqa: SIM115  the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
@@ -62,6 +62,6 @@ def lines_of(file: Path) -> list[str]:
         return []
 
 
-def _open(path: str, flags: int) -> int:
+def open_without_waiting(path: str, flags: int) -> int:
     """Open without waiting for a FIFO's writer, and without making a terminal the process's own."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)

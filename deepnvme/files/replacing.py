@@ -49,13 +49,15 @@ def replace_durably(path: Path, data: bytes) -> None:
     """Replace a file by one with these bytes, atomically and durably. Blocks.
 
     After a crash at any point the path refers to the old file or to the new one, and the file is whole. A crash can leave
-    ``path.new`` behind, which the next replacement overwrites. Callers hold a lock, since two replacements would share that file.
+    ``path.new`` behind, which the next replacement removes. Callers hold a lock, since two replacements would share that file.
 
     Raises:
         OSError: Naming ``path``. The old file is still there, unless the message says that it was replaced.
     """
     new = path.with_name(path.name + ".new")
-    with with_filename(path, instead=True), replacing(path, new), open(new, "wb") as file:
+    with with_filename(path, instead=True), contextlib.suppress(FileNotFoundError):
+        os.unlink(new)  # never written through: it may be a link, or a FIFO that nobody reads
+    with with_filename(path, instead=True), replacing(path, new), open(new, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

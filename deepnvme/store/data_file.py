@@ -26,6 +26,7 @@ from deepnvme.files.directory_lock import (
     unlock_and_close,
 )
 from deepnvme.files.preallocation import free_bytes, preallocate
+from deepnvme.files.regular_files import open_without_waiting
 from deepnvme.files.replacing import with_filename
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import map_over, reserve_addresses
@@ -66,7 +67,10 @@ class DataFile:
         self.weight = weight
         self._growing = threading.RLock()  # not the store's lock: a drive that hangs in fallocate blocks only growth
         with with_filename(self.path):
-            self._file = io.FileIO(str(self.path), "r" if read_only else "a+")  # closes itself, so no lock outlives this object
+            mode = "r" if read_only else "a+"
+            self._file = io.FileIO(
+                str(self.path), mode, opener=open_without_waiting
+            )  # closes itself, so no lock outlives this object
             try:
                 close_in_children(self._file)
                 self._lock(owner, read_only)

@@ -106,6 +106,7 @@ class TableSession:
         self.generation = 0
         """How many commits of the writer a reader has gone on to."""
         self.writer: RowWriter | None = None
+        self._inodes: list[tuple[int, int]] = []
         self._locks: list[DirectoryLock] = []
         self._manifest: ManifestWatch | None = None
         self._at_collection: weakref.finalize[Any, TableSession] | None = None
@@ -131,6 +132,7 @@ class TableSession:
                 epochs = self._newest_epochs()  # the writer may have committed meanwhile
             for path in layout.files:
                 self._files.append(self._engine.open(path, "r+" if writable else "r", whole_sectors=True))
+            self._inodes = [_inode(path) for path in layout.files]
             if directories is not None:
                 epochs = self._check_identity(epochs)
             self._check_files(writable)
@@ -255,7 +257,9 @@ class TableSession:
         """Return the epochs of the manifest. Raises OSError (ESTALE) if it has become another table's."""
         assert self._directories is not None
         layout, epochs = load_manifest(self._directories[0])
-        if replace(layout, files=self.layout.files) != self.layout:
+        # A table that was made again, or restored from a backup, may have the same layout, and has other files.
+        inodes = [_inode(path) for path in self.layout.files] if self._files else self._inodes
+        if replace(layout, files=self.layout.files) != self.layout or inodes != self._inodes:
             raise OSError(errno.ESTALE, "the table was replaced by another one", str(self._directories[0]))
         return epochs
 
@@ -319,6 +323,12 @@ class TableSession:
                 stack.callback(self._engine.close)
                 for file in self._files:
                     stack.callback(file.close)
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    """Return what identifies the file at a path: device and inode. Raises OSError."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 _sessions: weakref.WeakSet[TableSession] = weakref.WeakSet()

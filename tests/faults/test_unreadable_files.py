@@ -201,6 +201,34 @@ def test_a_fifo_among_the_files_of_a_distributed_checkpoint_is_refused(drive: Pa
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_fifo_in_the_place_of_a_stores_data_is_refused(drive: Path, read_only: bool) -> None:
+    with TensorStore(drive / "store", persist=True) as store:
+        store.put("small", STATE["large"]).result()
+        store.commit()
+    (drive / "store" / "deepnvme-store.data").unlink()
+    os.mkfifo(drive / "store" / "deepnvme-store.data")
+    with pytest.raises(OSError, match="regular file"):
+        TensorStore(drive / "store", persist=True, read_only=read_only)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("blocks", [os.mkfifo, lambda path: path.symlink_to(path.with_name("other"))], ids=["fifo", "link"])
+def test_a_commit_writes_through_nothing_that_is_in_the_place_of_its_new_manifest(
+    drive: Path, blocks: Callable[[Path], object]
+) -> None:
+    (drive / "table").mkdir()
+    (drive / "table" / "other").write_text("somebody's")
+    with Table.create(drive / "table", 10, 3, torch.float32) as table:
+        blocks(drive / "table" / "deepnvme-table.json.new")
+        table.write(torch.arange(10), torch.ones(10, 3))
+        table.commit()
+    with Table.open(drive / "table") as table:
+        assert torch.equal(table.read(torch.arange(10)), torch.ones(10, 3))
+    assert (drive / "table" / "other").read_text() == "somebody's"
+
+
+@pytest.mark.timeout(60)
 def test_a_fifo_in_the_place_of_a_tables_rows_is_refused(drive: Path) -> None:
     Table.from_tensor(drive / "table", STATE["large"].view(-1, 10)).close()
     (drive / "table" / "rows").unlink()

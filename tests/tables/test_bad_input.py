@@ -246,12 +246,17 @@ def test_quantized_rows_are_refused(drive: Path) -> None:
         Table.create(drive / "table", 3, 3, torch.quint8)
 
 
-def test_a_reader_says_that_its_table_was_replaced_by_another(drive: Path, table: Table) -> None:
+@pytest.mark.parametrize("rows", [5, 10])
+def test_a_reader_says_that_its_table_was_replaced_by_another(drive: Path, rows: int) -> None:
+    table = Table.create(drive / "table", 10, (3,), torch.float32)
+    table.write(torch.arange(10), torch.ones(10, 3))
+    table.commit()
     reader = Table.open(drive / "table")
     table.close()
     for path in (drive / "table").iterdir():
         path.unlink()
-    Table.create(drive / "table", 5, (3,), torch.float32).close()
+    with Table.create(drive / "table", rows, (3,), torch.float32) as other:
+        other.commit()
     with pytest.raises(OSError, match="replaced") as caught:
         reader.read(torch.tensor([0]))
     assert caught.value.errno == errno.ESTALE
