@@ -133,6 +133,7 @@ def is_run(block: Block) -> bool:
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_the_code_on_a_page_runs(path: Path, drive: Path, interpreters: Interpreters) -> None:
+    # Recipes take longest: they import Lightning and start two ranks. Tuning has ds_io write and read 1 GiB, as its page says.
     run(blocks_of(str(path), path.read_text()), drive, interpreters)
 
 
