@@ -31,7 +31,7 @@ from harness.activation_worker import (
     TORCH_SAVE_CACHED,
 )
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
-from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, times_as_fast
+from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, over_limit, times_as_fast
 from harness.documents import all_comparisons, document
 from harness.figures import Verdict
 from harness.optimizer_steps import quieten
@@ -178,13 +178,6 @@ def times_as_long(ours: Counts, theirs: Counts) -> float:
     """A figure for verdicts: how many times as long ours takes."""
     seconds: float = ours["seconds"] / theirs["seconds"]
     return seconds
-
-
-def over_limit(offloaded: Counts, limits: Counts, in_memory: Counts) -> float:
-    """Time over what it cannot undercut: the transfers at the speed of the drive, or the step in memory."""
-    transfers = offloaded["bytes_written"] / limits["write"] + offloaded["bytes_read"] / limits["read"]
-    ratio: float = offloaded["seconds"] / max(transfers, in_memory["seconds"])
-    return ratio
 
 
 def compare_compute_bound(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from harness import drive, identity, small_tensors
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
-from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, times_as_fast
+from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, over_limit, times_as_fast
 from harness.documents import all_comparisons, document
 from harness.figures import Verdict
 from harness.optimizer_steps import STATE_BYTES, Library, Model, drive_limits, start_deepspeed, start_optimizer, stepper
@@ -172,17 +172,6 @@ def compare_without_masters(settings: Settings, directory: Path, measurements: M
             8.1,
         ),
     ]
-
-
-def over_limit(offloaded: Counts, limits: Counts, in_memory: Counts, state_bytes: int | None = None) -> float:
-    """Time over what it cannot undercut: the transfers at the speed of the drive, or the step in memory.
-
-    ``state_bytes``: at most so many are to be written; what is written beyond that is no excuse. None: all that is written.
-    """
-    written = offloaded["bytes_written"] if state_bytes is None else min(offloaded["bytes_written"], state_bytes)
-    drives = offloaded["bytes_read"] / limits["read"] + written / limits["write"]
-    ratio: float = offloaded["seconds"] / max(drives, in_memory["seconds"])
-    return ratio
 
 
 def compare_with_deepspeed(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:

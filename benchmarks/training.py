@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 from harness import drive, training_dtype, training_identity
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
-from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, times_as_fast
+from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, over_limit, times_as_fast
 from harness.documents import all_comparisons, document
 from harness.figures import Verdict
 from harness.optimizer_steps import QUEUE_DEPTH, drive_limits, quieten
@@ -230,13 +230,6 @@ def compare_with_limits(
     computing = "in memory" if settings.fits else "in memory, of which the optimizer for one layer"
     what = f"{title}, budget {size_text(settings.memory_budget)}: step / max({computing}, bytes moved / the drive's limits)"
     measurements.verdicts.append(judge(comparison, what, (OFFLOADED, LIMITS, IN_MEMORY), over_limit, "at most", 1.2))
-
-
-def over_limit(offloaded: Counts, limits: Counts, in_memory: Counts) -> float:
-    """Time over what it cannot undercut: the transfers at the speed of the drive, or the step in memory."""
-    drives = offloaded["bytes_read"] / limits["read"] + offloaded["bytes_written"] / limits["write"]
-    ratio: float = offloaded["seconds"] / max(drives, in_memory["seconds"])
-    return ratio
 
 
 def compare_with_deepspeed(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:

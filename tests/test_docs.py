@@ -19,8 +19,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from .support.interpreters import Interpreters
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -37,16 +40,20 @@ MARK = re.compile(r"<!-- not run:(?P<why>(?:(?!-->).)*)-->\n\Z", re.DOTALL)
 LINK = re.compile(r"(?<!`)\[(?:[^][]|\[[^][]*\])*\]\(([^)\s:]+)\)")
 
 RUN = """
-import json, subprocess, sys
-
-namespace = {"__name__": "__main__"}
-for block in json.load(sys.stdin):
+import json, os, subprocess, sys, warnings
+os.chdir({directory!r})
+torch.set_num_threads(1)  # many threads for models this small do nothing but wait for one another
+warnings.simplefilter("ignore")
+warnings.simplefilter("error", RuntimeWarning)
+warnings.filterwarnings("ignore", "the drive sets the pace", RuntimeWarning)
+namespace = {{"__name__": "__main__"}}
+for block in json.loads({blocks!r}):
     if block["language"] == "python":
         exec(compile("\\n" * block["line"] + block["code"], block["page"], "exec"), namespace)
     else:
         done = subprocess.run(["bash", "-euo", "pipefail", "-c", block["code"]])
         if done.returncode:
-            sys.exit(f"{block['page']}:{block['line']}: ended with {done.returncode}")
+            sys.exit(f"{{block['page']}}:{{block['line']}}: ended with {{done.returncode}}")
 """
 """What runs a page's blocks. The empty lines give tracebacks the page's own line numbers."""
 
@@ -100,21 +107,14 @@ def check(blocks: list[Block]) -> None:
             assert parsed.returncode == 0, f"{where}: {parsed.stderr}"
 
 
-def run(blocks: list[Block], directory: Path) -> None:
+def run(blocks: list[Block], directory: Path, interpreters: Interpreters) -> None:
     """Run a page's blocks in a process of their own, in an empty directory on the drive."""
     (directory / "nvme").mkdir()
-    given = [asdict(block) for block in blocks if is_run(block)]
+    given = json.dumps([asdict(block) for block in blocks if is_run(block)]).replace("/mnt/nvme", str(directory / "nvme"))
     tools = f"{Path(sys.executable).parent}:{ROOT / 'bin'}"
-    done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-W", "ignore:the drive sets the pace:RuntimeWarning", "-c", RUN],
-        input=json.dumps(given).replace("/mnt/nvme", str(directory / "nvme")),
-        capture_output=True,
-        text=True,
-        cwd=directory,
-        # Many threads for models this small do nothing but wait for one another.
-        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with mock.patch.dict(os.environ, environment):
+        interpreters.run(RUN.format(directory=str(directory), blocks=given)).check()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -132,8 +132,9 @@ def is_run(block: Block) -> bool:
     [path for path in PAGES if any(map(is_run, blocks_of(str(path), path.read_text())))],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
-def test_the_code_on_a_page_runs(path: Path, drive: Path) -> None:
-    run(blocks_of(str(path), path.read_text()), drive)
+def test_the_code_on_a_page_runs(path: Path, drive: Path, interpreters: Interpreters) -> None:
+    # Recipes take longest: they import Lightning and start two ranks. Tuning has ds_io write and read 1 GiB, as its page says.
+    run(blocks_of(str(path), path.read_text()), drive, interpreters)
 
 
 def test_most_blocks_are_run() -> None:
@@ -146,21 +147,21 @@ def test_most_blocks_are_run() -> None:
 class TestOfThisTest:
     """A broken page fails."""
 
-    def test_python_that_raises(self, drive: Path) -> None:
+    def test_python_that_raises(self, drive: Path, interpreters: Interpreters) -> None:
         page = "A\n\n```python\na = 1\n```\n\n```python\nassert a == 2\n```\n"
         with pytest.raises(AssertionError, match=r'"page.md", line 8'):
-            run(blocks_of("page.md", page), drive)
+            run(blocks_of("page.md", page), drive, interpreters)
 
-    def test_a_command_that_fails(self, drive: Path) -> None:
+    def test_a_command_that_fails(self, drive: Path, interpreters: Interpreters) -> None:
         with pytest.raises(AssertionError, match=r"page.md:1: ended with 1"):
-            run(blocks_of("page.md", "```console\n$ false\nan output\n$ true\n```\n"), drive)
+            run(blocks_of("page.md", "```console\n$ false\nan output\n$ true\n```\n"), drive, interpreters)
 
-    def test_what_a_setup_leaves_out(self, drive: Path) -> None:
+    def test_what_a_setup_leaves_out(self, drive: Path, interpreters: Interpreters) -> None:
         page = "<!-- setup\na = 1\n-->\n```python\nassert a == 1\n```\n"
-        run(blocks_of("page.md", page), drive)
+        run(blocks_of("page.md", page), drive, interpreters)
         (drive / "nvme").rmdir()
         with pytest.raises(AssertionError, match="NameError"):
-            run(blocks_of("page.md", page.replace("a = 1", "b = 1")), drive)
+            run(blocks_of("page.md", page.replace("a = 1", "b = 1")), drive, interpreters)
 
     @pytest.mark.parametrize(
         ("page", "message"),

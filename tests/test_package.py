@@ -37,8 +37,8 @@ PACKAGES = [
 ]
 SUBMODULES = {
     "deepnvme": {
-        "checkpoint", "integrations", "io", "memory", "nn", "offload", "ops", "profiles", "report", "safetensors", "store",
-        "streaming", "swap", "tables", "tune",
+        "checkpoint", "integrations", "io", "memory", "nn", "offload", "ops", "profiles", "quantization", "report", "safetensors",
+        "store", "streaming", "swap", "tables", "tune",
     },
     "deepnvme.integrations": {
         "accelerate", "deepspeed", "graphbolt", "metrics", "sglang", "tensornvme", "transformers", "transformers_training",

@@ -76,6 +76,17 @@ def judge(
     return Verdict(what, Spread.of([sum(figures)] if summed else figures), sense, bound)
 
 
+def over_limit(offloaded: Counts, limits: Counts, in_memory: Counts, state_bytes: int | None = None) -> float:
+    """Time over what it cannot undercut: the transfers at the speed of the drive, or the step in memory.
+
+    ``state_bytes``: at most so many are to be written; what is written beyond that is no excuse. None: all that is written.
+    """
+    written = offloaded["bytes_written"] if state_bytes is None else min(offloaded["bytes_written"], state_bytes)
+    drives = offloaded["bytes_read"] / limits["read"] + written / limits["write"]
+    ratio: float = offloaded["seconds"] / max(drives, in_memory["seconds"])
+    return ratio
+
+
 def times_as_fast(ours: Counts, theirs: Counts) -> float:
     """A figure for verdicts: how many times as fast ours is."""
     seconds: float = theirs["seconds"] / ours["seconds"]

@@ -20,7 +20,6 @@ import sys
 import uuid
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -73,8 +72,7 @@ class _Stored(NamedTuple):
     """A DiskOffloader's freed storages. Kept, since their addresses are the key, and a new storage could get the same one."""
 
 
-@dataclass(eq=False)
-class _Transfer:
+class _Transfer(NamedTuple):
     """One write or read of an offloader. It has no reference to the offloader, which would keep that after its last user's."""
 
     future: Future
@@ -162,8 +160,7 @@ class _TensorFile(_Transfers):
         if not tensors or not all(fit):
             raise RuntimeError("tensors must be dense, contiguous, on the CPU, one at least: copy by resolve_conj().contiguous()")
         storages = [tensor.untyped_storage() for tensor in tensors]
-        if self._frees:
-            key = tuple(storage._cdata for storage in storages)
+        key = tuple(storage._cdata for storage in storages) if self._frees else key
         known = {storage._cdata for storage in storages}
         # Slices of one tensor are written, or read, at a time, unless all of it is freed or allocated.
         self._finish(

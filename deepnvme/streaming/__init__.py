@@ -3,17 +3,17 @@
 from typing import TYPE_CHECKING
 
 from deepnvme._lazy import from_modules
+from deepnvme.checkpoint.weight_locations import Location, Source
+from deepnvme.model.weight_differences import WeightInfo, WeightMismatch
+
+from .pretrained import from_pretrained
+from .stream_report import StreamReport
+from .streamed_model import Streaming, stream, streaming_of
+from .weights.manifest import Extent, Weight
+from .weights.weight_store import CorruptExtent, WeightStore
 
 if TYPE_CHECKING:
-    from deepnvme.checkpoint.weight_locations import Location, Source
-    from deepnvme.model.weight_differences import WeightInfo, WeightMismatch
-
     from .kv.cache import CacheReport, OffloadedCache, close_cache, offload_kv, offloaded_cache
-    from .pretrained import from_pretrained
-    from .stream_report import StreamReport
-    from .streamed_model import Streaming, stream, streaming_of
-    from .weights.manifest import Extent, Weight
-    from .weights.weight_store import CorruptExtent, WeightStore
 
 __all__ = [
     "CacheReport",
@@ -36,17 +36,6 @@ __all__ = [
     "streaming_of",
 ]
 
-_NAMES = {
-    "deepnvme.model.weight_differences": ("WeightMismatch", "WeightInfo"),
-    "deepnvme.checkpoint.weight_locations": ("Location", "Source"),
-    "kv.cache": ("CacheReport", "OffloadedCache", "close_cache", "offload_kv", "offloaded_cache"),
-    "pretrained": ("from_pretrained",),
-    "stream_report": ("StreamReport",),
-    "streamed_model": ("Streaming", "stream", "streaming_of"),
-    "weights.manifest": ("Extent", "Weight"),
-    "weights.weight_store": ("CorruptExtent", "WeightStore"),
-}
-"""Public names by the module that defines them."""
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = from_modules(__name__, {name: module for module, names in _NAMES.items() for name in names})
+if not TYPE_CHECKING:  # the cache needs transformers
+    _OF_THE_CACHE = ("CacheReport", "OffloadedCache", "close_cache", "offload_kv", "offloaded_cache")
+    __getattr__, __dir__ = from_modules(__name__, dict.fromkeys(_OF_THE_CACHE, "kv.cache"))

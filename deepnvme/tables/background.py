@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from deepnvme._interrupts import defer_interrupts
 
 if TYPE_CHECKING:
+    from deepnvme.memory.lease import Transfer
+
     from .reading import RowReader
     from .writing import RowWriter
 
@@ -52,7 +54,7 @@ class BackgroundThread:
     def _run(self) -> None:
         while True:
             with self._lock:
-                future = None if self._stopped else self._reader.next_prefetched()
+                future: Transfer | None = None if self._stopped else self._reader.next_prefetched()
                 if future is None and self._writer is not None and not self._stopped:
                     future = self._writer.next_written()
                 elif self._writer is not None and not self._stopped:

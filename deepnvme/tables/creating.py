@@ -14,7 +14,6 @@ import contextlib
 import errno
 import os
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,12 +21,13 @@ import torch
 
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import engine_for
-from deepnvme.engine import Engine, File, Future
+from deepnvme.engine import Engine, File
 from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner
 from deepnvme.files.preallocation import preallocate
 from deepnvme.files.replacing import sync_directory, with_filename
 from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
+from deepnvme.transfer.gather import Transfers
 
 from .identity import file_bytes, is_file_of, write_identity
 from .layout import Column, TableLayout
@@ -103,12 +103,11 @@ def create_files(
         if filled:
             _fill(engine, files, layout, values, initial)
         identity = uuid.uuid4().hex
-        for future in write_identity(engine, files, layout, identity):
-            future.result()
-        for future in [engine.fsync(file) for file in files]:
-            future.result()
+        Transfers(write_identity(engine, files, layout, identity)).result()
+        Transfers(map(engine.fsync, files)).result()
         committed = _FIRST_EPOCH if updatable and filled else 0
-        save_manifest(directories, layout, Epochs(committed, committed, identity=identity), UNFINISHED_NAME)
+        epochs = Epochs(committed=committed, reserved=committed, abandoned=(), attributes={}, identity=identity)
+        save_manifest(directories, layout, epochs, UNFINISHED_NAME)
         for directory in directories:
             with with_filename(directory / _UNFINISHED_ROWS):
                 os.rename(directory / _UNFINISHED_ROWS, directory / ROWS_NAME)
@@ -160,7 +159,7 @@ def _fill(
     """Write all rows in order, some MiB at a time: one part is made while the previous part is written."""
     turn = layout.chunk * len(files)  # rows after which the first file has its turn again
     step = max(_FILL_BYTES // layout.stride // turn, 1) * turn
-    under_way: deque[Future] = deque()
+    written = Transfers()
     for begin in range(0, layout.rows, step):
         end = min(begin + step, layout.rows)
         column = layout.values
@@ -171,15 +170,13 @@ def _fill(
                 f" got {tuple(given.shape)} in {given.dtype}"
             )
         images = _images(layout, given, initial)
-        while len(under_way) >= 2 * len(files):
-            under_way.popleft().result()
+        written.take_ended(most=2 * len(files) - 1)
         for volume, file in enumerate(files):
             own = _images_of(layout, images, volume, len(files))
             if len(own):
                 offset = layout.offset_of(begin + volume * layout.chunk)
-                under_way.append(engine.write(own.reshape(-1), file, offset))
-    while under_way:
-        under_way.popleft().result()
+                written.start(engine.write, own.reshape(-1), file, offset)
+    written.result()
 
 
 def _images(layout: TableLayout, values: torch.Tensor, initial: Mapping[str, float]) -> torch.Tensor:

@@ -18,15 +18,14 @@ docs/formats.md has the fields, and what a crash at each point leaves.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import io
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from deepnvme.files.directory_lock import refers_to
 from deepnvme.files.manifest import read_manifest
@@ -46,6 +45,7 @@ _MOST_BYTES = 64 << 20
 """Limit of a manifest. Each crash between two commits, and each rollback, adds some 30 bytes."""
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Identity = Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
+_STRICT = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
 
 
 class CorruptTable(OSError):
@@ -55,10 +55,9 @@ class CorruptTable(OSError):
         super().__init__(errno.EBADMSG, f"this is no whole table: {why}", str(path))
 
 
-class Prepared(BaseModel):
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Prepared:
     """A commit of several tables that this table is ready for. It is in force once the first table has made it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants", frozen=True)
 
     epoch: _Count
     name: str
@@ -66,46 +65,25 @@ class Prepared(BaseModel):
     attributes: dict[str, Any]
 
 
-class _Fields(BaseModel):
-    """The fields of the file."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
-
-    kind: str
-    rows: _Count
-    columns: Annotated[list[tuple[str, str, list[_Count], _Count]], Field(min_length=1)]
-    version_bytes: Annotated[int, Field(ge=0, le=1 << 41)]
-    chunk: Annotated[int, Field(ge=1, le=1 << 40)]
-    directories: Annotated[list[str], Field(min_length=1)]
-    committed: _Count
-    reserved: _Count
-    abandoned: tuple[tuple[_Count, _Count], ...]
-    attributes: dict[str, Any]
-    name: str = ""
-    prepared: Prepared | None = None
-    identity: _Identity
-    previous: tuple[_Identity, ...] = ()
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Epochs:
     """Which versions of rows count, and what the last commit has noted."""
 
-    committed: int = 0
+    committed: _Count
     """Epoch of the last commit; 0 before the first."""
-    reserved: int = 0
+    reserved: _Count
     """The last epoch of which versions may be on the drive."""
-    abandoned: tuple[tuple[int, int], ...] = ()
+    abandoned: tuple[tuple[_Count, _Count], ...]
     """Ranges of epochs that were never committed, ascending: first and last of each."""
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any]
     """What the last commit has noted, such as the number of steps: anything that JSON can hold."""
     name: str = ""
     """Name of the last commit, if several tables have made it together."""
     prepared: Prepared | None = None
     """A commit that may be in force: the first table decides."""
-    identity: str = ""
+    identity: _Identity
     """The table's identity, which its last writer has given it before the first write."""
-    previous: tuple[str, ...] = ()
+    previous: tuple[_Identity, ...] = ()
     """Former identities that some files may still have; none once a commit has flushed ``identity`` to all files."""
 
     def adopt(self, prepared: Prepared) -> Epochs:
@@ -140,8 +118,23 @@ class Epochs:
         return max(self.committed, last_abandoned) + 1
 
 
-_EPOCHS = [each.name for each in dataclasses.fields(Epochs)]
-"""Fields of the manifest that are those of :class:`Epochs`."""
+NO_COMMITS = Epochs(committed=0, reserved=0, abandoned=(), attributes={}, identity="0" * 32)
+"""The epochs of a file in place, which has no manifest: its rows cannot be changed."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class _Fields(Epochs):
+    """The fields of the file."""
+
+    kind: str
+    rows: _Count
+    columns: Annotated[list[tuple[str, str, list[_Count], _Count]], Field(min_length=1)]
+    version_bytes: Annotated[int, Field(ge=0, le=1 << 41)]
+    chunk: Annotated[int, Field(ge=1, le=1 << 40)]
+    directories: Annotated[list[str], Field(min_length=1)]
+
+
+_FILE = TypeAdapter(_Fields)
 
 
 def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs, name: str = MANIFEST_NAME) -> None:
@@ -151,16 +144,16 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs, 
         OSError: From the drive. Either the former manifest or this one is in force then.
         ValueError: If JSON cannot hold the attributes, or they are too large.
     """
-    fields = _Fields(
+    said = _Fields(
         kind=_KIND,
         rows=layout.rows,
         columns=[(each.name, str(each.dtype).removeprefix("torch."), list(each.shape), each.offset) for each in layout.columns],
         version_bytes=layout.version_bytes,
         chunk=layout.chunk,
         directories=[str(each) for each in directories],
-        **{name: getattr(epochs, name) for name in _EPOCHS},
+        **vars(epochs),
     )
-    data = fields.model_dump_json(indent=1).encode() + b"\n"
+    data = _FILE.dump_json(said, indent=1) + b"\n"
     if len(data) > _MOST_BYTES:
         raise ValueError(f"the table's manifest may have {_MOST_BYTES} bytes, and would have {len(data)}")
     replace_durably(directories[0] / name, data)
@@ -201,30 +194,30 @@ def load_manifest(directory: Path, name: str = MANIFEST_NAME) -> tuple[TableLayo
 def _parse(data: bytes) -> tuple[TableLayout, Epochs]:
     """Parse a table's manifest into the layout of its rows and its epochs. Raises ValueError if it is damaged."""
     try:
-        fields = _Fields.model_validate_json(data)
+        said = _FILE.validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         why = f"its field {where!r} is wrong, {first['msg']}" if where else f"it is no {first['msg'].removeprefix('Invalid ')}"
         raise ValueError(why) from None
-    _check(fields)
-    columns = tuple(Column(name, dtype_named(dtype), tuple(shape), offset) for name, dtype, shape, offset in fields.columns)
+    _check(said)
+    columns = tuple(Column(name, dtype_named(dtype), tuple(shape), offset) for name, dtype, shape, offset in said.columns)
     values, *states = columns
     if columns != columns_of(values.dtype, values.shape, {each.name: State(each.dtype, each.shape) for each in states}):
         raise ValueError("its columns do not follow one another")
-    files = tuple(Path(each) / ROWS_NAME for each in fields.directories)
-    layout = TableLayout(files, fields.rows, columns, 0, fields.version_bytes, fields.chunk)
-    return layout, Epochs(**{name: getattr(fields, name) for name in _EPOCHS})
+    files = tuple(Path(each) / ROWS_NAME for each in said.directories)
+    layout = TableLayout(files, said.rows, columns, 0, said.version_bytes, said.chunk)
+    return layout, Epochs(**{each.name: getattr(said, each.name) for each in fields(Epochs)})
 
 
-def _check(fields: _Fields) -> None:
+def _check(said: _Fields) -> None:
     """Raise ValueError if fields contradict one another."""
-    if fields.kind != _KIND:
-        raise ValueError(f"it is {fields.kind!r}, and this version of the package reads {_KIND!r}: make the table again")
+    if said.kind != _KIND:
+        raise ValueError(f"it is {said.kind!r}, and this version of the package reads {_KIND!r}: make the table again")
     last = 0
-    for begin, end in fields.abandoned:
-        if not last < begin <= end or begin <= fields.committed <= end:
-            raise ValueError(f"the abandoned epochs {begin} to {end} overlap, or have the last commit, {fields.committed}")
+    for begin, end in said.abandoned:
+        if not last < begin <= end or begin <= said.committed <= end:
+            raise ValueError(f"the abandoned epochs {begin} to {end} overlap, or have the last commit, {said.committed}")
         last = end
-    if not fields.version_bytes and (fields.committed or fields.abandoned or fields.prepared):
+    if not said.version_bytes and (said.committed or said.abandoned or said.prepared):
         raise ValueError("it has commits, and version_bytes 0, which is that of rows that cannot be changed")

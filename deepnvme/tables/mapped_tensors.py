@@ -7,17 +7,16 @@ import errno
 import math
 import os
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from deepnvme.drives.profiles import engine_for
-from deepnvme.engine import Future
 from deepnvme.files.preallocation import preallocate
 from deepnvme.files.replacing import with_filename
 from deepnvme.memory.alignment import padded
+from deepnvme.transfer.gather import Transfers
 
 _PART_BYTES = 8 << 20
 """Bytes of rows that are in memory at a time."""
@@ -53,15 +52,13 @@ def mapped_tensors(
         paths = [stack.enter_context(_unnamed_file(directory, rows * each)) for each in row_bytes]
         engine = stack.enter_context(engine_for([directory]))
         files = [stack.enter_context(engine.open(path, "r+", whole_sectors=True)) for path in paths]
-        under_way: deque[Future] = deque()
+        written = Transfers()
         for begin, end in parts_of(rows, sum(row_bytes)):
-            while len(under_way) > len(files):
-                under_way.popleft().result()
+            written.take_ended(most=len(files))
             for part, file, size in zip(values(begin, end), files, row_bytes, strict=True):
                 if size:
-                    under_way.append(engine.write(part.contiguous(), file, begin * size))
-        for future in under_way:
-            future.result()
+                    written.start(engine.write, part.contiguous(), file, begin * size)
+        written.result()
         found = []
         for path, (dtype, shape) in zip(paths, columns, strict=True):
             numel = rows * math.prod(shape)

@@ -17,7 +17,7 @@ from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .layout import Shard, TableLayout
-from .manifest import Epochs
+from .manifest import NO_COMMITS
 from .opening import tensor_layout
 from .reading import DEFAULT_STAGING_BYTES
 from .session import TableSession
@@ -76,7 +76,7 @@ def open_ngram_tables(
         for name, layout in layouts.items():
             budget = memory_budget * sizes[name] // max(sum(sizes.values()), 1)
             reopen = functools.partial(_reopened, path, name, shard_name, budget, staging, config)
-            table = Table(TableSession(layout, None, Epochs(), False, budget, staging, config), reopen)
+            table = Table(TableSession(layout, None, NO_COMMITS, False, budget, staging, config), reopen)
             found[name] = opened.enter_context(table)
         opened.pop_all()
     return found

@@ -15,6 +15,7 @@ import errno
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from deepnvme.telemetry.report_figures import ReportFigures
 from .background import BackgroundThread
 from .identity import LARGEST_SECTOR, check_identity, file_bytes
 from .layout import TableLayout
-from .manifest import CorruptTable, Epochs, ManifestWatch, load_manifest
+from .manifest import NO_COMMITS, CorruptTable, Epochs, ManifestWatch, load_manifest
 from .reading import RowReader, unit_of
 from .writing import RowWriter
 
@@ -188,12 +189,10 @@ class TableSession:
         """Return the memory of a cache within the budget, and the cache. csrc/tables/row_cache.cpp decides which rows stay."""
         native, layout = load_async_io().tables, self.layout
         slot = native.slot_bytes(layout.record_bytes)
-        slots, step = 0, 1 << (min(self.memory_budget // slot, layout.rows).bit_length())
-        while step:
-            more = slots + step
-            if more <= layout.rows and more * slot + native.overhead_bytes(layout.rows, more) <= self.memory_budget:
-                slots = more
-            step //= 2
+        counts = range(1, layout.rows + 1)
+        slots = bisect_right(
+            counts, self.memory_budget, key=lambda count: count * slot + native.overhead_bytes(layout.rows, count)
+        )
         if writable:
             slots = max(slots, min(_FEWEST_SLOTS, layout.rows))
         memory = huge_pages(max(slots * slot, 1))
@@ -292,7 +291,7 @@ class TableSession:
             if self._at_collection is not None:
                 self._at_collection.detach()
             self.writer, self._locks, self._manifest = None, [], None
-            self._open(Epochs() if self._directories is None else self._newest_epochs(), writable=False)
+            self._open(NO_COMMITS if self._directories is None else self._newest_epochs(), writable=False)
 
     def close(self) -> None:
         """Close the files, whatever fails. Uncommitted changes are lost. Idempotent. Raises OSError."""

@@ -22,7 +22,7 @@ from deepnvme.telemetry.sizes import ByteCount, byte_count
 from .creating import create_files
 from .identity import check_identity, directories_of
 from .layout import State, columns_of
-from .manifest import ROWS_NAME, Epochs, load_manifest
+from .manifest import NO_COMMITS, ROWS_NAME, load_manifest
 from .opening import find_layout
 from .reading import DEFAULT_STAGING_BYTES
 from .rows_future import PartialRows, RowsFuture, checked_ids, values_for
@@ -197,7 +197,7 @@ class Table:
             cls.open, given, name, dtype=dtype, shape=shape, offset=offset, memory_budget=memory_budget,
             staging_bytes=staging_bytes, config=config,
         )  # fmt: skip
-        directories, epochs = None, Epochs()
+        directories, epochs = None, NO_COMMITS
         if first.is_dir():
             layout, epochs = load_manifest(first)
             directories = directories_of(given, layout, epochs)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepnvme._interrupts import defer_interrupts
-from deepnvme.engine import Engine, File, Future
+from deepnvme.engine import Engine, File
 from deepnvme.ops import load_async_io
+from deepnvme.transfer.gather import Transfers
 
 from .identity import write_identity
 from .layout import TableLayout
@@ -34,7 +35,7 @@ class _Write:
 
     native: WriteBatch
     staging: torch.Tensor
-    futures: list[Future]
+    futures: Transfers
     incomplete: bool = False
     """Whether the engine refused some of the writes."""
 
@@ -76,12 +77,12 @@ class RowWriter:
         self._written_in_epoch = False
         self._identity_written = False  # not flushed before a commit
         self._manifest_uncertain = False  # a commit failed or was interrupted, and may be in force nevertheless
-        self._flush_error: OSError | None = None
+        self._flush_error: BaseException | None = None
         self._flushed = False  # nothing was changed since the last flush
         self._staging = StagingPool(engine, staging_bytes, layout.version_bytes, layout.version_bytes)
         self._rows_per_part = self._staging.part_bytes // layout.version_bytes
         self._under_way: deque[_Write] = deque()
-        self._error: OSError | None = None
+        self._error: BaseException | None = None
         self.commits = self.bytes_written = self.rows_written = 0
         self._show()
 
@@ -138,14 +139,14 @@ class RowWriter:
         except OSError as error:
             self._error = error
 
-    def next_written(self) -> Future | None:
+    def next_written(self) -> Transfers | None:
         """Go on writing, without waiting for the drive.
 
         Returns:
             A write to wait for before the next call; None if nothing has to be written now.
         """
         self.write_behind()
-        return next((future for write in self._under_way for future in write.futures if not future.done()), None)
+        return self._under_way[0].futures if self._under_way else None
 
     def _make_room(self, rows: int) -> None:
         """Wait until the cache has room for this number of changed rows."""
@@ -189,8 +190,7 @@ class RowWriter:
                 self.epochs = reserving
                 self._manifest_uncertain = False
         if not self._identity_written:
-            for future in write_identity(self._engine, self._files, self._layout, self.epochs.identity):
-                future.result()
+            Transfers(write_identity(self._engine, self._files, self._layout, self.epochs.identity)).result()
             self._identity_written = True
         self._written_in_epoch = True
 
@@ -203,13 +203,13 @@ class RowWriter:
             if not native.rows:
                 self._staging.give_back(staging)
                 return False
-            write = _Write(native, staging, [])
+            write = _Write(native, staging, Transfers())
             self._under_way.append(write)
             begin = 0
             try:
                 for volume, address, count in native.parts:
                     versions = write.staging[begin * size : (begin + count) * size].view(count, size)
-                    write.futures.append(self._engine.scatter(self._files[volume], int64_at(address, count), versions))
+                    write.futures.start(self._engine.scatter, self._files[volume], int64_at(address, count), versions)
                     begin += count
             except BaseException as error:
                 write.incomplete = True
@@ -223,17 +223,17 @@ class RowWriter:
 
     def _collect(self) -> None:
         """Record the results of completed writes and release their memory, without waiting."""
-        while self._under_way and all(future.done() for future in self._under_way[0].futures):
+        while self._under_way and self._under_way[0].futures.done():
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         """Wait for the oldest write, and record its result. A wait that is interrupted leaves the write in the queue."""
         write = self._under_way[0]
-        errors = [error for future in write.futures if (error := future.exception()) is not None]
+        error = write.futures.exception()
         with defer_interrupts():
-            if errors:
-                self._error = errors[0]
-            write.native.written(not errors and not write.incomplete)
+            if error is not None:
+                self._error = error
+            write.native.written(error is None and not write.incomplete)
             self._under_way.popleft()
             self._staging.give_back(write.staging)
 
@@ -256,14 +256,11 @@ class RowWriter:
                 self._finish_oldest()
             self._raise_error()
         if self._written_in_epoch:
-            errors = []
-            for future in [self._engine.fsync(file) for file in self._files]:
-                if (error := future.exception()) is not None:
-                    errors.append(error)
-            if errors:
+            error = Transfers(map(self._engine.fsync, self._files)).exception()
+            if error is not None:
                 # The system may have dropped what it could not write, and a second flush would not tell.
-                self._flush_error = errors[0]
-                raise errors[0]
+                self._flush_error = error
+                raise error
         self._flushed = True
 
     def prepare(self, name: str, attributes: Mapping[str, Any]) -> None:

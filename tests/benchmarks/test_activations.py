@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import activations
 import pytest
 import torch
 from harness import activation_identity
@@ -112,13 +111,6 @@ def test_a_single_wrong_bit_is_counted() -> None:
     assert activation_identity.differences(one, other) == 1
     other.losses[1] = torch.nan
     assert activation_identity.differences(one, other) == 2
-
-
-def test_a_step_is_measured_against_the_slower_of_drive_and_memory() -> None:
-    limits = {"seconds": 1, "read": 2e9, "write": 4e9}
-    offloaded = {"seconds": 3.0, "bytes_read": 2e9, "bytes_written": 2e9}
-    assert activations.over_limit(offloaded, limits, {"seconds": 1.0}) == pytest.approx(2.0)
-    assert activations.over_limit(offloaded, limits, {"seconds": 3.0}) == pytest.approx(1.0)
 
 
 def test_what_autograd_saves_is_counted_once_for_each_storage() -> None:

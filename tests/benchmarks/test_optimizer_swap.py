@@ -103,18 +103,6 @@ def test_the_directory_is_empty_afterwards(quick: Run) -> None:
     assert quick.left_behind == []
 
 
-def test_a_step_is_measured_against_the_slower_of_drive_and_memory() -> None:
-    limits = {"seconds": 1, "read": 2e9, "write": 4e9}
-    offloaded = {"seconds": 3.0, "bytes_read": 2e9, "bytes_written": 2e9}
-    assert optimizer_swap.over_limit(offloaded, limits, {"seconds": 1.0}) == pytest.approx(2.0)
-    assert optimizer_swap.over_limit(offloaded, limits, {"seconds": 3.0}) == pytest.approx(1.0)
-    # what is written beyond the states is no excuse
-    alone = optimizer_swap.over_limit(offloaded, limits, {"seconds": 1.0}, state_bytes=10**9)
-    needed = offloaded["bytes_read"] / limits["read"] + 1e9 / limits["write"]
-    assert alone == pytest.approx(3.0 / needed)
-    assert alone > optimizer_swap.over_limit(offloaded, limits, {"seconds": 1.0})
-
-
 @pytest.mark.parametrize("case", identity.CASES, ids=lambda case: case.name)
 def test_bits_are_compared(case: identity.Case, drive: Path) -> None:
     assert identity.differences(case, torch.bfloat16, drive, steps=2) == 0

@@ -226,13 +226,6 @@ def test_memory_is_seen_after_it_was_freed() -> None:
     assert memory.highest - before > 48 << 20
 
 
-def test_a_step_is_measured_against_the_slower_of_drive_and_memory() -> None:
-    limits = {"seconds": 1, "read": 2e9, "write": 4e9}
-    offloaded = {"seconds": 3.0, "bytes_read": 2e9, "bytes_written": 2e9}
-    assert training.over_limit(offloaded, limits, {"seconds": 1.0}) == pytest.approx(2.0)
-    assert training.over_limit(offloaded, limits, {"seconds": 3.0}) == pytest.approx(1.0)
-
-
 def test_a_width_that_has_no_heads_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         training.parse_arguments(["--width", "100"])

@@ -14,7 +14,7 @@ pytest.importorskip("deepnvme.streaming.kv.cache", exc_type=ImportError)  # an o
 from deepnvme.streaming import OffloadedCache  # noqa: E402
 from deepnvme.streaming.kv import layer as kv_layer  # noqa: E402
 
-from ..support.transformers_names import CACHE  # noqa: E402
+from ..support.decoders import decoder, generated  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -28,24 +28,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model(device: torch.device) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=3,
-        intermediate_size=32,
-        vocab_size=64,
-        pad_token_id=0,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(device)
-
-
-def generated(model: Any, ids: torch.Tensor, cache: Any = None, **settings: Any) -> torch.Tensor:
-    given = {} if cache is None else {CACHE: cache}
-    tokens: torch.Tensor = model.generate(
-        ids, do_sample=False, pad_token_id=0, eos_token_id=None, max_new_tokens=20, **settings, **given
-    )
-    return tokens
+    return transformers.AutoModelForCausalLM.from_config(decoder("Llama"), dtype=torch.float32).eval().to(device)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])

@@ -39,8 +39,8 @@ KINDS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
 }  # fmt: skip
 
-SOME_KINDS_QUICKLY = [kind if kind in ("llama", "deepseek") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-"""For tests beside one that has all kinds even in a quick run."""
+SOME_KINDS = ["llama", "deepseek", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mixtral", "t5"))]
+"""For tests beside one that has all kinds."""
 
 
 def checkpoint(kind: str, directory: Path, **how: Any) -> transformers.PreTrainedModel:

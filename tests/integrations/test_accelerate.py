@@ -39,7 +39,7 @@ def offloaded(kind: str, drive: Path, device_map: Any = None, **options: Any) ->
     )
 
 
-@pytest.mark.parametrize("kind", models.SOME_KINDS_QUICKLY)
+@pytest.mark.parametrize("kind", models.SOME_KINDS)
 def test_a_device_map_that_names_the_disk_streams(kind: str, drive: Path) -> None:
     known = models.checkpoint(kind, drive / "checkpoint")
     for _ in range(2):  # with a new store, and with the one that is there
@@ -263,10 +263,9 @@ def test_a_checkpoint_is_loaded_and_dispatched(drive: Path) -> None:
     assert torch.equal(models.tokens(model.eval()), models.tokens(known))
 
 
-@pytest.mark.parametrize("budget", [1 << 30, "1GB", "25%", "auto"])
-def test_the_options_are_those_of_the_last_call(drive: Path, budget: int | str) -> None:
+def test_the_options_are_those_of_the_last_call(drive: Path) -> None:
     models.checkpoint("llama", drive / "checkpoint")
-    integration.enable(memory_budget=budget)
+    integration.enable(memory_budget="25%")
     model = offloaded("llama", drive)
     models.tokens(model)
     model.streaming.reset()
@@ -289,9 +288,7 @@ def test_weights_that_are_nowhere_are_named(drive: Path) -> None:
         accelerate.dispatch_model(model, {"": "disk"}, offload_dir=drive / "folder")
 
 
-@pytest.mark.parametrize(
-    "index", [b"{", b'{"a": 1}', b"[]", b'{"\xff": {}}', b'{"a": {"shape": [[]]}}', b"[" * 1_000_000, b'{"a": {}} {']
-)
+@pytest.mark.parametrize("index", [b"{", b'{"a": 1}', b'{"a": {"shape": [[]]}}'])
 def test_an_index_that_is_damaged_is_named(drive: Path, index: bytes) -> None:
     (drive / "index.json").write_bytes(index)
     with pytest.raises(CorruptCheckpoint, match="no index of offloaded weights") as refused:

@@ -7,7 +7,6 @@ import errno
 import json
 import shutil
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 import transformers
 
-from deepnvme.files.directory_lock import DirectoryLock
 from deepnvme.integrations import accelerate as integration
 from deepnvme.streaming import from_pretrained
 from deepnvme.streaming.weights.build_once import BUILDING
@@ -48,7 +46,7 @@ def test_logits_and_tokens_are_those_of_the_model_in_memory(kind: str, drive: Pa
     assert model.streaming.report().bytes_read > 0
 
 
-@pytest.mark.parametrize("kind", models.SOME_KINDS_QUICKLY)
+@pytest.mark.parametrize("kind", ["llama", "deepseek"])
 def test_an_offload_dir_is_used_again(kind: str, drive: Path) -> None:
     known = models.checkpoint(kind, drive / "checkpoint")
     with from_pretrained(drive / "checkpoint", offload_dir=drive / "store").streaming:
@@ -196,15 +194,6 @@ def test_what_was_converted_is_gone_and_so_is_what_a_killed_process_has_left(dri
     assert sorted(path.name for path in drive.iterdir()) == ["checkpoint", "store"]
 
 
-def test_while_another_process_builds_it_is_waited_for(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
-    known = models.checkpoint("llama", drive / "checkpoint")
-    other = DirectoryLock(drive / "store" / BUILDING)
-    threading.Timer(0.2, other.release).start()
-    model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store")
-    assert any(f"to build the store in '{drive / 'store'}'" in said for said in caplog.messages)
-    assert torch.equal(models.tokens(model), models.tokens(known))
-
-
 def test_a_build_that_fails_leaves_nothing(drive: Path) -> None:
     models.checkpoint("mixtral", drive / "checkpoint")
     weights = drive / "checkpoint" / "model.safetensors"
@@ -251,16 +240,6 @@ def test_the_store_of_another_checkpoint_is_refused(drive: Path) -> None:
     from_pretrained(drive / "checkpoint", offload_dir=drive / "store").streaming.close()
     with pytest.raises(ValueError, match="another checkpoint"):
         from_pretrained(drive / "other", offload_dir=drive / "store")
-
-
-def test_the_store_of_an_older_version_of_the_checkpoint_is_refused(drive: Path) -> None:
-    known = models.checkpoint("llama", drive / "checkpoint")
-    from_pretrained(drive / "checkpoint", offload_dir=drive / "store").streaming.close()
-    with torch.no_grad():
-        known.model.norm.weight.mul_(2)
-    known.save_pretrained(drive / "checkpoint")
-    with pytest.raises(ValueError, match=r"another checkpoint.*model\.safetensors"):
-        from_pretrained(drive / "checkpoint", offload_dir=drive / "store")
 
 
 def test_a_store_is_of_one_variant_in_one_folder(drive: Path) -> None:

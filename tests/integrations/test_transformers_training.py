@@ -57,11 +57,11 @@ def trainer_of(
         "report_to": [], "disable_tqdm": True, "save_strategy": "no", "weight_decay": 0.1, "learning_rate": 1e-2,
         "warmup_steps": 1,
     }  # fmt: skip
-    given = {name: options.pop(name) for name in ("callbacks", "optimizers", "rows") if name in options}
+    given = {name: options.pop(name) for name in ("callbacks", "optimizers", "rows", "dropout") if name in options}
     data = batches(given.pop("rows", 64))
     arguments |= options
     # Each micro-batch of an offloaded training draws random numbers of its own.
-    model = model_of(kind, dropout=arguments.get("gradient_accumulation_steps", 1) == 1)
+    model = model_of(kind, given.pop("dropout", arguments.get("gradient_accumulation_steps", 1) == 1))
     return trainer_class(model, transformers.TrainingArguments(**arguments), train_dataset=data, eval_dataset=data[:4], **given)
 
 
@@ -101,9 +101,9 @@ def train_both(drive: Path, tmp_path: Path, offloading: dict[str, Any] | None = 
     return trainer
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("max_grad_norm", [0, 0.1])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "max_grad_norm", "accumulation"), [("llama", 0.1, 1), ("llama", 0, 4), ("gpt2", 0, 1), ("gpt2", 0.1, 4)]
+)
 def test_a_trainer_learns_the_same(drive: Path, tmp_path: Path, kind: str, max_grad_norm: float, accumulation: int) -> None:
     options = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": accumulation}
     trainer = train_both(drive, tmp_path, kind=kind, **options)
@@ -134,9 +134,10 @@ def test_the_last_step_of_an_epoch_may_have_fewer_batches(drive: Path, tmp_path:
     assert trainer.state.global_step == 4
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("activations", ["nvme", "recompute"])
-@pytest.mark.parametrize("checkpointing", [None, False, True])
+@pytest.mark.parametrize(
+    ("activations", "checkpointing", "accumulation"),
+    [("nvme", None, 2), ("nvme", False, 1), ("nvme", True, 2), ("recompute", None, 1), ("recompute", False, 2)],
+)
 def test_layers_that_are_computed_again(
     drive: Path, tmp_path: Path, activations: str, checkpointing: bool | None, accumulation: int
 ) -> None:
@@ -152,8 +153,8 @@ def test_autocast_to_bfloat16(drive: Path, tmp_path: Path, accumulation: int) ->
 
 
 @pytest.mark.parametrize("options", [
-    {"optim": "adamw_torch"}, {"optim": "adamw_torch_fused"}, {"optim": "sgd", "optim_args": "momentum=0.9"},
-    {"optim": "adafactor"}, {"optim": "adagrad"}, {"optim": "rmsprop"}, {"lr_scheduler_type": "cosine"},
+    {"optim": "adamw_torch"}, {"optim": "sgd", "optim_args": "momentum=0.9"}, {"optim": "adafactor"}, {"optim": "adagrad"},
+    {"lr_scheduler_type": "cosine"},
     {"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0, "gradient_accumulation_steps": 1},
 ])  # fmt: skip
 def test_options_of_the_training_arguments(drive: Path, tmp_path: Path, options: dict[str, Any]) -> None:
@@ -338,8 +339,7 @@ def assert_same_files(found: Path, expected: Path) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize(("kind", "shards"), [("llama", True), ("gpt2", False)])
 def test_checkpoints_are_ordinary_and_resumed_from(
     drive: Path, tmp_path: Path, kind: str, shards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,9 +446,8 @@ def test_an_optimizer_that_steps_all_parameters_at_once_is_an_error(drive: Path,
     assert type(trainer.optimizer) is torch.optim.LBFGS
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adagrad"])
-def test_an_optimizer_that_has_stepped_is_an_error(drive: Path, tmp_path: Path, optim: str) -> None:
-    trainer = trainer_of(tmp_path / "trained", max_steps=1, optim=optim)
+def test_an_optimizer_that_has_stepped_is_an_error(drive: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path / "trained", max_steps=1, optim="adagrad")
     trainer.train()
     trainer.optimizer = trainer.optimizer.optimizer
     with pytest.raises(ValueError, match="has states already"):

@@ -28,7 +28,7 @@ def test_a_trainer_in_several_processes_learns_as_with_ddp(
         import torch
         from tests.integrations.test_transformers_training import integration, logs, offload, trainer_of, transformers
 
-        options = {{"kind": "gpt2 without dropout", "gradient_accumulation_steps": accumulation, "save_strategy": "steps"}}
+        options = {{"dropout": False, "gradient_accumulation_steps": accumulation, "save_strategy": "steps"}}
         options |= {{"save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "ddp_backend": "gloo", "max_steps": 4}}
         options |= {{"max_grad_norm": 0.5}}
 
@@ -108,7 +108,7 @@ def test_what_one_process_cannot_save_is_an_error_of_all(drive: Path, tmp_path: 
         from deepnvme.offload.training.rank_meetings import RankFailed
         from tests.integrations.test_transformers_training import offload, trainer_of, transformers
 
-        trainer = trainer_of(tmp_path / "trained", kind="gpt2 without dropout", ddp_backend="gloo", max_steps=1)
+        trainer = trainer_of(tmp_path / "trained", dropout=False, ddp_backend="gloo", max_steps=1)
         training = offload(trainer, drive)
         trainer.train()
         trainer.state.best_global_step = 1  # so that a checkpoint has a barrier of the trainer's

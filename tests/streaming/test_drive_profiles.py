@@ -77,7 +77,7 @@ ENTRIES: list[tuple[Callable[[Path, AioConfig | None], None], list[int | None]]]
 """What makes engines: for each of them, the most bytes that a worker of it has under way."""
 
 
-@pytest.mark.parametrize("chosen", ["nothing", "profile", "profile that is off", "config"])
+@pytest.mark.parametrize("chosen", ["profile", "profile that is off", "config"])
 @pytest.mark.parametrize(("make", "limits"), ENTRIES, ids=[make.__name__ for make, _ in ENTRIES])
 def test_engines_have_the_settings_of_the_drive_or_those_given(
     make: Callable[[Path, AioConfig | None], None],
@@ -87,8 +87,7 @@ def test_engines_have_the_settings_of_the_drive_or_those_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     WeightStore.build(layers(), drive / "built").close()
-    if chosen != "nothing":
-        store_profile(drive, TUNED)
+    store_profile(drive, TUNED)
     if chosen == "profile that is off":
         monkeypatch.setenv("DEEPNVME_PROFILE", "off")
     with engines_made() as made:

@@ -42,26 +42,6 @@ def pass_over(cache: ExtentCache, keys: str, following: str = "") -> Iterator[st
         cache.release([key])
 
 
-def test_what_a_failed_read_leaves_is_read_again_when_it_is_acquired_again(fake: FakeDrive) -> None:
-    cache = cache_of(fake)
-    fake.failing = {"a"}
-    with pytest.raises(OSError, match="failed a"):
-        cache.acquire(["a"], "b")
-    fake.failing = set()
-    assert is_right("a", cache.acquire(["a"])[0])
-
-
-def test_an_error_from_reading_ahead_is_not_raised_where_another_is_acquired(fake: FakeDrive) -> None:
-    cache = cache_of(fake)
-    fake.failing, fake.refusing = {"b"}, {"c"}
-    assert is_right("a", cache.acquire(["a"], "bc")[0])
-    cache.release("a")
-    with pytest.raises(OSError, match="failed b"):
-        cache.acquire(["b"], "c")
-    with pytest.raises(OSError, match="refused c"):
-        cache.acquire(["c"])
-
-
 def test_an_error_that_ended_a_read_before_it_was_wanted_is_old(fake: FakeDrive) -> None:
     cache = cache_of(fake, residents="c")
     fake.failing = {"b", "c"}
@@ -149,22 +129,6 @@ def test_what_somebody_changed_is_read_again(fake: FakeDrive) -> None:
         assert is_right(key, cache.acquire([key], key)[0])
 
 
-def test_residents_are_read_once(fake: FakeDrive) -> None:
-    cache = cache_of(fake, residents="bdf")
-    for _ in range(3):
-        for _ in pass_over(cache, "abcdef", "abcdef"):
-            pass
-    assert [fake.begun.count(key) for key in "bdf"] == [1, 1, 1]
-
-
-def test_with_all_resident_nothing_is_read_after_the_first_pass(fake: FakeDrive) -> None:
-    cache = cache_of(fake, residents=KEYS)
-    for _ in range(3):
-        for _ in pass_over(cache, KEYS, KEYS):
-            pass
-    assert fake.begun == [*KEYS]
-
-
 def test_other_residents_can_be_chosen(fake: FakeDrive) -> None:
     cache = cache_of(fake, residents="ab")
     for _ in pass_over(cache, "abcd"):
@@ -185,18 +149,6 @@ def test_the_drive_has_work_while_residents_are_used(fake: FakeDrive) -> None:
     fake.begun.clear()
     cache.acquire(["a"], "bcdefgh")
     assert fake.begun == ["a", "f", "g"]
-
-
-def test_uses_overlap(fake: FakeDrive) -> None:
-    cache = cache_of(fake, slots=2)
-    (first,) = cache.acquire(["a"], "b")
-    (again,) = cache.acquire(["a"], "b")
-    assert first.data_ptr() == again.data_ptr()
-    cache.release(["a"])
-    for _ in pass_over(cache, "bcd"):
-        assert is_right("a", again)
-    cache.release(["a"])
-    assert fake.begun == ["a", "b", "c", "d"]
 
 
 def test_more_in_use_than_slots_have_more_for_as_long(fake: FakeDrive) -> None:
@@ -262,17 +214,6 @@ def test_a_slot_is_as_large_as_was_asked_for_and_lies_where_there_is_room() -> N
     assert slots.in_use == 5 * 4096
 
 
-def test_memory_that_somebody_keeps_is_not_read_into(fake: FakeDrive) -> None:
-    cache = cache_of(fake)
-    (memory,) = cache.acquire(["a"])
-    kept = memory[10:20]
-    cache.release(["a"])
-    del memory
-    for _ in range(2):
-        for _ in pass_over(cache, "bcdefgh"):
-            assert torch.equal(kept, content("a", 10))
-
-
 def test_one_slot_more_serves_where_somebody_keeps_all_and_then_there_is_none(fake: FakeDrive) -> None:
     cache = cache_of(fake, slots=1)
     kept = []
@@ -283,20 +224,6 @@ def test_one_slot_more_serves_where_somebody_keeps_all_and_then_there_is_none(fa
         cache.acquire(["c"])
     kept.pop()
     assert is_right("c", cache.acquire(["c"])[0])
-
-
-def test_what_is_read_is_counted(fake: FakeDrive) -> None:
-    cache = cache_of(fake)
-    cache.acquire(["a"], "bc")
-    assert cache.bytes_read == len(fake.begun) * NBYTES == 3 * NBYTES
-    assert cache.seconds_waited > 0
-
-
-def test_closing_waits_for_what_is_under_way(fake: FakeDrive) -> None:
-    cache = cache_of(fake)
-    cache.expect("ab")
-    cache.close()
-    assert fake.under_way == []
 
 
 class Rules(RuleBasedStateMachine):

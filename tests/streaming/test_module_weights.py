@@ -13,7 +13,6 @@ from torch import nn
 from deepnvme.model.structure import REST
 from deepnvme.streaming import WeightStore
 from deepnvme.streaming.module_weights import ModuleWeights
-from deepnvme.streaming.placeholder import Placeholder
 
 from ..support.models import WIDTH, blocks_of, entangled
 
@@ -87,14 +86,6 @@ def test_weights_are_views_of_what_was_read_and_tell_of_changes_in_every_mode(wo
     with mode():
         nn.functional.linear(torch.zeros(1, WIDTH), weight)
     assert world.weights.changed("0") == []
-
-
-def test_what_is_removed_is_a_placeholder_that_says_whose_it_is(world: World) -> None:
-    world.put("0")
-    world.weights.remove("0")
-    weight = world.model[0].weight
-    assert isinstance(weight, Placeholder)
-    assert (weight.weight, weight.block) == ("0.weight", "0")
 
 
 def test_buffers_stay_buffers(world: World) -> None:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepnvme.model.quantization import dequantize, quantize
 from deepnvme.store.data_file import DATA_NAME
-from deepnvme.streaming import CorruptExtent, Streaming, WeightMismatch, WeightStore, extent_reader, stream
+from deepnvme.streaming import CorruptExtent, Streaming, WeightMismatch, WeightStore, stream
 
 from ..support.engines import transfers_through
 from ..support.examples import examples
@@ -135,8 +135,7 @@ def test_what_is_corrupt_is_named_and_nothing_is_computed_with_it(world: World) 
         world.check([0, 1, 2, 4, 5])
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize(("error", "prefetch"), [(ValueError, 0), (KeyboardInterrupt, 2)])
 def test_an_exception_in_a_forward_gives_buffers_back(world: World, error: type[BaseException], prefetch: int) -> None:
     kept = []
     with world.stream(prefetch=prefetch):
@@ -284,16 +283,10 @@ def test_weights_are_refused_by_name_where_they_are_not_in_memory(world: World) 
             lambda: copy.deepcopy(model),
             lambda: model.share_memory(),
             lambda: model.requires_grad_(True),
-            lambda: weight.data_ptr(),
-            lambda: weight.numpy(),
-            lambda: torch.save(weight, "/dev/null"),
-            lambda: nn.functional.linear(INPUT, weight),
             lambda: weight + 1,
-            lambda: weight.data,
         ):
             with pytest.raises(RuntimeError, match=named):
                 use()
-        assert "parts.0.weight" in repr(weight)
         assert sum(parameter.numel() for parameter in model.parameters()) == 6 * (WIDTH * WIDTH + WIDTH)
         assert model.eval().train().requires_grad_(False) is model
         world.check(ORDER)
@@ -325,7 +318,6 @@ def test_weights_that_somebody_puts_in_place_of_those_of_the_store_are_told_of(w
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("budget", [0, 1 << 20])
 @pytest.mark.parametrize(
     "record",
     [
@@ -338,22 +330,15 @@ def test_weights_that_somebody_puts_in_place_of_those_of_the_store_are_told_of(w
     ],
     ids=["jit.trace", "jit.script", "export", "fake tensors", "compile", "compile a function"],
 )
-def test_what_records_a_model_is_told_that_it_is_streamed(build: Build, record: Callable[[nn.Module], Any], budget: int) -> None:
+def test_what_records_a_model_is_told_that_it_is_streamed(build: Build, record: Callable[[nn.Module], Any]) -> None:
     world = build(chain())
-    with world.stream(memory_budget=budget):
+    told = r"streamed .*: close\(restore=True\) its stream first"
+    with world.stream(memory_budget=1 << 20):
         for _ in range(3):
-            with pytest.raises((RuntimeError, AttributeError), match=r"streamed .*: close\(restore=True\) its stream first"):
+            with pytest.raises((RuntimeError, AttributeError), match=told) as error:
                 record(world.streamed)
+            assert type(error.value).__name__ != "InternalTorchDynamoError"  # which calls it a bug of torch's own
         world.check()
-
-
-def test_torch_compile_does_not_call_its_refusal_a_bug_of_its_own(build: Build) -> None:
-    from torch._dynamo.exc import InternalTorchDynamoError
-
-    world = build(chain())
-    with world.stream(), pytest.raises(RuntimeError, match=r"^a model whose weights are streamed cannot be compiled") as error:
-        torch.compile(world.streamed, backend="eager")(INPUT)
-    assert not isinstance(error.value, InternalTorchDynamoError)
 
 
 def chain() -> nn.Module:
@@ -441,6 +426,14 @@ def test_a_closed_stream_says_so_and_a_restored_model_is_its_own(world: World) -
     assert copied(INPUT.double(), [0]).dtype == torch.float64
 
 
+def test_a_restored_model_requires_grad_as_before(world: World) -> None:
+    world.streamed.parts[1].requires_grad_(False)
+    with world.stream() as streaming:
+        assert not any(weight.requires_grad for weight in world.streamed.parameters())
+        streaming.close(restore=True)
+    assert [weight.requires_grad for weight in world.streamed.parameters()] == [True, True, False, False, *[True] * 8]
+
+
 def test_closing_waits_for_a_call_and_is_refused_within_one(world: World) -> None:
     streaming = world.stream()
     entered, go_on = threading.Event(), threading.Event()
@@ -465,8 +458,8 @@ def test_closing_waits_for_a_call_and_is_refused_within_one(world: World) -> Non
 # -- whatever the model ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [0, 4096, 12288, 1 << 20])
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 7])
+@pytest.mark.parametrize("budget", [0, 12288])
+@pytest.mark.parametrize("prefetch", [0, 1, 7])
 def test_the_same_bits(world: World, prefetch: int, budget: int) -> None:
     with world.stream(prefetch=prefetch, memory_budget=budget):
         for context in (torch.no_grad, torch.inference_mode, torch.no_grad):
@@ -570,27 +563,10 @@ def test_quantised_weights_are_those_that_were_quantised(drive: Path, scheme: An
             assert torch.equal(streamed(x, [0, 1, 2, 3]), model(x, [0, 1, 2, 3]))
 
 
-def test_two_extents_are_dequantised_by_half_of_the_processors_each(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def noted(*weight: Any, threads: int | None = None) -> None:
-        asked.append(threads)
-        dequantize(*weight, threads=threads)
-
-    monkeypatch.setattr(extent_reader, "dequantize", noted)
-    for processors, half in ((8, 4), (1, 1)):
-        monkeypatch.setattr("os.sched_getaffinity", lambda pid, count=processors: set(range(count)))
-        model = nn.Linear(128, 96)
-        with WeightStore.build(model, drive / str(processors), blocks=[""], quantize="int8") as store, stream(model, store):
-            model(torch.ones(1, 128))
-        assert set(asked) == {half}
-        asked.clear()
-
-
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [1 << 20, "1MiB", "1GB", "50%", "auto"])
+@pytest.mark.parametrize("budget", [1 << 20, "1MiB", "50%", "auto"])
 def test_nothing_is_read_once_all_is_resident(world: World, budget: int | str) -> None:
     with stream(world.streamed, world.store, memory_budget=budget) as streaming:
         world.check(ORDER)
@@ -618,26 +594,6 @@ def test_a_pass_reads_what_is_not_resident_once(world: World) -> None:
             world.check(ORDER)
         assert streaming.report().bytes_read == 4 * 4 * 4096
         assert streaming.report().resident_bytes == 2 * 4096
-
-
-@pytest.mark.parametrize("verify", [True, False])
-def test_threads_look_at_each_checksum_once_if_at_all(
-    world: World, drive: Path, verify: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    submit, given = ThreadPoolExecutor.submit, []
-
-    def noted(threads: ThreadPoolExecutor, call: Callable[..., None], extent: str, *arguments: Any) -> Any:
-        given.append(extent)
-        return submit(threads, call, extent, *arguments)
-
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", noted)
-    (data,) = drive.rglob("*.data")
-    with WeightStore.open(data.parent, verify=verify) as store, stream(world.streamed, store):
-        assert store.verifies("parts.5") == verify
-        for _ in range(3):
-            world.check(ORDER)
-        assert given == (list(store.extents) if verify else [])
-        assert not any(map(store.verifies, store.extents))
 
 
 def test_what_is_used_more_often_comes_to_stay(world: World) -> None:

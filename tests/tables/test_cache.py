@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme import Engine
 from deepnvme.tables import Table
-from deepnvme.tables.reading import StagingPool
 
 from ..support.interpreters import Interpreters
 
@@ -108,10 +106,3 @@ def test_tables_work_with_little_staging_memory(drive: Path, width: int) -> None
             table.commit()
         with Table.open(paths[0], staging_bytes=staging_bytes) as table:
             assert torch.equal(table.read(torch.arange(40)), values + 1)
-
-
-def test_parts_of_staging_memory_shrink_for_small_allowances() -> None:
-    with Engine() as engine:
-        sizes = [(pool.part_bytes, pool.parts) for pool in (StagingPool(engine, mib << 20, 4096, 512) for mib in (32, 4, 1, 0))]
-        assert sizes == [(1 << 20, 32), (512 << 10, 8), (256 << 10, 4), (256 << 10, 2)]
-        assert StagingPool(engine, 1 << 20, 3 << 20, 512).part_bytes == 3 << 20

@@ -62,7 +62,7 @@ def test_a_moved_table_is_opened_by_all_directories(original: list[Path]) -> Non
     check(moved[0], torch.full_like(ROWS, 5))
 
 
-@pytest.mark.parametrize("rows", [70, 7000, 20_000])
+@pytest.mark.parametrize("rows", [70, 20_000])
 @pytest.mark.parametrize("updatable", [False, True])
 def test_another_order_is_refused(drive: Path, updatable: bool, rows: int) -> None:
     """Also where the files have different sizes."""
@@ -77,7 +77,7 @@ def test_another_order_is_refused(drive: Path, updatable: bool, rows: int) -> No
         assert torch.equal(table.read(EVERY[:rows]), ROWS[:rows])
 
 
-@pytest.mark.parametrize("places", [(1, 0, 2), (1, 2, 0), (2, 1, 0), (0, 2, 1)], ids=str)
+@pytest.mark.parametrize("places", [(1, 2, 0), (0, 2, 1)], ids=str)
 def test_directories_that_have_exchanged_places_are_opened_in_the_order_of_the_table(
     original: list[Path], places: tuple[int, ...]
 ) -> None:

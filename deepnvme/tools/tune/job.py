@@ -155,8 +155,30 @@ class Observation(Timing):
     """99th percentile of the same."""
 
 
+class _OverLoops:
+    """Figures over the counted loops."""
+
+    samples: tuple[Timing, ...]
+    """The counted loops."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes moved in all counted loops."""
+        return sum(sample.nbytes for sample in self.samples)
+
+    @property
+    def gb_per_second(self) -> Spread:
+        """10^9 bytes per second, over the counted loops."""
+        return Spread.of([sample.gb_per_second for sample in self.samples])
+
+    @property
+    def cpu_seconds_per_gb(self) -> float:
+        """CPU seconds per 10^9 bytes, over all counted loops."""
+        return sum(sample.cpu_seconds for sample in self.samples) / (self.nbytes / 1e9)
+
+
 @dataclass(frozen=True)
-class FioComparison:
+class FioComparison(_OverLoops):
     """The results of fio for the same transfer, measured in turn with ours."""
 
     version: str
@@ -170,19 +192,9 @@ class FioComparison:
     ratio: Spread
     """Our rate divided by fio's, loop by loop."""
 
-    @property
-    def gb_per_second(self) -> Spread:
-        """10^9 bytes per second, over the counted loops."""
-        return Spread.of([sample.gb_per_second for sample in self.samples])
-
-    @property
-    def cpu_seconds_per_gb(self) -> float:
-        """CPU seconds per 10^9 bytes, over all counted loops."""
-        return sum(sample.cpu_seconds for sample in self.samples) / (sum(sample.nbytes for sample in self.samples) / 1e9)
-
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(_OverLoops):
     """The results of a job. Counted loops are those after the warm-up, or all loops with ``include_warmup``."""
 
     job: Job
@@ -203,11 +215,6 @@ class Measurement:
     """The comparison with fio; None if the job has none."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes moved in all counted loops."""
-        return sum(sample.nbytes for sample in self.samples)
-
-    @property
     def task_seconds(self) -> float:
         """Seconds of all counted loops; of each loop's slowest process, if there are several."""
         return sum(sample.task_seconds for sample in self.samples)
@@ -216,16 +223,6 @@ class Measurement:
     def seconds(self) -> float:
         """Seconds of all counted loops, each until its last process had ended."""
         return sum(sample.seconds for sample in self.samples)
-
-    @property
-    def gb_per_second(self) -> Spread:
-        """10^9 bytes per second, over the counted loops."""
-        return Spread.of([sample.gb_per_second for sample in self.samples])
-
-    @property
-    def cpu_seconds_per_gb(self) -> float:
-        """CPU seconds per 10^9 bytes, over all counted loops."""
-        return sum(sample.cpu_seconds for sample in self.samples) / (self.nbytes / 1e9)
 
     @property
     def request_latency(self) -> Percentiles:

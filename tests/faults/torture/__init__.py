@@ -7,7 +7,7 @@ A part is a module of ``parts``. Its docstring's first line says what it attacks
     where the package kept its promises, and raises :class:`Wrong`, :class:`Torn` or :class:`Leaked` where it did not. Any other
     exception counts as Wrong. It may start processes, and must not leave any.
 ``SHORT``
-    How many tries `make test-programs` makes: at most some 10 seconds of them.
+    How many tries `make test-programs` makes: at most some 5 seconds of them.
 ``SECONDS``
     A try that takes longer counts as hung.
 ``requires()``

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepnvme.checkpoint import NVMeCheckpointEngine
 from deepnvme.integrations import _running
 from deepnvme.integrations import deepspeed as integration
-from deepnvme.integrations.deepspeed import enabling, launching, rank_failures
+from deepnvme.integrations.deepspeed import launching, rank_failures
 from deepnvme.integrations.deepspeed import swap_tensor as zero
 from deepnvme.integrations.deepspeed.ops import PinHandle
 from deepnvme.integrations.deepspeed.rank_failures import RankFailures
@@ -52,7 +52,7 @@ def test_without_deepspeed_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch) ->
         integration.enable()
 
 
-@pytest.mark.parametrize("version", ["0.18.9", "0.19.4", "0.19.9", "0.20.0+abc", "1.0", "unknown"])
+@pytest.mark.parametrize("version", ["0.18.9", "0.19.9", "0.20.0+abc", "unknown"])
 def test_a_version_that_was_not_tested_is_refused(deepspeed: Modules, version: str) -> None:
     deepspeed["deepspeed"].__version__ = version
     before = contents(deepspeed)
@@ -108,15 +108,6 @@ def test_what_was_enabled_stays_where_more_is_refused(deepspeed: Modules) -> Non
     assert not issubclass(
         contents(deepspeed)["deepspeed.runtime.zero.stage3.PipelinedOptimizerSwapper"], zero.PipelinedOptimizerSwapper
     )
-
-
-def test_what_was_enabled_stays_after_any_other_error(deepspeed: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
-    integration.enable(swappers=True)
-    monkeypatch.setattr(enabling.checkpoint_engine, "replacements", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        integration.enable(swappers=True, checkpoint=True)
-    after = contents(deepspeed)
-    assert issubclass(after["deepspeed.runtime.zero.stage3.PipelinedOptimizerSwapper"], zero.PipelinedOptimizerSwapper)
 
 
 def test_where_the_op_cannot_be_built_all_stays_and_one_warning_says_so(interpreters: Interpreters) -> None:
@@ -409,15 +400,12 @@ def test_a_value_that_means_nothing_is_refused(value: str, options: list[str], c
 
 
 def test_options_before_the_program_count_and_those_after_it_are_its_own() -> None:
+    assert launching.parse(["--swappers", "--", "train.py", "--", "x"], {}).program == ["train.py", "--", "x"]
     arguments = ["--swappers", "train.py", "--checkpoint", "-m", "--", "x"]
     program = ["train.py", "--checkpoint", "-m", "--", "x"]
     given = {launching.VARIABLE: "checkpoint"}
     assert launching.parse(arguments, given) == ({"swappers": True, "checkpoint": False}, False, program)
     assert launching.parse(["--checkpoint", "-m", "package.train"], {}).is_module
-
-
-def test_two_dashes_end_the_options() -> None:
-    assert launching.parse(["--swappers", "--", "train.py", "--", "x"], {}).program == ["train.py", "--", "x"]
 
 
 def test_deepspeeds_launcher_may_put_a_rank_before_the_program() -> None:

@@ -51,16 +51,6 @@ def test_a_view_stays_what_it_is_while_positions_are_appended() -> None:
     assert all(map(torch.equal, strip.view(5009, 5010), states(seed=4999)))
 
 
-def test_memory_is_taken_for_many_positions_at_a_time() -> None:
-    strip = made_strip(states(positions=10))
-    room = strip.nbytes // strip.form.position_bytes - 10
-    assert room > 500
-    assert strip.nbytes_with(room) == strip.nbytes
-    assert strip.nbytes_with(room + 1) > strip.nbytes
-    strip.append(*states(positions=room + 1))
-    assert strip.nbytes == made_strip(states(positions=10 + room + 1)).nbytes
-
-
 def test_positions_that_are_forgotten_give_their_memory_back_when_more_is_needed() -> None:
     strip = made_strip(states(positions=3000))
     strip.keep(2990, 2995)

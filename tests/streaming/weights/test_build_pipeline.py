@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import signal
-from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from deepnvme.checkpoint.weight_locations import OpenFiles, Weights
-from deepnvme.engine import Engine, File
+from deepnvme.engine import Engine
 from deepnvme.model.structure import ExtentPlan
 from deepnvme.safetensors import save_sharded
 from deepnvme.streaming import Location, WeightInfo, WeightStore
@@ -96,21 +95,6 @@ def test_what_interrupts_it_leaves_nothing(drive, raised):
     assert list(drive.iterdir()) == []
 
 
-class Failing(Weights):
-    """Cannot read one of its weights."""
-
-    def read_into(self, name: str, out: torch.Tensor):
-        if name == "layers.2.weight":
-            raise OSError(errno.EIO, "as asked for", "checkpoint")
-        return super().read_into(name, out)
-
-
-def test_a_source_that_fails_leaves_nothing(drive, engine):
-    with pytest.raises(OSError, match="as asked for"):
-        WeightStore.build(Failing(state(), OpenFiles(engine)), drive / "store")
-    assert list(drive.iterdir()) == []
-
-
 def test_a_drive_that_fails_is_told_and_leaves_nothing(drive, engine, faulty):
     source = Weights(state(), OpenFiles(engine))
     builders = [ExtentBuilder(ExtentPlan(name, (name,)), source, {name: name}, None) for name in state()]
@@ -146,25 +130,6 @@ def in_files_of_their_own(count: int, drive: Path) -> dict[str, Location]:
         (drive / f"{index}.dat").write_bytes(bytes([index]) * 100)
     info = WeightInfo(torch.uint8, (100,))
     return {f"layers.{index}.w": Location(str(drive / f"{index}.dat"), 0, info) for index in range(count)}
-
-
-def test_each_file_is_opened_once_and_closed_at_the_end(drive, sharded, monkeypatch):
-    opened: Counter[str] = Counter()
-    files: list[File] = []
-    sound = Engine.open
-
-    def counting(engine: Engine, path: str, *args: object, **kwargs: object) -> File:
-        file = sound(engine, path, *args, **kwargs)
-        if str(path).startswith(f"{sharded}/"):
-            opened[Path(path).name] += 1
-            files.append(file)
-        return file
-
-    monkeypatch.setattr(Engine, "open", counting)
-    WeightStore.build(sharded, drive / "store").close()
-    assert opened == dict.fromkeys((path.name for path in sharded.glob("*.safetensors")), 1)
-    assert len(files) == 4
-    assert all(file.closed for file in files)
 
 
 def test_few_files_are_open_at_a_time(drive):

@@ -14,7 +14,6 @@ from deepnvme.model.weight_differences import WeightInfo
 from deepnvme.streaming.weights.manifest import (
     LARGEST,
     Extent,
-    Weight,
     WeightManifest,
     decode,
     encode,
@@ -76,14 +75,6 @@ def test_what_could_not_be_decoded_is_not_encoded() -> None:
         encode(WeightManifest("", {}, {}, {f"{number:060000}": "w" for number in range(LARGEST // 60_000 + 1)}))
 
 
-def test_a_scheme_of_a_later_version_is_refused(drive: Path) -> None:
-    extent = laid_out("e", {"w": WeightInfo(torch.bfloat16, (64, 64))}, "int4")
-    data = encode(WeightManifest("", {"e": extent}, {}, {})).partition(b"\n")[2].rstrip().replace(b"int4", b"int2")
-    head = b'{"format": "deepnvme weights", "version": 1, "crc32": %d}\n' % zlib.crc32(data)
-    with pytest.raises(CorruptManifest, match="'w' is quantised to 'int2', which this version does not know"):
-        decode(head + data, drive)
-
-
 def test_a_manifest_comes_back(drive: Path) -> None:
     infos = {"w": WeightInfo(torch.bfloat16, (64, 64)), "é\ud800": WeightInfo(torch.bool, ())}
     extent = laid_out("e", infos, "int4")
@@ -91,18 +82,23 @@ def test_a_manifest_comes_back(drive: Path) -> None:
     assert decode(encode(manifest), drive) == manifest
 
 
-def test_extents_that_are_not_as_long_as_their_weights_are_refused(drive: Path) -> None:
-    data = encode(WeightManifest("", {"e": laid_out("e", {"w": WeightInfo(torch.float32, (3,))})}, {}, {}))
-    body = data.partition(b"\n")[2].rstrip().replace(b'"e",4096', b'"e",8192')
+@pytest.mark.parametrize(
+    ("written", "changed", "match"),
+    [
+        (b"int4", b"int2", "'w' is quantised to 'int2', which this version does not know"),
+        (b'"e",4096', b'"e",8192', "extent 'e' has 8192 bytes, and its weights 4096"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_or_is_of_a_later_version_is_refused(
+    drive: Path, written: bytes, changed: bytes, match: str
+) -> None:
+    extent = laid_out("e", {"w": WeightInfo(torch.bfloat16, (64, 64))}, "int4")
+    body = encode(WeightManifest("", {"e": extent}, {}, {})).partition(b"\n")[2].rstrip()
+    assert written in body
+    body = body.replace(written, changed)
     head = b'{"format": "deepnvme weights", "version": 1, "crc32": %d}\n' % zlib.crc32(body)
-    with pytest.raises(CorruptManifest, match="extent 'e' has 8192 bytes, and its weights 4096"):
+    with pytest.raises(CorruptManifest, match=match):
         decode(head + body, drive)
-
-
-def test_a_quantised_weight_is_no_view_of_its_bytes() -> None:
-    extent = laid_out("e", {"w": WeightInfo(torch.bfloat16, (64, 64))}, "int8")
-    with pytest.raises(ValueError, match="'w' is quantised to int8: dequantize"):
-        extent.weights[0].view(torch.zeros(extent.nbytes, dtype=torch.uint8))
 
 
 def test_weights_are_laid_one_after_the_other_aligned() -> None:
@@ -122,12 +118,3 @@ def test_only_what_is_smaller_for_it_is_quantised() -> None:
     }
     extent = laid_out("e", infos, "int8")
     assert [weight.name for weight in extent.weights if weight.scheme] == ["large"]
-
-
-def test_a_weight_is_a_view_of_the_bytes_of_its_extent() -> None:
-    memory = torch.zeros(4096, dtype=torch.uint8)
-    weight = Weight("w", WeightInfo(torch.float32, (2, 3)), 64)
-    weight.view(memory).fill_(1)
-    assert memory[:64].count_nonzero() == 0
-    assert memory[64:88].view(torch.float32).equal(torch.ones(6))
-    assert memory[88:].count_nonzero() == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import zlib
 
 import pytest
@@ -124,16 +123,6 @@ class TestWhatIsBuilt:
             assert not memory.any()
             assert extent.nbytes % 4096 == 0
 
-    def test_an_extent_is_one_request_straight_into_its_lease(self, model, drive, engine):
-        WeightStore.build(model, drive / "store").close()
-        with TensorStore(drive / "store", read_only=True, engine=engine) as tensors:
-            out = engine.empty_pinned(tensors.info("extent/embed.weight").nbytes, torch.uint8)
-            before = engine.stats()
-            tensors.get("extent/embed.weight", out).result()
-            after = engine.stats()
-        assert after.requests - before.requests == 1
-        assert after.bytes_zero_copy - before.bytes_zero_copy == out.nbytes
-
     def test_floating_point_is_converted_and_nothing_else(self, model, drive):
         model.register_buffer("count", torch.arange(3))
         with WeightStore.build(model, drive / "store", dtype=torch.bfloat16) as store:
@@ -178,12 +167,6 @@ class TestWhatIsBuilt:
         with pytest.raises(ValueError, match="has 2 directories, got 1"):
             WeightStore.open(places[0])
 
-    def test_what_else_is_in_the_directory_stays(self, model, drive):
-        (drive / "store").mkdir()
-        (drive / "store" / "notes.txt").write_text("mine")
-        WeightStore.build(model, drive / "store").close()
-        assert (drive / "store" / "notes.txt").read_text() == "mine"
-
     def test_progress_is_told_to_the_last_byte(self, model, drive):
         told = []
         with WeightStore.build(model, drive / "store", progress=lambda *args: told.append(args)) as store:
@@ -196,9 +179,6 @@ class TestWhatIsBuilt:
             assert store.origin == "a checkpoint"
         with WeightStore.open(drive / "store") as store:
             assert store.origin == "a checkpoint"
-
-    def test_it_tells_what_it_is(self, store, drive):
-        assert re.fullmatch(rf"<WeightStore in '{drive / 'store'}', (of \w+, )?22 weights, 5 blocks, [\d.]+ \w+>", repr(store))
 
 
 DTYPES = [
@@ -256,12 +236,6 @@ class TestBadInput:
             store.check(Model(layers=2))
         with pytest.raises(WeightMismatch, match=r"3 differences\n  shape: 'layers\.0\.0\.weight' should be float32 \[7, 6\]"):
             store.check(Model(width=6))
-
-    def test_no_more_differences_are_shown_than_can_be_read(self, store):
-        with pytest.raises(WeightMismatch) as refused:
-            store.check(Model(layers=9))
-        assert len(str(refused.value).splitlines()) == 10
-        assert str(refused.value).endswith("and 34 more")
 
     def test_ties_that_the_model_has_and_the_weights_have_not(self, model, drive):
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())

@@ -105,21 +105,17 @@ def test_a_profile_that_is_switched_off_is_told_with_what_it_would_be(
     assert fact_of(drive).problems == ()
 
 
-def test_a_damaged_profile_is_warned_of_with_the_remedy(drive: Path, profile: Path) -> None:
-    profile.write_text("{")
+@pytest.mark.parametrize(("readable", "told"), [(True, "'{}' is damaged"), (False, "'{}'")])
+def test_a_profile_that_is_not_usable_is_warned_of_with_the_remedy(drive: Path, profile: Path, readable: bool, told: str) -> None:
+    if readable:
+        profile.write_text("{")
+    else:
+        profile.unlink()
+        profile.mkdir()
     fact = fact_of(drive)
     assert (fact.value, fact.status) == (None, "WARNING")
     assert fact.text.startswith("not usable: the default of a")
-    assert f"'{profile}' is damaged" in fact.problems[0]
-    assert TUNE.format(drive) in fact.problems[0]
-
-
-def test_a_profile_that_cannot_be_read_is_warned_of_with_the_remedy(drive: Path, profile: Path) -> None:
-    profile.unlink()
-    profile.mkdir()
-    fact = fact_of(drive)
-    assert (fact.value, fact.status) == (None, "WARNING")
-    assert f"'{profile}'" in fact.problems[0]
+    assert told.format(profile) in fact.problems[0]
     assert TUNE.format(drive) in fact.problems[0]
 
 

@@ -97,12 +97,6 @@ def test_an_eliminated_setting_has_no_higher_rate_than_the_recommended_one(tmp_p
     assert rates[32] == pytest.approx(1.5)
 
 
-def test_several_folders_are_counted_in_the_name(tmp_path: Path) -> None:
-    write_logs(tuning(result(1.0, 1.0), folders=3), tmp_path)
-    (key,) = read_back(tmp_path, "read")
-    assert key[2] == "ftd3"
-
-
 @pytest.mark.parametrize(("rates", "there"), [((1.0, None), "read"), ((None, 1.0), "write")])
 def test_a_direction_that_was_not_measured_has_no_logs(
     tmp_path: Path, rates: tuple[float | None, float | None], there: str

@@ -57,15 +57,6 @@ def test_too_few_values_have_an_interval_by_the_noise_of_others_or_none(count: i
     assert ends([0.5] * count, 0.1) == pytest.approx((0.5 - 0.196, 0.5 + 0.196), abs=1e-3)
 
 
-def test_more_comparisons_make_each_interval_wider() -> None:
-    order = random.Random(0)
-    values = [order.gauss(0, 1) for _ in range(20)]
-    one, many = (ends(values, None, comparisons) for comparisons in (1, 10))
-    assert one is not None
-    assert many is not None
-    assert many[0] < one[0] < one[1] < many[1]
-
-
 # Early rounds have few passes and many settings; there a setting that stalled twice is taken for slow, as it would be by anyone.
 @pytest.mark.parametrize(("draw", "passes", "count"), [(NOISES[0], 3, 60), *itertools.product(NOISES, (8, 20), (6,))])
 def test_all_differences_of_a_table_contain_the_truth_as_often_as_is_said(

@@ -79,10 +79,7 @@ def test_without_fio_there_is_nothing_to_compare_with(
     ({"status": 1, "output": "said on stdout\n"}, "fio ended with 1: said on stdout"),
     ({"status": 3}, "fio ended with 3: no message"),
     ({"output": ""}, "cannot be read"),
-    ({"output": "no document"}, "cannot be read"),
-    ({"output": '{"jobs": ['}, "cannot be read"),
     ({"output": "{}"}, "cannot be read: KeyError('jobs')"),
-    ({"output": '{"jobs": []}'}, "cannot be read"),
     ({"output": '{"jobs": [1]}'}, "cannot be read"),
     ({"output": report(MIB).replace("runtime", "walltime")}, "cannot be read"),
     ({"output": report(4096)}, "fio moved 4096 bytes of 1048576"),
@@ -111,7 +108,6 @@ def test_a_fio_that_is_no_program_is_one_line(ds_io: Command, fake: Fake, drive:
     (["--io_size", "1536K"], "whole blocks only"),
     (["--io_size", "3M", "--io_parallel", "2"], "whole blocks only"),
     (["--io_size", "1M", "--engine", "torch_io"], "leave out --engine and --gpu"),
-    (["--io_size", "1M", "--engine", "aio_basic"], "leave out --engine and --gpu"),
 ])  # fmt: skip
 def test_what_fio_cannot_do_is_told_before_anything_is_moved(
     ds_io: Command, fake: Fake, drive: Path, tmp_path: Path, arguments: list[str], said: str

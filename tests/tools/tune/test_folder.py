@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,6 @@ from ...support.disks import Disk
 from ...support.files import cached
 
 
-@pytest.fixture
-def read_only(small_disk: Disk) -> Iterator[Disk]:
-    """A file system that nobody may write to, root neither."""
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk.path)], check=True)
-    yield small_disk
-    subprocess.run(["mount", "-o", "remount,rw", str(small_disk.path)], check=True)
-
-
 def test_a_folder_that_is_missing_is_named(drive: Path) -> None:
     with pytest.raises(Unsuitable, match=r"/missing' cannot be written to: No such file or directory"):
         folder_facts(drive / "missing")
@@ -39,37 +29,6 @@ def test_a_file_is_not_a_folder(drive: Path) -> None:
     with pytest.raises(Unsuitable, match="/file' is not a directory"):
         folder_facts(drive / "file")
     assert (drive / "file").read_bytes() == b"mine"
-
-
-def test_a_way_through_a_file_leads_nowhere(drive: Path) -> None:
-    (drive / "file").write_bytes(b"")
-    with pytest.raises(Unsuitable, match="Not a directory"):
-        folder_facts(drive / "file" / "folder")
-
-
-@pytest.mark.root
-def test_a_read_only_file_system_cannot_be_measured(read_only: Disk) -> None:
-    with pytest.raises(Unsuitable, match="cannot be written to: Read-only file system; choose a directory"):
-        folder_facts(read_only.path)
-    with pytest.raises(Unsuitable, match="Read-only file system"), workspace(read_only.path, "test-"):
-        pass
-
-
-def test_a_folder_that_one_may_not_write_to_cannot_be_measured(interpreters: Any, drive: Path) -> None:
-    (drive / "closed").mkdir(mode=0o555)
-    interpreters.run(f"""
-        from pathlib import Path
-        from deepnvme.tools.tune.folder import folder_facts
-        from deepnvme.tools.tune.workspace import Unsuitable
-        if os.geteuid() == 0:
-            os.setgroups([]); os.setgid(65534); os.setuid(65534)
-        try:
-            folder_facts(Path({str(drive / "closed")!r}))
-        except Unsuitable as error:
-            assert "cannot be written to: Permission denied" in str(error), error
-        else:
-            raise AssertionError("nothing was raised")
-    """).check()
 
 
 def test_looking_at_a_folder_leaves_nothing_in_it(drive: Path) -> None:
@@ -138,16 +97,6 @@ def test_what_a_run_uses_is_left_alone(drive: Path) -> None:
         (place / "tensor").write_bytes(bytes(10_000))
         folder_facts(drive)
         assert (place / "tensor").exists()
-
-
-def test_what_another_process_uses_is_left_alone(interpreters: Any, drive: Path) -> None:
-    with workspace(drive, "ds_nvme_tune-") as place:
-        interpreters.run(f"""
-            from pathlib import Path
-            from deepnvme.tools.tune.workspace import remove_abandoned
-            remove_abandoned(Path({str(drive)!r}))
-        """).check()
-        assert list(place.iterdir()) == [place / "owner"]
 
 
 @pytest.mark.parametrize(

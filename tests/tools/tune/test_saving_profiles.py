@@ -150,16 +150,6 @@ def test_settings_of_the_gds_op_are_no_profile(ds_nvme_tune: Command, drive: Pat
     assert (ran.status, ran.behind_the_announcement(), stored(configuration)) == (0, [], [])
 
 
-@pytest.mark.usefixtures("tuned")
-def test_settings_for_gpu_tensors_are_one(ds_nvme_tune: Command, drive: Path, configuration: Path) -> None:
-    assert ds_nvme_tune("--nvme_dir", drive, "--gpu", "--save_profile").status == 0
-    assert len(stored(configuration)) == 1
-
-
-def test_both_options_are_refused(ds_nvme_tune: Command, drive: Path) -> None:
-    assert "not allowed with" in ds_nvme_tune("--nvme_dir", drive, "--save_profile", "--no_save_profile").refusal(2)
-
-
 def test_an_interrupted_run_stores_nothing_and_says_so(
     ds_nvme_tune: Command, drive: Path, configuration: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,8 +254,8 @@ def answered(keys: bytes, *arguments: str | Path, before: bytes = b"", prelude: 
 
 @pytest.mark.parametrize(
     ("keys", "yes"),
-    [(b"y\n", True), (b" Yes\n", True), (b"n\n", False), (b"\n", False), (b"yeah\n", False), (b"\4", False), (b"\3", False)],
-    ids=["y", "yes", "n", "enter", "yeah", "end of input", "Ctrl-C"],
+    [(b" Yes\n", True), (b"\n", False), (b"yeah\n", False), (b"\4", False), (b"\3", False)],
+    ids=["yes", "enter", "yeah", "end of input", "Ctrl-C"],
 )
 def test_on_a_terminal_it_asks_once_and_only_yes_stores(drive: Path, configuration: Path, keys: bytes, yes: bool) -> None:
     status, shown = answered(keys, "--nvme_dir", drive)

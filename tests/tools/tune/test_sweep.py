@@ -57,19 +57,15 @@ def many(tmp_path: Path) -> Path:
         (["--gds"], "give --gpu"),
         (["--block_size", "1M"], "--block_size"),
         (["--no_rea"], "--no_rea"),
-        (["--io_size", "0"], "'0'"),
         (["--io_size", "many"], "'many'"),
         (["--loops", "0"], "'0'"),
-        (["--loops", "1.5"], "'1.5'"),
         (["--seconds", "-1"], "--seconds"),
         (["--output", "/nowhere/report.html"], "there is no directory '/nowhere'"),
         (["--output", "/tmp"], "'/tmp' is a directory"),
-        (["--json", "/nowhere/tuning.json"], "there is no directory '/nowhere'"),
         (["--json", ""], "is a directory"),
         (["--output", "-"], "must be a file"),
         (["--log_dir", ""], "must be a directory"),
         (["--log_dir", "/dev/null"], "'/dev/null' is not a directory"),
-        (["extra"], "extra"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -89,15 +85,6 @@ def test_a_missing_folder_is_named(ds_nvme_tune: Command, drive: Path, few: Path
     told = ds_nvme_tune("--nvme_dir", drive, drive / "missing", "--sweep_config", few).refusal(1)
     assert f"'{drive / 'missing'}'" in told
     assert not [*drive.iterdir()]
-
-
-def test_a_file_is_no_folder(ds_nvme_tune: Command, few: Path) -> None:
-    assert f"'{few}' is not a directory" in ds_nvme_tune("--nvme_dir", few).refusal(1)
-
-
-def test_a_folder_that_cannot_be_written_to_is_named(ds_nvme_tune: Command) -> None:
-    # Not for root either.
-    assert "'/proc' cannot be written to" in ds_nvme_tune("--nvme_dir", "/proc").refusal(1)
 
 
 def test_a_broken_sweep_file_is_named_with_what_is_wrong(ds_nvme_tune: Command, drive: Path, few: Path) -> None:
@@ -210,7 +197,7 @@ class Written:
     out: str
     err: str
     document: dict[str, Any]
-    logs: Path
+    directory: Path
 
 
 @pytest.fixture(scope="module")
@@ -224,11 +211,11 @@ def written(io_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
             patch.setattr(sys, "stdout", stdout)
             patch.setattr(sys, "stderr", stderr)
             measured = ["--io_size", "4M", "--seconds", "1", "--sweep_config", str(directory / "many.json")]
-            written = ["--json", str(directory / "tuned.json"), "--log_dir", str(directory / "logs")]
-            program.main(["--nvme_dir", drive, *measured, *written])
+            written = ["--json", directory / "tuned.json", "--log_dir", directory / "logs", "--output", directory / "report.html"]
+            program.main(["--nvme_dir", drive, *measured, *map(str, written)])
         assert not os.listdir(drive)
     document = json.loads((directory / "tuned.json").read_text())
-    return Written(out.read_text(), err.read_text(), document, directory / "logs")
+    return Written(out.read_text(), err.read_text(), document, directory)
 
 
 def test_the_best_performance_is_told_as_deepspeed_tells_it(written: Written) -> None:
@@ -258,13 +245,8 @@ def test_of_twelve_settings_the_six_finalists_are_shown_and_the_best_is_marked(w
     rows = [line for line in written.out.splitlines() if re.match(r"[* ]+256K +\d", line)]
     assert len(rows) == 6
     assert len([row for row in rows if row.lstrip().startswith("*")]) == 1
-    assert "eliminated before: 6 in round 1 (--verbose lists them)" in written.out
-
-
-def test_it_is_told_how_often_the_finalists_were_measured_and_how_noisy_the_machine_was(written: Written) -> None:
     assert re.search(r"^  measured in turn in \d+ passes of [1-4]M$", written.out, re.MULTILINE)
-    noise = r"^  machine noise: half of the transfers were within \d+ % of what their setting usually takes$"
-    assert re.search(noise, written.out, re.MULTILINE)
+    assert "eliminated before: 6 in round 1 (--verbose lists them)" in written.out
 
 
 # -- bytes written -----------------------------------------------------------------------------------------------------
@@ -304,7 +286,7 @@ def test_a_limit_that_is_too_low_is_refused_before_a_byte_is_written(ds_nvme_tun
     assert not [*drive.iterdir()]
 
 
-@pytest.mark.parametrize("more", [0, 1, 40 << 20])
+@pytest.mark.parametrize("more", [0, 40 << 20])
 def test_several_folders_share_the_limit(ds_nvme_tune: Command, drive: Path, few: Path, more: int) -> None:
     folders = [drive / "a", drive / "b"]
     for folder in folders:
@@ -324,22 +306,6 @@ def test_reads_alone_announce_the_file_only(ds_nvme_tune: Command, drive: Path, 
 # -- a run that was killed ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_what_a_killed_run_leaves_is_removed_by_the_next_one(
-    interpreters: Interpreters, ds_nvme_tune: Command, drive: Path, few: Path, many: Path
-) -> None:
-    arguments = ("--nvme_dir", drive, "--io_size", "4M", "--seconds", 60, "--sweep_config", many)
-    ran = interrupted(interpreters, signal.SIGKILL, "round 1 of", *arguments)
-    assert ran.status == -signal.SIGKILL
-    (left,) = drive.iterdir()
-    assert left.name.startswith("ds_nvme_tune-")
-    assert (left / "tensor").stat().st_size == 4 * MIB
-    ran = ds_nvme_tune("--nvme_dir", drive, "--io_size", "1M", "--seconds", 1, "--sweep_config", few)
-    assert ran.status == 0
-    assert f"ds_nvme_tune: note: removed '{left}', left behind by a run that was killed" in ran.err
-    assert not [*drive.iterdir()]
-
-
 def test_the_document_has_every_setting(written: Written) -> None:
     (search,) = written.document["searches"]
     assert sorted(each["queue_depth"] for each in search["results"]) == SWEEP["queue_depth"]
@@ -347,8 +313,9 @@ def test_the_document_has_every_setting(written: Written) -> None:
     assert search["best"] in search["results"]
 
 
-def test_the_logs_are_written(written: Written) -> None:
-    names = {path.name for path in (written.logs / "_aio_bench_read_logs").iterdir()}
+def test_the_logs_and_the_report_are_written(written: Written) -> None:
+    assert (written.directory / "report.html").read_text().startswith("<!DOCTYPE html>")
+    names = {path.name for path in (written.directory / "logs" / "_aio_bench_read_logs").iterdir()}
     assert names == {f"read_block_overlap_ftd1_d{depth}_bs256K_p1.txt" for depth in range(1, 13)}
 
 
@@ -406,14 +373,6 @@ def test_several_folders_are_told_alone_and_together(ds_nvme_tune: Command, driv
     assert not any([*folder.iterdir()] for folder in folders)
 
 
-@pytest.mark.root
-def test_memory_is_labelled_as_no_drive(ds_nvme_tune: Command, tmpfs: Disk, few: Path) -> None:
-    ran = ds_nvme_tune("--nvme_dir", tmpfs.path, "--io_size", "1M", "--seconds", 1, "--sweep_config", few)
-    assert ran.status == 0
-    assert f"{tmpfs.path} (tmpfs, in memory, not a drive)" in ran.out
-    assert "note:" not in ran.err
-
-
 def test_loops_multiply_the_time(ds_nvme_tune: Command, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(order: tuner.Order, progress: object) -> None:
         raise RuntimeError(f"{order.seconds} s, {order.io_size} bytes")
@@ -421,13 +380,6 @@ def test_loops_multiply_the_time(ds_nvme_tune: Command, drive: Path, monkeypatch
     monkeypatch.setattr(program, "tune", stop)
     assert "50 s, 419430400 bytes" in ds_nvme_tune("--nvme_dir", drive).refusal(1)
     assert "60 s, " in ds_nvme_tune("--nvme_dir", drive, "--loops", 3, "--seconds", 20).refusal(1)
-
-
-def test_a_report_is_written_to_its_file(ds_nvme_tune: Command, drive: Path, few: Path, tmp_path: Path) -> None:
-    report = tmp_path / "report.html"
-    ran = ds_nvme_tune("--nvme_dir", drive, "--io_size", "1M", "--seconds", 1, "--sweep_config", few, "--output", report)
-    assert ran.status == 0
-    assert report.read_text().startswith("<!DOCTYPE html>")
 
 
 def test_on_a_terminal_a_bar_shows_how_far_it_is(drive: Path, few: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,14 +68,6 @@ def test_where_no_setting_can_be_used_that_is_said_and_no_file_left(drive: Path)
 
 
 @pytest.mark.root
-def test_a_disk_that_is_too_small_is_refused_before_a_byte_is_written(small_disk: Disk) -> None:
-    before = small_disk.bytes_free(), sorted(small_disk.path.iterdir())
-    with pytest.raises(Unsuitable, match="bytes free, 67108864 are needed"):
-        tune(order(small_disk.path, io_size=64 * MIB))
-    assert (small_disk.bytes_free(), sorted(small_disk.path.iterdir())) == before
-
-
-@pytest.mark.root
 def test_folders_of_one_disk_must_fit_together(small_disk: Disk) -> None:
     folders = [small_disk / "a", small_disk / "b"]
     for folder in folders:
@@ -101,7 +93,7 @@ def interrupt_moves(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 
 # Two of the warm-up, and six of three settings in each pass: in the middle of the first pass, of the second, between both
 # directions.
-@pytest.mark.parametrize("after", [4, 8, 9, 11, 16, 17])
+@pytest.mark.parametrize("after", [4, 9, 16])
 def test_an_interrupted_search_gives_what_was_measured(drive: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     interrupt_moves(monkeypatch, after)
     # A search that is given more time than a test has. A shorter one ends after two passes, the least, if these took most of its
@@ -116,7 +108,7 @@ def test_an_interrupted_search_gives_what_was_measured(drive: Path, monkeypatch:
 
 
 # Of twelve settings six go on to the final: there the best may not have been reached yet, but others have.
-@pytest.mark.parametrize("moves", range(1, 9))
+@pytest.mark.parametrize("moves", [1, 4, 8])
 def test_an_interrupt_in_the_first_pass_of_a_later_round_gives_all(
     drive: Path, monkeypatch: pytest.MonkeyPatch, moves: int
 ) -> None:
@@ -183,31 +175,15 @@ def test_every_setting_has_sound_figures_both_ways(drive: Path) -> None:
     assert not [*drive.iterdir()]
 
 
-@pytest.mark.parametrize(("wanted", "other"), [("read", "write"), ("write", "read")])
-def test_a_direction_that_was_not_asked_for_has_no_figures(drive: Path, wanted: str, other: str) -> None:
-    tuning = tune(order(drive, **{other: False}))
-    assert all(getattr(each, wanted) is not None for each in tuning.chosen.results)
-    assert all(getattr(each, other) is None for each in tuning.chosen.results)
-
-
 def test_reads_alone_write_only_the_file_that_is_read(drive: Path) -> None:
     assert tune(order(drive, write=False)).bytes_written == 4 * MIB
 
 
-@pytest.mark.parametrize("io_size", [1, 4097, MIB - 1, 3 * MIB + 5])
+@pytest.mark.parametrize("io_size", [1, 3 * MIB + 5])
 def test_any_size_can_be_measured(drive: Path, io_size: int) -> None:
     tuning = tune(order(drive, io_size=io_size, seconds=0.0))
     assert tuning.complete
     assert tuning.chosen.best.read is not None
-
-
-@pytest.mark.root
-@pytest.mark.filterwarnings("ignore:transfers of .* go through the page cache")
-def test_memory_is_measured_and_labelled(tmpfs: Disk) -> None:
-    (facts,) = tune(order(tmpfs.path)).chosen.folders
-    assert facts.label == "tmpfs, in memory, not a drive"
-    assert not facts.direct
-    assert not [*tmpfs.path.iterdir()]
 
 
 @pytest.mark.slow

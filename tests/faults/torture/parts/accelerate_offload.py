@@ -16,7 +16,7 @@ from deepnvme.swap import TensorStore
 from ....support.engines import transfers_through
 from .. import Leaked, Wrong, streams
 
-SHORT, SECONDS = 6, 90
+SHORT, SECONDS = 3, 90
 
 
 def requires() -> str | None:

@@ -18,7 +18,7 @@ from ....support.engines import transfers_through
 from ....support.interrupts import lost_in_finalizers
 from .. import Leaked, Wrong, streams
 
-SHORT, SECONDS = 8, 60
+SHORT, SECONDS = 4, 60
 
 
 def attack(random: randoms.Random, directory: Path) -> None:

@@ -26,7 +26,7 @@ from deepnvme.streaming.weights.weight_store import CorruptExtent, WeightStore
 
 from .. import Wrong
 
-SHORT = 12
+SHORT = 6
 SECONDS = 120
 _DAMAGES_A_TRY = 12
 

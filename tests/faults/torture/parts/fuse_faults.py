@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from ....support.faulty_filesystem import MODES, FaultyFilesystem, Mode, faulty_filesystem, obstacle
 from .. import Leaked, Wrong
 
-SHORT, SECONDS = 12, 120
+SHORT, SECONDS = 6, 120
 
 Result = TypeVar("Result")
 

@@ -25,7 +25,7 @@ from ....support.interrupts import ctrl_c_every, lost_in_finalizers
 from ....support.offloaded_training import assert_same_values
 from .. import Leaked, Torn, Wrong, streams
 
-SHORT, SECONDS = 10, 60
+SHORT, SECONDS = 5, 60
 _STORM_SECONDS = 2.0
 
 Tensors = dict[str, torch.Tensor]

@@ -31,7 +31,7 @@ from deepnvme.tables.manifest import MANIFEST_NAME
 
 from .. import Leaked, Torn, Wrong
 
-SHORT = 8
+SHORT = 4
 SECONDS = 120
 _FORKS = multiprocessing.get_context("forkserver")  # of a process that has torch imported and nothing else: in some milliseconds
 _FORKS.set_forkserver_preload([__name__])

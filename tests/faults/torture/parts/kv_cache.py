@@ -16,7 +16,7 @@ from ....support.interrupts import ctrl_c_every
 from ....support.memory import leased_bytes
 from .. import Wrong, streams
 
-SHORT, SECONDS = 5, 90
+SHORT, SECONDS = 3, 90
 
 _NEW = 6
 

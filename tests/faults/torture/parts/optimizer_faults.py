@@ -21,7 +21,7 @@ from ....support.interrupts import ctrl_c_every
 from ....support.training import Lion, assert_same, assert_same_state, backward, copied, optimizer_in, parameters, same_bits
 from .. import Leaked, Wrong
 
-SHORT = 14
+SHORT = 7
 SECONDS = 60
 
 SHAPES = ((41, 300), (7,), (513,), (90, 50), (3, 5))

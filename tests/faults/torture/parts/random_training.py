@@ -23,7 +23,7 @@ from ....support.offloaded_training import assert_same_values, same_values
 from .. import Wrong
 from .optimizer_faults import FaultyDrive
 
-SHORT = 12
+SHORT = 6
 SECONDS = 60
 
 _WORDS = 23

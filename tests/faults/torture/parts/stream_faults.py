@@ -11,7 +11,7 @@ from deepnvme.streaming import WeightStore, stream
 from ....support.engines import transfers_through
 from .. import Wrong, streams
 
-SHORT, SECONDS = 12, 60
+SHORT, SECONDS = 6, 60
 
 _ERRORS = (errno.EIO, errno.ENODEV, errno.ETIMEDOUT, errno.ENXIO)
 

@@ -17,7 +17,7 @@ from deepnvme.swap import buffer_pool
 
 from .. import Leaked, Wrong
 
-SHORT = 8
+SHORT = 4
 SECONDS = 60
 
 _SIZE = 300_000  # elements of a buffer

@@ -169,14 +169,6 @@ def test_a_full_disk_is_an_error_with_the_name_of_the_file(fast: Open, small_dis
     assert open_files(small_disk.path) == []
 
 
-@pytest.mark.root
-def test_torch_save_to_a_full_disk_is_an_error(fast: Open, small_disk: Disk) -> None:
-    tensor = torch.zeros(small_disk.bytes_free() + MIB, dtype=torch.uint8)
-    with pytest.raises((OSError, RuntimeError)), fast(small_disk / "file", MIB) as file:
-        torch.save(tensor, file)
-    assert open_files(small_disk.path) == []
-
-
 # -- what is written is there ------------------------------------------------------------------------------------------
 
 
@@ -202,23 +194,6 @@ def test_torch_saves_what_it_saves_to_memory(
         assert (drive / "file").read_bytes() == as_saved(saved)
 
 
-@pytest.mark.parametrize("length", [0, 1, PAGE - 1, PAGE, 2 * PAGE, 2 * PAGE + 1, 8 * PAGE, 10 * PAGE + 511])
-def test_the_file_is_as_long_as_what_was_written(fast: Open, drive: Path, length: int) -> None:
-    (drive / "file").write_bytes(bytes(100_000))
-    data = os.urandom(length)
-    with fast(drive / "file") as file:
-        file.write(data)
-    assert (drive / "file").read_bytes() == data
-
-
-def test_anything_with_bytes_can_be_written(fast: Open, drive: Path) -> None:
-    with fast(drive / "file") as file:
-        assert file.write(bytearray(b"one")) == 3
-        assert file.write(memoryview(b"two")) == 3
-        assert file.write(memoryview(bytes(12)).cast("I", (3, 1))) == 12
-    assert (drive / "file").read_bytes() == b"onetwo" + bytes(12)
-
-
 def test_what_is_written_can_be_changed_at_once(fast: Open, drive: Path) -> None:
     data = bytearray(b"x" * 20 * PAGE)
     with fast(drive / "file") as file:
@@ -233,15 +208,6 @@ def test_a_file_left_open_is_closed_with_all_that_was_written(fast: Open, drive:
     del file
     assert (drive / "file").read_bytes() == b"to the end"
     assert open_files(drive) == []
-
-
-def test_one_tensor_serves_one_file_after_the_other(handle: Any, drive: Path) -> None:
-    tensor = handle.new_cpu_locked_tensor(2 * PAGE, torch.empty(0, dtype=torch.int8))
-    for number in range(3):
-        with FastFileWriter(drive / f"{number}", FastFileWriterConfig(handle, tensor)) as file:
-            file.write(bytes([number]) * 30_000)
-    for number in range(3):
-        assert (drive / f"{number}").read_bytes() == bytes([number]) * 30_000
 
 
 def test_whole_halves_go_past_the_page_cache(handle: Any, drive: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import shutil
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.swap import BufferPool, OutOfBuffers, buffer_pool
+from deepnvme.swap import BufferPool, OutOfBuffers
 
 from ....support.interpreters import Interpreters
 from .stage3 import GROUPS, NUMEL, FlakyEngine, Training, adamw
@@ -76,11 +75,10 @@ class Restless(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("make_optimizer", "buffer_count", "pipelined"),
     [
-        *((adamw, count, True) for count in (1, 4, 10, 14, 64)),
+        *((adamw, count, True) for count in (1, 10, 64)),
         (adamw, 5, False),
         (sgd, 7, True),
         (Factored, 1, True),
-        (Factored, 30, True),
         (Restless, 7, True),
         (Restless, 64, False),
     ],
@@ -95,7 +93,7 @@ def test_weights_and_states_are_those_of_the_optimizer_in_memory(
     training.assert_same_as_in_memory()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_master_weights_of_any_dtype(drive: Path, dtype: torch.dtype) -> None:
     training = Training(drive, dtype=dtype, numels=(700_003, 600_000, 550_001), buffer_count=5)
     training.train(3)
@@ -406,31 +404,6 @@ def test_gradients_of_a_step_that_is_skipped_are_forgotten(drive: Path, buffer_c
     training.assert_same_as_in_memory()
 
 
-def test_a_swapper_that_has_gone_leaves_no_hook_in_the_optimizer(drive: Path) -> None:
-    training = Training(drive)
-    optimizer, swapper = training.optimizer, weakref.ref(training.swapper)
-    assert len(optimizer._optimizer_step_post_hooks) == 1
-    del training
-    gc.collect()
-    assert swapper() is None
-    assert not optimizer._optimizer_step_post_hooks
-
-
-@pytest.mark.parametrize("buffer_count", [4, 64])
-def test_what_of_a_gradient_has_not_come_is_zero_and_not_the_last_steps(drive: Path, buffer_count: int) -> None:
-    training = Training(drive, buffer_count=buffer_count)
-    training.train(1)
-    parts = {number: training.random(1000) for number in range(GROUPS)}
-    for number, part in parts.items():
-        training.swapper.swap_out_gradients(training.parameters[number], [200_000, 7], [part[:900], part[900:]])
-    for number, part in parts.items():
-        training.swapper.swap_in_optimizer_state(training.parameters[number])
-        wanted = torch.zeros(NUMEL)
-        wanted[200_000:200_900], wanted[7:107] = part[:900], part[900:]
-        assert torch.equal(training.parameters[number].grad, wanted)
-        training.swapper.swap_out_optimizer_state(training.parameters[number])
-
-
 def test_parts_of_a_gradient_that_is_in_its_file_already_go_there(drive: Path) -> None:
     training = Training(drive, buffer_count=4)
     training.train(1)
@@ -482,16 +455,6 @@ def test_parameters_begin_with_low_precision_partitions_wherever_they_are(drive:
     for parameter, value in zip(training.parameters, wanted, strict=True):
         training.swapper.swap_in_optimizer_state(parameter)
         assert torch.equal(parameter, value)
-
-
-def test_low_precision_values_are_converted(drive: Path) -> None:
-    training = Training(drive, initialize=False)
-    sources = [training.random(NUMEL, torch.bfloat16) for _ in training.parameters]
-    training.swapper.initialize_parameters(training.parameters, sources)
-    for parameter, source in zip(training.parameters, sources, strict=True):
-        training.swapper.swap_in_optimizer_state(parameter)
-        assert torch.equal(parameter, source.float())
-        training.swapper.release_swap_buffers(parameter)
 
 
 def test_wrong_calls_are_refused_with_what_to_do(drive: Path) -> None:
@@ -587,10 +550,3 @@ def test_a_program_ends_in_silence_when_its_folder_is_gone(drive: Path, interpre
     ended = interpreters.run(program)
     ended.check()
     assert ended.stderr == ""
-
-
-def test_the_pool_is_the_process_wide_one_by_default(drive: Path) -> None:
-    before = buffer_pool().in_use
-    training = Training(drive)
-    training.train(1)
-    assert buffer_pool().in_use > before

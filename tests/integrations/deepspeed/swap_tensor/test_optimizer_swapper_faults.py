@@ -36,8 +36,7 @@ def engine() -> FlakyEngine:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at_once", [False, True], ids=["later", "at-once"])
-@pytest.mark.parametrize("buffer_count", [4, 12])
+@pytest.mark.parametrize(("buffer_count", "at_once"), [(4, False), (12, True)], ids=["later", "at-once"])
 @pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize("part", ["exp_avg-4_5", "gradient", ""])
 def test_a_step_whose_calls_are_repeated_ends_as_if_nothing_had_happened(
