@@ -110,8 +110,6 @@ def load(
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     options["weights_only"] = resolve_weights_only(weights_only, pickle_module)
-    if weights_only is None and pickle_module is None and not options["weights_only"]:
-        warnings.warn("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set: weights_only=False", UserWarning, stacklevel=stack_level())
 
     def whole() -> Any:
         """Load the chosen entries of the file, and show progress."""
@@ -124,6 +122,8 @@ def load(
             what = "mmap=True is for .pt files" if mmap else "checksum=True: a safetensors file has no checksums"
             raise ValueError(f"{what}: load '{os.fspath(path)}' without")
         return _load_safetensors(path, map_location, chosen, pool, progress, config)
+    if weights_only is None and pickle_module is None and not options["weights_only"]:
+        warnings.warn("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set: weights_only=False", UserWarning, stacklevel=stack_level())
     loaded = read_consistently(path, whole)
     return loaded if chosen is None else _chosen(loaded, chosen)
 

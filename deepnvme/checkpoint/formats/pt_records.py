@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import torch
 from torch.serialization import LoadEndianness, get_default_load_endianness
@@ -183,7 +184,7 @@ def read_record(path: str | os.PathLike[str], record: Record) -> bytes:
         CorruptCheckpoint: If the record is damaged or cut off. WrongChecksum if it has other bytes than were saved.
     """
     with open_regular(path) as file:
-        offset = _data_offset(path, file.fileno(), record)
+        offset = _data_offset(path, file, record)
         file.seek(offset)
         data = file.read(record.nbytes)
     if record.crc32 and (crc := zlib.crc32(data)) != record.crc32:
@@ -254,7 +255,7 @@ def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> lis
         CorruptCheckpoint: If a record's header is damaged, or the data would end past the end of the file.
     """
     with open_regular(path) as file:
-        return [_data_offset(path, file.fileno(), record) for record in records]
+        return [_data_offset(path, file, record) for record in records]
 
 
 def wrong_names(path: str | os.PathLike[str], records: Iterable[Record]) -> list[str]:
@@ -274,14 +275,14 @@ _SHOWN = 100
 """Bytes of a damaged name that are shown."""
 
 
-def _data_offset(path: str | os.PathLike[str], descriptor: int, record: Record) -> int:
+def _data_offset(path: str | os.PathLike[str], file: BinaryIO, record: Record) -> int:
     """Return the offset in the file at which a record's data begin. Raises like :func:`data_offsets`."""
-    head = os.pread(descriptor, LOCAL_HEADER.size, record.header)
+    file.seek(record.header)
     try:
-        offset = data_of(head, record.header)
+        offset = data_of(file.read(LOCAL_HEADER.size), record.header)
     except BadDirectory as error:
         raise CorruptCheckpoint(path, str(error)) from error
-    size = os.fstat(descriptor).st_size
+    size = os.fstat(file.fileno()).st_size
     if offset + record.nbytes > size:
         why = f"{record} should have {record.nbytes} bytes from byte {offset} on, and the file ends at byte {size}"
         raise CorruptCheckpoint(path, why)
