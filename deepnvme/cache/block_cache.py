@@ -152,6 +152,7 @@ class BlockCache(Monitor):
         begun: set[Block] = set()
 
         def prepare() -> None:
+            """Raise the error of an earlier write, and set the uses that follow."""
             self.raise_failure()
             for block in wanted:
                 self._expected.pop(block, None)
@@ -159,6 +160,7 @@ class BlockCache(Monitor):
                 self._set_expected(then)
 
         def step() -> Wait | None:
+            """Start the reads that the blocks need, and begin the uses when all are read."""
             for block in wanted:
                 if block.state is State.ABSENT:
                     if block in begun or not self._read_again:
@@ -185,6 +187,7 @@ class BlockCache(Monitor):
         """
 
         def step() -> Wait | None:
+            """Allocate the block's memory if it has none, and begin the use."""
             wait = self._ending_of(block)
             if wait is None and block.state is State.ABSENT:
                 wait = self._writes_in_the_way(block) or self._allocate(block, Block.create)
@@ -226,6 +229,7 @@ class BlockCache(Monitor):
         """Forget a block's content, in memory and on the drive. Waits for its transfer."""
 
         def step() -> Wait | None:
+            """Drop the block when its transfer has ended."""
             wait = self._ending_of(block)
             if wait is None:
                 block.users = 0
@@ -282,6 +286,7 @@ class BlockCache(Monitor):
         """Wait until a block is not in transfer. It is not read ahead any more."""
 
         def step() -> Wait | None:
+            """Cancel the reading ahead, and return the end of the block's transfer."""
             self._expected.pop(block, None)
             return self._ending_of(block)
 
@@ -291,6 +296,7 @@ class BlockCache(Monitor):
         """Wait for all transfers, and start no others. With ``timed``, the wait is added to :attr:`seconds_waited`."""
 
         def step() -> Wait | None:
+            """Cancel what is not started, and return the end of any transfer."""
             self._set_expected(())
             self._to_write.clear()
             return self._ending_of_any(self._transfers)
@@ -324,17 +330,16 @@ class BlockCache(Monitor):
                 if block.state is State.CLEAN:
                     self._drop(block)
 
-    def clear(self, keeping: Collection[Block] = ()) -> None:
+    def clear(self) -> None:
         """End all uses, wait for all transfers, and drop all blocks, also those not written. The cache can be used again.
 
-        Errors of writes are forgotten. Blocks that are ``keeping`` stay if they are in memory, those not written as well. An
-        interrupt of the wait leaves only blocks in transfer.
+        Errors of writes are forgotten. An interrupt of the wait leaves only blocks in transfer.
         """
-        self._drop_all(keeping)
+        self._drop_all()
         self.drain()
-        self._drop_all(keeping)
+        self._drop_all()
 
-    def _drop_all(self, keeping: Collection[Block]) -> None:
+    def _drop_all(self) -> None:
         """Expect nothing, end all uses, and drop all blocks that are not in transfer."""
         with self._changing():
             self._set_expected(())
@@ -342,7 +347,7 @@ class BlockCache(Monitor):
             self._failures.clear()
             for block in list(self._held):
                 block.users = 0
-                if block not in keeping and block not in self._transfers:
+                if block not in self._transfers:
                     self._drop(block)
 
     # Steps

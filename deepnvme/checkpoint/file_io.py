@@ -366,19 +366,16 @@ def unless_replaced(versions: Mapping[Path, Version], what: str) -> Iterator[Non
     Raises:
         OSError: ESTALE, if a file was replaced. An exception of the block becomes its cause.
     """
+    cause: Exception | None = None
     try:
         yield
     except Exception as error:
-        _refuse_replaced(versions, what, error)
-        raise
-    _refuse_replaced(versions, what, None)
-
-
-def _refuse_replaced(versions: Mapping[Path, Version], what: str, cause: Exception | None) -> None:
-    """Raise OSError (ESTALE) if one of the files was replaced."""
+        cause = error
     replaced = next((path for path, version in versions.items() if _replaced(path, version)), None)
     if replaced is not None:
         raise OSError(errno.ESTALE, f"{what} was replaced while it was read: load it again", os.fspath(replaced)) from cause
+    if cause is not None:
+        raise cause
 
 
 def file_version(path: Path) -> Version:

@@ -6,28 +6,30 @@ import errno
 import functools
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import NoneType
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
+from torch.serialization import _get_restore_location, _serialization_tls
 from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
-from deepnvme.engine import Engine
 from deepnvme.files.regular_files import open_regular
 from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.telemetry.callers import stack_level
 from deepnvme.telemetry.profiler_ranges import profiler_range
 from deepnvme.telemetry.progress import Progress, ProgressOption, shown_progress
 
-from .file_io import Placed, memory_for, read, read_consistently, shared_engine
+from .file_io import Placed, empty_storage, memory_for, read, read_consistently, shared_engine
 from .formats import pt_records
+from .formats.pickle_scan import is_plain
 from .formats.pt_image import crc32_of
-from .formats.pt_pickle import pickled
+from .formats.pt_pickle import Place, pickled
 from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
 from .formats.recognition import guess_format
-from .formats.zip_directory import Record
-from .unpickling import MapLocation, UnpicklingFile, unread
+from .unpickling import MapLocation, UnreadStorages, unpickle
 from .verification import verify_records
 
 if TYPE_CHECKING:
@@ -52,7 +54,8 @@ def load(
 
     The arguments of ``torch.load`` have the same names, order and defaults, so ``torch.load = deepnvme.load`` works. A path
     that ends in .safetensors is loaded as by :func:`deepnvme.safetensors.load_file`. Left to ``torch.load`` are file objects,
-    files of the formats before torch 1.6, archives with deflated records or in big-endian byte order, and TorchScript archives.
+    files of the formats before torch 1.6, archives with deflated records or in big-endian byte order, TorchScript archives, and
+    loads to the meta device. A file that cannot be unpickled is given to ``torch.load`` too, which raises its own error.
 
     Storages are read by direct I/O: on the CPU into memory of their own, on a CUDA device through pinned buffers. For any other
     device each storage is read into CPU memory and copied from there, one at a time. Files are mapped only with ``mmap=True``,
@@ -106,19 +109,21 @@ def load(
         raise ValueError("checksum=True reads every tensor, and mmap=True none before it is used: leave out one of them")
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    safe = resolve_weights_only(weights_only, pickle_module)
+    options["weights_only"] = resolve_weights_only(weights_only, pickle_module)
 
     def whole() -> Any:
         """Load the chosen entries of the file, and show progress."""
         with profiler_range("load"), shown_progress(progress, f"loading {path}") as report:
             memory = buffer_pool() if pool is None else pool
-            return _load(path, chosen, mapped, checksum, safe, options, memory, report, config)
+            return _load(path, chosen, mapped, checksum, options, memory, report, config)
 
     if os.fspath(path).endswith(".safetensors") and not pt_records.is_zip(path):
         if mmap or checksum:
             what = "mmap=True is for .pt files" if mmap else "checksum=True: a safetensors file has no checksums"
             raise ValueError(f"{what}: load '{os.fspath(path)}' without")
         return _load_safetensors(path, map_location, chosen, pool, progress, config)
+    if weights_only is None and pickle_module is None and not options["weights_only"]:
+        warnings.warn("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set: weights_only=False", UserWarning, stacklevel=stack_level())
     loaded = read_consistently(path, whole)
     return loaded if chosen is None else _chosen(loaded, chosen)
 
@@ -176,8 +181,7 @@ def _load(
     keys: list[Any] | None,
     mmap: bool,
     checksum: bool,
-    safe: bool,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     pool: BufferPool,
     progress: Progress | None,
     config: AioConfig | None,
@@ -187,85 +191,151 @@ def _load(
         if os.fstat(file.fileno()).st_size == 0:
             raise CorruptCheckpoint(path, "the file is empty")
     found = pt_records.records_of(path) if pt_records.is_zip(path) else None
+    stream = b""
     if found is not None:
-        if found.script and safe:  # torch says so, too, but neither which file nor torch.jit.load
+        if found.script and options["weights_only"]:  # torch says so, too, but neither which file nor torch.jit.load
             what = "a TorchScript archive, which holds programs"
             raise RuntimeError(f"'{os.fspath(path)}' is {what}: if you trust it, use torch.jit.load, or weights_only=False")
-        pt_records.check_pickle(path, found)
+        stream = pt_records.check_pickle(path, found)
+    if found is not None and found.storages_readable and not mmap and not _torch_makes_storages(options):
+        try:
+            return _load_storages(path, found, stream, keys, checksum, options, pool, progress, config)
+        except _NotUnpickled:
+            pass
+    return _load_by_torch(path, found, mmap, checksum, options)
 
+
+def _torch_makes_storages(options: Mapping[str, Any]) -> bool:
+    """Return whether ``torch.load`` makes storages without their bytes, or warns of arguments that have no effect."""
+    return (
+        str(options["map_location"]) == "meta"
+        or torch._guards.detect_fake_mode(None) is not None
+        or _serialization_tls.skip_data
+        or (options["weights_only"] and not options.keys() <= {"map_location", "pickle_module", "weights_only"})
+    )
+
+
+def _load_by_torch(
+    path: str | os.PathLike[str], found: PtRecords | None, mmap: bool, checksum: bool, options: Mapping[str, Any]
+) -> Any:
+    """Leave the file to ``torch.load``. An error of it is raised as it is, unless the file is damaged or no checkpoint."""
+    if checksum and found is not None:
+        verify_records(path)
+    try:
+        return torch_load(path, mmap=mmap, **options)
+    except Exception as error:
+        if found is not None and found.stored:
+            pt_records.refuse_damaged(path, found, error)
+        elif found is not None:
+            verify_records(path)
+        else:
+            pt_records.refuse_damaged_beginning(path)
+            other = guess_format(path)
+            if other is not None:  # torch's error advises to load the file with weights_only=False
+                raise CorruptCheckpoint(path, f"it is no checkpoint, but looks like {other}") from None
+        raise
+
+
+class _NotUnpickled(Exception):
+    """The file cannot be unpickled. ``torch.load`` then raises its own error, with its advice."""
+
+
+def _unpickled(path: str | os.PathLike[str], stream: bytes, place: Place, options: Mapping[str, Any]) -> Any:
+    """Return the object of a file's pickle. Raises _NotUnpickled for an error that is neither of memory nor of the file."""
+    try:
+        return unpickle(path, stream, place, **options)
+    except (OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise _NotUnpickled from error
+
+
+def _load_storages(
+    path: str | os.PathLike[str],
+    found: PtRecords,
+    stream: bytes,
+    keys: list[Any] | None,
+    checksum: bool,
+    options: Mapping[str, Any],
+    pool: BufferPool,
+    progress: Progress | None,
+    config: AioConfig | None,
+) -> Any:
+    """Unpickle a file, and read its storages into their memory by the engine."""
+    storages = pt_records.StoragePlaces(path, found)
     locate = options["map_location"]
     asks = not isinstance(locate, (NoneType, dict, str, bytes, torch.device))  # anything else torch.load calls as a function
-
-    def by_torch() -> Any:
-        """Leave the file to ``torch.load``. An error of it is raised as it is, unless the file is damaged or no checkpoint."""
-        if checksum and found is not None:
-            verify_records(path)
-        try:
-            return torch_load(path, mmap=mmap, **options)
-        except Exception as error:
-            if found is not None and found.stored:
-                pt_records.refuse_damaged(path, found, error)
-            elif found is not None:
-                verify_records(path)
-            else:
-                pt_records.refuse_damaged_beginning(path)
-                other = guess_format(path)
-                if other is not None:  # torch's error advises to load the file with weights_only=False
-                    raise CorruptCheckpoint(path, f"it is no checkpoint, but looks like {other}") from None
-            raise
-
-    if mmap or found is None or not found.stored or found.script or found.byteorder != "little":
-        return by_torch()
+    plain = is_plain(stream)
+    unread = None if keys is None or not plain else UnreadStorages(path, storages)
+    wanted = None if unread is None else _offsets_of(path, stream, unread, keys or (), options)
+    engine = functools.cache(partial(shared_engine, path, config))  # looks up the drive once: storages may be read one at a time
+    restored: Callable[[Any, str], torch.UntypedStorage] = _get_restore_location(locate)  # type: ignore[no-untyped-call]
+    placed: dict[str, Placed] = {}
 
     @functools.cache
-    def engine() -> Engine:
-        """Return the engine. Looks up the drive once: storages may be read one at a time."""
-        return shared_engine(path, config)
+    def device_of(location: str) -> torch.device | None:
+        """Return the device that storages from this location are read to; None if torch has to make them of others."""
+        empty = empty_storage(0)
+        moved = restored(empty, location)
+        return moved.device if moved is empty or moved.device.type == "cuda" else None
 
-    def fill(placed: Sequence[Placed], progress: Progress | None = None) -> None:
+    def fill(placed: Mapping[str, Placed], progress: Progress | None = None) -> None:
         """Read storages from the file, and verify them if their checksums are wanted."""
-        records = [_record_of(path, found, each) for each in placed]
-        read(placed, path, engine(), pool, progress)
-        for each, record in zip(placed, records, strict=True) if checksum else ():
+        records = [storages.place(key, each.nbytes)[0] for key, each in placed.items()]  # the size again: torch may have grown it
+        if placed:
+            read(list(placed.values()), path, engine(), pool, progress)
+        for record, each in zip(records, placed.values(), strict=True) if checksum else ():
             if record.crc32 and (crc := crc32_of(each.memory)) != record.crc32:
                 raise WrongChecksum(path, record, each.offset, crc)
 
-    plain = pt_records.is_plain(path, found)
-    offsets = None if keys is None or not plain else _offsets_of(path, found, keys, options)
+    def place(key: str, nbytes: int, location: str) -> torch.UntypedStorage:
+        """Return the memory of a storage, which is filled later if it is on the CPU or a CUDA device."""
+        _, offset = storages.place(key, nbytes)
+        if unread is not None and wanted is not None and nbytes and offset not in wanted:
+            return unread.place(key, nbytes, location)
+        if not nbytes:
+            made: Any = empty_storage(0)
+        elif early is not None:
+            made = early[key].memory
+        else:
+            device = device_of(location)
+            made = memory_for(nbytes, offset) if device is None or device.type == "cpu" else empty_storage(nbytes, device)
+            if device is not None:
+                placed[key] = Placed(offset, made)
+                return made  # type: ignore[no-any-return]
+            fill({key: Placed(offset, made)})
+        return restored(made, location)
 
-    def wanted(offset: int) -> bool:
-        """Return whether the storage at this offset belongs to one of the chosen keys."""
-        return offsets is None or offset in offsets
-
-    with UnpicklingFile(path, found, wanted, fill) as now:
-        if asks or not plain:
-            now.filled = {
-                offset: memory_for(record.nbytes, offset)
-                for offset, record in zip(pt_records.data_offsets(path, found.storages), found.storages, strict=True)
-                if record.nbytes and wanted(offset)
-            }
-            fill([Placed(*item) for item in now.filled.items()], progress)
-        whole = now.load(**{**options, "map_location": now.located_by(locate)} if asks else options)
-        if not now.offsets_missed:
-            for item in (now.filled or {}).items():
-                _record_of(path, found, Placed(*item))  # again: a class of the object may have made torch grow it
-            if now.placed:
-                fill(now.placed, progress)
-            return whole
-    del whole
-    return by_torch()
+    early: dict[str, Placed] | None = None
+    if asks or not plain:  # code that looks at storages while the file is unpickled
+        early = {
+            key: Placed(offset, memory_for(record.nbytes, offset))
+            for key, (record, offset) in storages.places.items()
+            if record.nbytes and (wanted is None or offset in wanted)
+        }
+        fill(early, progress)
+    whole = _unpickled(path, stream, place, options)
+    for key, each in (early or {}).items():
+        storages.place(key, each.nbytes)  # again: a class of the object may have made torch grow it
+    fill(placed, progress)
+    return whole
 
 
-def _offsets_of(path: str | os.PathLike[str], found: PtRecords, keys: list[Any], options: Mapping[str, Any]) -> set[int]:
+def _offsets_of(
+    path: str | os.PathLike[str], stream: bytes, unread: UnreadStorages, keys: Iterable[Any], options: Mapping[str, Any]
+) -> set[int]:
     """Return the offsets of the storages that these entries use, without reading any storage.
 
     Only for pickles that look at no storage's contents while they are unpickled.
     """
-    with unread(path, found) as now:
-        chosen = _chosen(now.load(**{**options, "map_location": "cpu"}), keys)
-        module = options["pickle_module"]
-        storages = pickled(chosen, module if hasattr(module, "Pickler") else pickle, 2).storages
-        return {offset for storage in storages if (offset := now.offset_of(storage)) is not None}
+    whole = _unpickled(path, stream, unread.place, {**options, "map_location": "cpu"})
+    try:
+        chosen = _chosen(whole, keys)
+    except (KeyError, TypeError):
+        return set()  # nothing has to be read for this error, which load() raises at the end
+    module = options["pickle_module"]
+    storages = pickled(chosen, module if hasattr(module, "Pickler") else pickle, 2).storages
+    return {offset for storage in storages if (offset := unread.offset_of(storage)) is not None}
 
 
 def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
@@ -276,14 +346,3 @@ def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
     if missing:
         raise KeyError(f"the file has no {missing[0]!r}; there is {', '.join(map(repr, list(whole)[:10]))}")
     return {key: whole[key] for key in keys}
-
-
-def _record_of(path: str | os.PathLike[str], found: PtRecords, placed: Placed) -> Record:
-    """Return the record that memory is filled from. Raises CorruptCheckpoint if it has another size than the memory.
-
-    torch grows a storage that is smaller than its tensor.
-    """
-    record = found.holding(placed.offset)
-    if record is None or record.nbytes != placed.nbytes:
-        raise pt_records.wrong_size(path, found, placed.offset, placed.nbytes)
-    return record

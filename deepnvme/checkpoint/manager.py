@@ -21,7 +21,7 @@ from .background import SaveFuture, start
 from .formats.pt_image import pt_image
 from .loading import load
 from .publication import Destination
-from .saving import save_shown
+from .saving import save_to
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -150,7 +150,7 @@ class CheckpointManager:
         make = partial(pt_image, obj, pickle, 2, checksum)
         if asynchronous:
             return start(destination, make, pool, lazy, _IN_FLIGHT, group)
-        save_shown(destination, make, pool, progress, group)
+        save_to(destination, make, pool, progress, group)
         return None
 
     def estimate_writes(self, obj: object) -> WriteEstimate:

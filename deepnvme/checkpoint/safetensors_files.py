@@ -18,15 +18,15 @@ from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .file_io import Placed, empty_storage, memory_for, read, read_consistently, shared_engine
 from .formats import safetensors_header
+from .formats.elements import Elements
 from .formats.file_image import FileImage
-from .formats.safetensors_header import TensorEntry
 from .publication import Destination
-from .saving import save_shown, save_to
+from .saving import save_to
 
 if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
 
-Choice = Callable[[Mapping[str, TensorEntry]], Mapping[str, TensorEntry]]
+Choice = Callable[[Mapping[str, Elements]], Mapping[str, Elements]]
 """Returns the entries to load, by name, of all those of a file."""
 
 
@@ -74,7 +74,7 @@ def save_file(
         image.add_each([tensors[name].resolve_conj().resolve_neg() for name in names])
         return image
 
-    save_shown(Destination(Path(filename), fsync, config=config), make, pool, progress)
+    save_to(Destination(Path(filename), fsync, config=config), make, pool, progress)
 
 
 def load_file(
@@ -222,7 +222,7 @@ def _load(
 ) -> dict[str, torch.Tensor]:
     """Load the chosen tensors of one file."""
     direct = device if device.type == "cuda" else torch.device("cpu")
-    entries = choose({entry.name: entry for entry in safetensors_header.read_header(path)})
+    entries = choose(safetensors_header.read_header(path))
     storages = {name: _storage(entry, direct) for name, entry in entries.items()}
     read([Placed(entries[name].offset, storage) for name, storage in storages.items() if storage.nbytes()],
          path, engine, pool, progress)  # fmt: skip
@@ -233,7 +233,7 @@ def _load(
     return loaded
 
 
-def _storage(entry: TensorEntry, device: torch.device) -> torch.UntypedStorage:
+def _storage(entry: Elements, device: torch.device) -> torch.UntypedStorage:
     """Return a new storage for a tensor of the file. On the CPU it suits direct reads, if the tensor's offset suits its dtype."""
     if device.type == "cpu" and entry.offset % entry.dtype.itemsize == 0:
         return memory_for(entry.nbytes, entry.offset)

@@ -14,7 +14,7 @@ import torch
 from torch.serialization import save as torch_save  # deepnvme.save may have replaced torch.save
 
 from deepnvme.memory.pool import BufferPool, buffer_pool
-from deepnvme.telemetry.progress import Progress, ProgressOption, shown_progress
+from deepnvme.telemetry.progress import ProgressOption, shown_progress
 
 from .background import raise_unseen, wait_for_saves
 from .file_io import write
@@ -99,28 +99,14 @@ def save(
         return
 
     make = partial(pt_image, obj, pickle_module, pickle_protocol, checksum)
-    save_shown(Destination(Path(f), fsync, config=config), make, pool, progress, group)
-
-
-def save_shown(
-    destination: Destination,
-    make: Callable[[Across | None], FileImage],
-    pool: BufferPool | None,
-    progress: ProgressOption,
-    group: ProcessGroup | None = None,
-) -> None:
-    """As :func:`save_to`, with the progress that the user asked for: one progress bar for all ranks."""
-    if group is not None and not callable(progress) and torch.distributed.get_rank(group) != 0:  # -1 on ranks outside of it
-        progress = False
-    with shown_progress(progress, f"saving {destination.path}") as report:
-        save_to(destination, make, pool, report, group)
+    save_to(Destination(Path(f), fsync, config=config), make, pool, progress, group)
 
 
 def save_to(
     destination: Destination,
     make: Callable[[Across | None], FileImage],
     pool: BufferPool | None,
-    progress: Progress | None = None,
+    progress: ProgressOption = False,
     group: ProcessGroup | None = None,
 ) -> None:
     """Write and publish an image, after the background saves to the same path have ended. Blocks.
@@ -129,15 +115,18 @@ def save_to(
         destination: Where the file is published.
         make: Returns the image. Its argument is None, or, if a group saves together, what makes every rank pickle alike.
         pool: Pool of the pinned buffers. None is the process's pool.
-        progress: Called with (bytes written, bytes to write).
+        progress: As for :func:`save`. Of the ranks of a group only the first shows a progress bar.
         group: Process group whose ranks write the file together.
     """
-    if group is not None:
-        save_together(destination, lambda: make(Across()), pool, progress, group)
-        return
-    raise_unseen()
-    image = make(None)
-    wait_for_saves(destination.path)
-    memory = buffer_pool() if pool is None else pool
-    engine = destination.engine()
-    destination.publish(engine, image.nbytes, lambda file: write(image, file, engine, memory, progress=progress))
+    if group is not None and not callable(progress) and torch.distributed.get_rank(group) != 0:  # -1 on ranks outside of it
+        progress = False
+    with shown_progress(progress, f"saving {destination.path}") as report:
+        if group is not None:
+            save_together(destination, lambda: make(Across()), pool, report, group)
+            return
+        raise_unseen()
+        image = make(None)
+        wait_for_saves(destination.path)
+        memory = buffer_pool() if pool is None else pool
+        engine = destination.engine()
+        destination.publish(engine, image.nbytes, lambda file: write(image, file, engine, memory, progress=report))

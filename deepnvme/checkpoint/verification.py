@@ -8,7 +8,7 @@ import os
 import sys
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -117,12 +117,11 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, conf
             found = pt_records.records_of(path)
             if found.stored:
                 with contextlib.suppress(WrongChecksum):  # reported below; the references of such a pickle mean nothing
-                    pt_records.check_pickle(path, found)
-                    problems = _pickle_problems(pt_records.scan_of(path, found), found)
+                    problems = _pickle_problems(PickleScan(pt_records.check_pickle(path, found)), found)
                 problems += pt_records.wrong_names(path, [found.pickle, *found.others, *found.storages])
                 problems += _checksum_problems(path, found, buffer_pool() if pool is None else pool, config)
             else:
-                problems = _compressed_problems(path)
+                problems = list(_record_problems(path))
     except _DAMAGED as error:
         return Report(name, "pt", 0, 0, 0, (error.why if isinstance(error, CorruptCheckpoint) else str(error),))
     nbytes = sum(record.whole for record in found.storages)
@@ -146,8 +145,8 @@ def _safetensors(path: str) -> Report:
         for shard, names in safetensors_header.shards_of(path).items():
             entries = safetensors_header.read_header(shard)
             tensors += len(entries)
-            nbytes += sum(entry.nbytes for entry in entries)
-            missing = set(names or ()) - {entry.name for entry in entries}
+            nbytes += sum(entry.nbytes for entry in entries.values())
+            missing = set(names or ()) - entries.keys()
             problems += [f"tensor {name!r}: expected in {shard}, found nowhere in it" for name in sorted(missing)]
     except CorruptCheckpoint as error:
         problems.append(error.why if error.filename == path else f"{error.filename}: {error.why}")
@@ -156,19 +155,6 @@ def _safetensors(path: str) -> Report:
             raise
         problems.append(f"shard {error.filename} is not there")
     return Report(path, "safetensors", tensors, nbytes, 0, tuple(problems))
-
-
-def _compressed_problems(path: str | os.PathLike[str]) -> list[str]:
-    """Return messages for the damaged records of an archive with deflated records."""
-    problems = []
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            try:
-                _read_through(archive, entry)
-            except _DAMAGED as error:
-                name = entry.filename.partition("/")[2]
-                problems.append(f"{f'storage {name[5:]}' if name.startswith('data/') else f'record {name}'}: {error}")
-    return problems
 
 
 def _pickle_problems(scan: PickleScan, found: PtRecords) -> list[str]:
@@ -223,23 +209,29 @@ def verify_records(path: str | os.PathLike[str]) -> None:
         CorruptCheckpoint: If the archive cannot be read or a checksum does not match.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                _read_through(archive, entry)
+        problem = next(_record_problems(path), None)
     except _DAMAGED as error:
-        raise CorruptCheckpoint(path, str(error)) from error
+        problem = str(error)
+    if problem is not None:
+        raise CorruptCheckpoint(path, problem)
+
+
+def _record_problems(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Yield messages for the damaged records of an archive. Raises one of ``_DAMAGED`` if its directory cannot be read."""
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            try:
+                if entry.CRC:
+                    with archive.open(entry) as record:
+                        while record.read(CHUNK):
+                            pass
+            except _DAMAGED as error:
+                name = entry.filename.partition("/")[2]
+                yield f"{f'storage {name[5:]}' if name.startswith('data/') else f'record {name}'}: {error}"
 
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, CorruptCheckpoint, *pt_records.DAMAGE)
 """What zipfile raises for archives that it cannot read: later versions, encrypted ones, and damage that it does not check for."""
-
-
-def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Read a record that has a checksum. Raises one of ``_DAMAGED`` if the checksum does not match."""
-    if entry.CRC:
-        with archive.open(entry) as record:
-            while record.read(CHUNK):
-                pass
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,16 +13,16 @@ from torch import nn
 
 from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.host import empty_aligned
-from deepnvme.memory.tensor_bytes import check_storable, dtype_named
+from deepnvme.memory.tensor_bytes import check_storable, contiguous_strides, dtype_named
 from deepnvme.model.structure import ties_of, weights_by_name
 from deepnvme.model.weight_differences import WeightInfo
 from deepnvme.telemetry.descriptions import shorten
 
 from .file_io import file_version, read_consistently, started
 from .formats import pt_records
-from .formats.dcp_tensor import Elements, contiguous_strides
+from .formats.elements import Elements
 from .formats.safetensors_header import indexed, read_header, shards_of
-from .unpickling import unread
+from .unpickling import UnreadStorages, unpickle
 
 _OPEN_FILES = 16
 """Most files that are open at a time. More shards of a checkpoint are rarely in use together; and fewer than any limit of
@@ -319,32 +319,32 @@ def _in_file(path: str) -> dict[str, torch.Tensor | Location]:
 
 def _in_safetensors(path: str) -> dict[str, Location]:
     """Return where the weights of a safetensors file lie."""
-    return {each.name: Location(path, each.offset, WeightInfo(each.dtype, each.shape)) for each in read_header(path)}
+    return {name: Location(path, each.offset, WeightInfo(each.dtype, each.shape)) for name, each in read_header(path).items()}
 
 
 def _in_archive(path: str) -> dict[str, torch.Tensor | Location]:
     """Return where the weights of a file written by torch.save lie.
 
-    No tensor is read: torch unpickles them over memory that is never touched, whose addresses give the offsets in the file.
+    No tensor is read: they are unpickled over addresses without memory, which give the offsets in the file.
     """
     found = pt_records.records_of(path)
-    pt_records.check_pickle(path, found)
-    if found.script or not found.stored or found.byteorder != "little":
+    stream = pt_records.check_pickle(path, found)
+    if not found.storages_readable:
         what = "a TorchScript archive" if found.script else f"{found.byteorder}-endian" if found.stored else "compressed"
         raise ValueError(f"'{path}' is {what}, and its weights do not lie in it as in memory: load it, and save its state_dict")
-    with unread(path, found) as now:
-        weights: dict[str, torch.Tensor | Location] = {}
-        for name, tensor in _state_dict(path, now.load(weights_only=True, map_location="cpu")).items():
-            storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
-            offset = None if storage is None or tensor.is_quantized else now.offset_of(storage)
-            if storage is None or offset is None:  # without elements, or of a kind that a store refuses later
-                weights[name] = tensor
-                continue
-            first = offset + int(tensor.storage_offset()) * tensor.element_size()
-            info = WeightInfo(tensor.dtype, tuple(tensor.shape))
-            straight = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-            elements = None if straight else Elements(first, *info, tuple(tensor.stride()))
-            weights[name] = Location(path, first, info, elements, tensor.is_conj(), tensor.is_neg())
+    unread = UnreadStorages(path, pt_records.StoragePlaces(path, found))
+    weights: dict[str, torch.Tensor | Location] = {}
+    for name, tensor in _state_dict(path, unpickle(path, stream, unread.place, weights_only=True)).items():
+        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+        offset = None if storage is None or tensor.is_quantized else unread.offset_of(storage)
+        if storage is None or offset is None:  # without elements, or of a kind that a store refuses later
+            weights[name] = tensor
+            continue
+        first = offset + int(tensor.storage_offset()) * tensor.element_size()
+        info = WeightInfo(tensor.dtype, tuple(tensor.shape))
+        straight = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        elements = None if straight else Elements(first, *info, tuple(tensor.stride()))
+        weights[name] = Location(path, first, info, elements, tensor.is_conj(), tensor.is_neg())
     return weights
 
 

@@ -259,11 +259,8 @@ def lock_directories(directories: Iterable[Path], owner: DirectoryOwner, locks: 
         locks.append(DirectoryLock(directory, owner))
 
 
-_inherited: set[weakref.ref[io.FileIO]] = set()
-
-
-_owners: weakref.WeakKeyDictionary[io.FileIO, DirectoryOwner] = weakref.WeakKeyDictionary()
-"""For whom this process has files locked."""
+_owners: weakref.WeakKeyDictionary[io.FileIO, DirectoryOwner | None] = weakref.WeakKeyDictionary()
+"""For whom this process has files locked; None for a file that is about to be. A forked child closes all of them."""
 
 
 def lock_for(owner: DirectoryOwner, file: io.FileIO, kind: int, path: Path, *, collect: bool = True) -> None:
@@ -314,12 +311,12 @@ def is_locked_here(directory: Path) -> bool:
 
 def close_in_children(file: io.FileIO) -> None:
     """Have a forked child close a locked file: it would keep the lock after the parent has ended."""
-    _inherited.add(weakref.ref(file, _inherited.discard))
+    _owners[file] = None
 
 
 def _close_inherited() -> None:
     """Close all locked files, in a forked child."""
-    for reference in _inherited.copy():
+    for reference in _owners.keyrefs():
         file = reference()
         if file is not None:
             file.close()

@@ -39,15 +39,15 @@ def read_manifest(path: Path, most: int, parse: Callable[[bytes], Parsed], corru
         raise corrupt(path, str(error)) from error
 
 
-def two_lines(kind: tuple[str, int], fields: Mapping[str, Any]) -> bytes:
-    """Return a manifest in JSON: one line with its format, version and the CRC-32 of the other, and one with the fields."""
+def with_checksum(kind: tuple[str, int], fields: Mapping[str, Any]) -> bytes:
+    """Return a manifest in JSON: a line with its format, its version and the CRC-32 of the other line, which has the fields."""
     body = json.dumps(fields, separators=(",", ":")).encode()  # in ASCII, which can escape half of a surrogate pair
     head = json.dumps({"format": kind[0], "version": kind[1], "crc32": zlib.crc32(body)}).encode()
     return b"%b\n%b\n" % (head, body)
 
 
-def second_line(kind: tuple[str, int], data: bytes) -> Any:
-    """Return the fields of a manifest that :func:`two_lines` has made, after checking its format, version and CRC-32.
+def checked_fields(kind: tuple[str, int], data: bytes) -> Any:
+    """Return the fields of a manifest that :func:`with_checksum` has made, after checking its format, version and CRC-32.
 
     Args:
         kind: The format and version that it has to have.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -118,6 +119,13 @@ def flat_bytes(source: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
     if isinstance(source, torch.Tensor):
         return source.detach().reshape(-1).view(torch.uint8)
     return torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a contiguous tensor of this shape."""
+    # To ask a tensor on the meta device takes longer than making a view, and ten thousand tensors may have as many shapes.
+    strides = itertools.accumulate(reversed(shape[1:]), lambda stride, size: stride * max(size, 1), initial=1)
+    return tuple(strides)[::-1] if shape else ()
 
 
 def span_nbytes(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:

@@ -147,7 +147,7 @@ class Catalog:
             version or TensorVersion(tensor.shape, tensor.dtype, tensor.nbytes, next(places), sums)
             for version, tensor, sums in zip(found, tensors, checksums, strict=True)
         ]
-        operation.set_subjects(entries)
+        operation.subjects = entries
         for entry, version in zip(entries, versions, strict=True):
             entry.put = operation
             if self._persist:

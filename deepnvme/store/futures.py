@@ -39,9 +39,9 @@ def check_not_owned(lock: threading.RLock) -> None:
 class Operation:
     """All transfers of one call of a store, and what to do when they have ended.
 
-    The thread that starts the transfers holds the lock ``starting`` meanwhile, and calls :meth:`mark_complete` when all are
-    started. If an exception (Ctrl-C in a wait, say) comes before, ``starting`` is free and ``complete`` is False: the operation
-    has then failed for all its subjects.
+    The thread that starts the transfers holds the lock ``starting`` meanwhile, and sets ``complete`` when all are started. If an
+    exception (Ctrl-C in a wait, say) comes before, ``starting`` is free and ``complete`` is False: the operation has then failed
+    for all its subjects.
 
     No background thread is used: ``finish`` is called by the first thread that waits for the operation or looks at its result.
 
@@ -70,18 +70,6 @@ class Operation:
     def settled(self) -> bool:
         """Whether all transfers have ended and ``finish`` was called."""
         return self._finish is None
-
-    def set_subjects(self, subjects: Sequence[Any]) -> None:
-        """Set the tensors that this operation reads or writes; an error of the operation itself concerns all of them."""
-        self.subjects = subjects
-
-    def mark_complete(self) -> None:
-        """Record that all transfers were started. Called by the thread that started them."""
-        self.complete = True
-
-    def mark_seen(self) -> None:
-        """Record that the error, if there is one, was raised to a caller."""
-        self.seen = True
 
     def fail(self, error: OSError) -> None:
         """Have the operation fail for all its subjects, although its transfers may end well."""
@@ -149,7 +137,7 @@ class Operation:
             return
         if not self.complete:
             self.fail(self._failure or OSError(errno.ECANCELED, "the call has failed"))
-            self.mark_seen()  # the call has raised it
+            self.seen = True  # the call has raised it
         failures: list[Failure] = [] if self._failure is None else [(self._failure, self.subjects)]
         for transfer, tensors in self._transfers:
             error = transfer.exception()
@@ -243,7 +231,7 @@ class StoreFuture(Generic[Result]):
                         error = found
                 self._error = error
                 self._conclude = None
-            self._operation.mark_seen()
+            self._operation.seen = True
         return self._error
 
 
@@ -255,9 +243,11 @@ class OperationScheduler:
     """
 
     def __init__(self) -> None:
-        self._process = os.getpid()
+        self.process = os.getpid()
+        """Number of the process that the store belongs to."""
+        self.closed = False
+        """Whether the store is closed. May be read without the lock, also in a forked child."""
         self._lock = threading.RLock()
-        self._closed = False
         self.under_way: set[Operation] = set()
         self._swept = _SWEPT_FROM
         self._failed: list[Operation] = []
@@ -270,21 +260,11 @@ class OperationScheduler:
             RuntimeError: If this thread holds the lock already: a finalizer or signal handler uses the store in the middle of a
                 change. Also in a forked child.
         """
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             raise RuntimeError("the store is the parent process's: a forked child needs one of its own, in another directory")
         check_not_owned(self._lock)
         with defer_interrupts(), self._lock:
             yield
-
-    @property
-    def closed(self) -> bool:
-        """Whether the store is closed. For any thread at any time, also in a forked child."""
-        return self._closed
-
-    @property
-    def process(self) -> int:
-        """Number of the process that the store is of."""
-        return self._process
 
     def check_open(self) -> None:
         """Check that the store is open. Call with the lock held.
@@ -292,7 +272,7 @@ class OperationScheduler:
         Raises:
             ValueError: If it is closed.
         """
-        if self._closed:
+        if self.closed:
             raise ValueError("the store is closed")
 
     def after(self, conflicts: Callable[[], Iterable[Operation]], start: Callable[[], Result]) -> Result:
@@ -360,4 +340,4 @@ class OperationScheduler:
     def close(self) -> None:
         """Refuse new operations with an error. Operations under way go on, and are not waited for."""
         with self.locked():
-            self._closed = True
+            self.closed = True

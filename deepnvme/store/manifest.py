@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 from deepnvme.files.manifest import (
     LONGEST_LINE,
+    checked_fields,
     json_object,
     number,
     numbers,
     read_manifest,
-    second_line,
     string,
-    two_lines,
+    with_checksum,
 )
 from deepnvme.files.replacing import replace_durably, with_filename
 
@@ -103,7 +103,7 @@ def publish(directory: Path, manifest: StoreManifest) -> None:
         ValueError: If the manifest is too long.
         OSError: From writing.
     """
-    data = two_lines(_KIND, {"store": manifest.store, "directories": manifest.directories, "tensors": dict(manifest.tensors)})
+    data = with_checksum(_KIND, {"store": manifest.store, "directories": manifest.directories, "tensors": dict(manifest.tensors)})
     if len(data) > _LARGEST:
         raise ValueError(
             f"the manifest of {len(manifest.tensors)} tensors would have {len(data)} bytes, at most {_LARGEST} are allowed:"
@@ -121,7 +121,7 @@ def load(directory: Path) -> StoreManifest | None:
     """
     with contextlib.suppress(FileNotFoundError):
         return read_manifest(
-            directory / MANIFEST_NAME, _LARGEST, lambda data: _manifest(second_line(_KIND, data)), CorruptManifest
+            directory / MANIFEST_NAME, _LARGEST, lambda data: _manifest(checked_fields(_KIND, data)), CorruptManifest
         )
     return None
 

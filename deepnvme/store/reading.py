@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from deepnvme.engine import Engine, File
 from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.host import empty_aligned
+from deepnvme.memory.tensor_bytes import contiguous_strides
 from deepnvme.telemetry.descriptions import shorten
 from deepnvme.transfer.scatter import runs
 
@@ -118,11 +118,4 @@ class SharedBuffer:
             view = self.memory.view(dtype)
             seen = self._seen[dtype] = view, int(view.storage_offset())
         base, start = seen
-        return base.as_strided(shape, _strides(shape), start + offset // dtype.itemsize)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    # To ask a tensor on the meta device takes longer than making the view, and ten thousand tensors may have as many shapes.
-    strides = itertools.accumulate(reversed(shape[1:]), lambda stride, size: stride * max(size, 1), initial=1)
-    return tuple(strides)[::-1] if shape else ()
+        return base.as_strided(shape, contiguous_strides(shape), start + offset // dtype.itemsize)

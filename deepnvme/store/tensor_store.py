@@ -249,7 +249,7 @@ class TensorStore:
                 else:
                     operation.fail(OSError(errno.ECANCELED, f"the put was interrupted by {error!r}"))
                 raise
-            operation.mark_complete()
+            operation.complete = True
         nbytes = sum(version.info.nbytes for version in versions)
         return StoreFuture(operation, nbytes, lambda: nbytes)
 
@@ -306,7 +306,7 @@ class TensorStore:
         self._check_writable()
         nbytes = self._in_turn([name], lambda: self._catalog.remove(name), writing=True)
         operation = self._scheduler.operation()
-        operation.mark_complete()
+        operation.complete = True
         return StoreFuture(operation, nbytes, lambda: nbytes)
 
     def map(self, name: str) -> torch.Tensor:
@@ -356,7 +356,7 @@ class TensorStore:
 
         with operation.starting:
             mapped = map_files(self._in_turn(names, begin), sum(count for _, _, count in ranges))
-            operation.mark_complete()
+            operation.complete = True
         operation.settle()
         return mapped
 
@@ -376,7 +376,7 @@ class TensorStore:
             self._in_turn((), lambda: self._scheduler.begin(operation))
             for file, size in self._space.sizes_for(wanted):
                 file.grow_to(size, exactly=True)
-            operation.mark_complete()
+            operation.complete = True
         operation.settle()
 
     # Committing and closing.
@@ -411,12 +411,12 @@ class TensorStore:
             # An operation, because the kernel reports an error only once: so it is recorded even if Ctrl-C comes in the wait.
             files = [(file,) for file in range(len(self._handles))]
             flush.submit(self._engine.fsync, self._handles, subjects=files)
-            flush.mark_complete()
+            flush.complete = True
             StoreFuture(flush, 0, lambda: None).result()
             self._volumes.publish({name: version.stored() for name, version in versions.items()})
             with self._scheduler.locked():
                 self._catalog.committed()
-            operation.mark_complete()
+            operation.complete = True
         operation.settle()
 
     def close(self) -> None:
@@ -507,7 +507,7 @@ class TensorStore:
                 tensors = read_new(self._engine, self._handles, operation, entries, versions)
             else:
                 read_into(self._engine, self._handles, operation, entries[0], versions[0], out)
-            operation.mark_complete()
+            operation.complete = True
 
         def conclude() -> Result:
             """Verify the checksums, if the store has any, and return the result."""

@@ -384,18 +384,6 @@ def interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_what_is_kept_when_all_is_dropped_has_the_bytes_that_were_not_written(drive: SlowDrive) -> None:
-    cache, blocks = cache_of(drive), blocks_of(drive)
-    drive.failing = {"wa", "wb"}
-    for name in "ab":
-        cache.create(blocks[name])
-        blocks[name].memory.buffer.fill_(99)
-        cache.release([blocks[name]], changed=True)
-    cache.clear(keeping=[blocks["b"], blocks["c"]])
-    cache.acquire([blocks["a"], blocks["b"], blocks["c"]])
-    assert [value_of(blocks[name]) for name in "abc"] == [1, 99, 3]
-
-
 def test_residents_of_a_pool_may_have_memory_beside_the_limit(drive: SlowDrive) -> None:
     pool = BufferPool(64 * PAGE)
     memory = PooledMemory(pool, PAGE, lambda held, block: f"{held} held, {block.nbytes} wanted", separate_residents=True)
@@ -528,17 +516,16 @@ class Rules(RuleBasedStateMachine):
         self.cache.drop_clean()
         assert all(block.state is not State.CLEAN or block.users for block in self.blocks.values())
 
-    @rule(keeping=st.sets(names, max_size=3))
-    def clear(self, keeping: set[str]) -> None:
-        kept = {name for name in keeping if self.blocks[name].in_memory}
+    @rule()
+    def clear(self) -> None:
         self.used.clear()
-        self.cache.clear([self.blocks[name] for name in keeping])
-        for name in [name for name in self.values if name not in kept or not self.blocks[name].in_memory]:
+        self.cache.clear()
+        for name in list(self.values):
             if self.blocks[name].stored:
                 self.values[name] = self.drive.contents[name]
             else:
                 del self.values[name]
-        assert {name for name, block in self.blocks.items() if block.in_memory} <= keeping
+        assert not any(block.in_memory for block in self.blocks.values())
 
     @rule(count=st.integers(1, 3))
     def time_passes(self, count: int) -> None:

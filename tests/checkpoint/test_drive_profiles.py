@@ -100,9 +100,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Uses]]:
 # -- entry points ------------------------------------------------------------------------------------------------------
 
 
-def nothing(directory: Path) -> None: ...
-
-
 def saved(directory: Path) -> None:
     deepnvme.save(tensors(), directory / "file.pt", checksum=True)
 
@@ -146,43 +143,38 @@ def save_with_the_group(directory: Path, **config: Any) -> None:
     deepnvme.save(tensors(), directory / "file.pt", group=dist.group.WORLD, **config)
 
 
-USES: dict[str, tuple[Callable[[Path], None], Callable[..., Any]]] = {
-    "save": (nothing, lambda at, **config: deepnvme.save(tensors(), at / "file.pt", **config)),
-    "save of a group": (nothing, save_with_the_group),
+USES: dict[str, tuple[Callable[[Path], None] | None, Callable[..., Any]]] = {
+    "save": (None, lambda at, **config: deepnvme.save(tensors(), at / "file.pt", **config)),
+    "save of a group": (None, save_with_the_group),
     "load": (saved, lambda at, **config: deepnvme.load(at / "file.pt", **config)),
     "load, a function": (saved, lambda at, **config: deepnvme.load(at / "file.pt", lambda it, _: it, **config)),
     "load of safetensors": (saved_safetensors, lambda at, **config: deepnvme.load(at / "file.safetensors", **config)),
-    "async_save": (nothing, lambda at, **config: deepnvme.async_save(tensors(), at / "file.pt", **config).result()),
-    "manager": (nothing, lambda at, **config: deepnvme.CheckpointManager(at, **config).save(1, tensors())),
+    "async_save": (None, lambda at, **config: deepnvme.async_save(tensors(), at / "file.pt", **config).result()),
+    "manager": (None, lambda at, **config: deepnvme.CheckpointManager(at, **config).save(1, tensors())),
     "manager, asynchronous": (
-        nothing,
+        None,
         lambda at, **config: deepnvme.CheckpointManager(at, **config).save(1, tensors(), asynchronous=True).result(),
     ),
     "manager, load": (managed, lambda at, **config: deepnvme.CheckpointManager(at, **config).load()),
     "manager, its load": (managed, lambda at, **config: deepnvme.CheckpointManager(at).load(1, **config)),
     "verify": (saved, lambda at, **config: deepnvme.checkpoint.verify(at / "file.pt", **config)),
-    "save_file": (nothing, lambda at, **config: safetensors.save_file(tensors(), at / "file", **config)),
+    "save_file": (None, lambda at, **config: safetensors.save_file(tensors(), at / "file", **config)),
     "load_file": (saved_safetensors, lambda at, **config: safetensors.load_file(at / "file.safetensors", **config)),
-    "save_model": (nothing, lambda at, **config: safetensors.save_model(model(), at / "file", **config)),
-    "load_model": (
-        saved_safetensors,
-        lambda at, **config: safetensors.load_model(model(), at / "file.safetensors", **config),
-    ),
-    "save_sharded": (nothing, lambda at, **config: safetensors.save_sharded(tensors(), at, **config)),
+    "save_sharded": (None, lambda at, **config: safetensors.save_sharded(tensors(), at, **config)),
     "load of shards": (saved_shards, lambda at, **config: safetensors.load_file(at / "model.safetensors.index.json", **config)),
     "NVMeWriter": (
-        nothing,
+        None,
         lambda at, **config: dcp.save(tensors(), storage_writer=deepnvme.NVMeWriter(at, **config), **ALONE),
     ),
-    "NVMeWriter that was pickled": (nothing, save_with_a_pickled_writer),
+    "NVMeWriter that was pickled": (None, save_with_a_pickled_writer),
     "NVMeReader": (
         distributed,
         lambda at, **config: dcp.load(tensors(), storage_reader=deepnvme.NVMeReader(at, **config), **ALONE),
     ),
-    "NVMeHuggingFaceWriter": (nothing, save_with_hugging_face),
+    "NVMeHuggingFaceWriter": (None, save_with_hugging_face),
     "NVMeHuggingFaceReader": (by_hugging_face, load_with_hugging_face),
     "checkpoint engine, save": (
-        nothing,
+        None,
         lambda at, **config: deepnvme.checkpoint.NVMeCheckpointEngine(**config).save(tensors(), at / "file.pt"),
     ),
     "checkpoint engine, load": (
@@ -203,33 +195,20 @@ def use(request: pytest.FixtureRequest, drive: Path) -> Callable[..., Any]:
     if "group" in request.param:
         request.getfixturevalue("process_group")
     prepare, act = USES[request.param]
-    prepare(drive)
+    if prepare is not None:
+        prepare(drive)
     return lambda **config: act(drive, **config)
 
 
-def test_the_profile_is_used(use: Callable[..., Any], profile: DriveProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("given", [{}, {"config": GIVEN}])
+def test_the_profile_is_used_unless_settings_are_given(
+    use: Callable[..., Any], profile: DriveProfile, monkeypatch: pytest.MonkeyPatch, given: dict[str, AioConfig]
+) -> None:
     with watched(monkeypatch) as uses:
-        use()
-        assert uses().settings == {settings_in(PROFILE)}
+        use(**given)
+        assert uses().settings == {settings_in(given.get("config", PROFILE))}
         assert uses().nbytes >= NBYTES
         assert uses().lookups <= 2
-
-
-def test_settings_given_win(use: Callable[..., Any], profile: DriveProfile, monkeypatch: pytest.MonkeyPatch) -> None:
-    with watched(monkeypatch) as uses:
-        use(config=GIVEN)
-        assert uses().settings == {settings_in(GIVEN)}
-        assert uses().nbytes >= NBYTES
-
-
-def test_without_profiles_the_default_is_used(
-    use: Callable[..., Any], drive: Path, profile: DriveProfile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DEEPNVME_PROFILE", "off")
-    with watched(monkeypatch) as uses:
-        use()
-        assert uses().settings == {settings_in(default_settings(drive_of(drive)))}
-        assert uses().nbytes >= NBYTES
 
 
 # -- lookups -----------------------------------------------------------------------------------------------------------
@@ -281,6 +260,12 @@ def test_anything_but_settings_is_refused_before_a_file_is_created(drive: Path, 
     assert list(drive.iterdir()) == []
 
 
+def test_anything_but_settings_is_refused_by_load(drive: Path) -> None:
+    saved(drive)
+    with pytest.raises(TypeError, match="config must be an AioConfig, got dict"):
+        deepnvme.load(drive / "file.pt", config={"queue_depth": 3})  # type: ignore[arg-type]
+
+
 def test_a_path_that_cannot_be_reached_is_named_as_it_was_given(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(drive)
     name = "x" * 300
@@ -298,6 +283,11 @@ def test_files_with_the_same_settings_share_an_engine(drive: Path, profile: Driv
     assert file_io.shared_engine(drive / "missing" / "another") is engine
     assert file_io.shared_engine(drive, GIVEN) is not engine
     assert file_io.shared_engine(drive, GIVEN) is file_io.shared_engine(drive / "one", AioConfig(**GIVEN.model_dump()))
+
+
+def test_without_profiles_the_default_is_used(drive: Path, profile: DriveProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPNVME_PROFILE", "off")
+    assert settings_of(file_io.shared_engine(drive)) == settings_in(default_settings(drive_of(drive)))
 
 
 def test_a_profile_that_is_stored_meanwhile_is_used_from_then_on(drive: Path, profile: DriveProfile) -> None:

@@ -41,16 +41,22 @@ def assert_whole(manager: CheckpointManager, steps: list[int]) -> None:
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [0, -1])
-def test_at_least_one_is_kept(drive: Path, keep: int) -> None:
-    with pytest.raises(ValueError, match=f"keep must be at least 1, got {keep}"):
-        CheckpointManager(drive / "run", keep=keep)
-    assert not (drive / "run").exists()
-
-
-def test_a_step_is_no_negative_number(drive: Path) -> None:
-    with pytest.raises(ValueError, match="a step must not be negative, got -1"):
-        CheckpointManager(drive).save(-1, [])
+@pytest.mark.parametrize(
+    ("keep", "step", "options", "error", "why"),
+    [
+        (0, 1, {}, ValueError, "keep must be at least 1, got 0"),
+        (-1, 1, {}, ValueError, "keep must be at least 1, got -1"),
+        (1, -1, {}, ValueError, "a step must not be negative, got -1"),
+        (1, {"a": 1}, {}, TypeError, "step must be an integer, got dict"),
+        (1, 1, {"lazy": True}, ValueError, "lazy=True is for asynchronous=True"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    drive: Path, keep: int, step: Any, options: dict[str, bool], error: type[Exception], why: str
+) -> None:
+    with pytest.raises(error, match=why):
+        CheckpointManager(drive / "run", keep=keep).save(step, [1], **options)  # type: ignore[call-overload]
+    assert list(drive.rglob("*.pt")) == []
 
 
 def test_what_is_not_there_is_told_with_what_is(drive: Path) -> None:
@@ -234,26 +240,12 @@ def test_other_files_are_left_alone(drive: Path, name: str) -> None:
     assert (drive / name).read_bytes() == b"mine"
 
 
-def test_a_blocking_save_cannot_be_lazy(drive: Path) -> None:
-    with pytest.raises(ValueError, match="lazy=True is for asynchronous=True"):
-        CheckpointManager(drive).save(1, [1], lazy=True)
-    assert list(drive.iterdir()) == []
-
-
 def test_steps_of_more_digits_are_higher(drive: Path) -> None:
     manager = CheckpointManager(drive, keep=2)
     for step in (99_999_999, 100_000_000, 123_456_789_012):
         manager.save(step, [step])
     assert manager.steps() == [100_000_000, 123_456_789_012]
     assert manager.load() == [123_456_789_012]
-
-
-def test_a_synchronous_save_follows_those_under_way(drive: Path) -> None:
-    manager = CheckpointManager(drive, keep=2)
-    for value in range(2):
-        manager.save(7, [value], asynchronous=True)
-    manager.save(7, [2])
-    assert manager.load(7) == [2]
 
 
 def test_several_managers_may_save_into_one_directory(drive: Path, interpreters: Any) -> None:
@@ -276,20 +268,3 @@ else:
         half, weights = manager.load(step)
         assert half == step // 2
         assert bool((weights == half).all())
-
-
-def test_arguments_in_the_wrong_order_are_named(drive: Path) -> None:
-    with pytest.raises(TypeError, match="step must be an integer, got dict"):
-        deepnvme.CheckpointManager(drive / "run").save({"a": torch.ones(3)}, 3)  # type: ignore[call-overload]
-
-
-def test_its_description_says_what_there_is(drive: Path) -> None:
-    manager = deepnvme.CheckpointManager(drive / "run")
-    assert repr(manager) == f"<CheckpointManager in '{drive / 'run'}', keep=3, no checkpoints>"
-    for step in (5, 12):
-        manager.save(step, [torch.ones(3)])
-    assert repr(manager).endswith(", keep=3, 2 checkpoints, the latest of step 12>")
-    for path in (manager.path(5), manager.path(12)):
-        path.unlink()
-    manager.directory.rmdir()
-    assert repr(manager).endswith(", keep=3>")

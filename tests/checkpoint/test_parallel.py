@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 
 from deepnvme.checkpoint.formats.file_image import FileImage
-from deepnvme.checkpoint.parallel import Description, bytes_held, check_descriptions, own_share
+from deepnvme.checkpoint.parallel import own_share
 from deepnvme.memory.alignment import PAGE
 
 from ..support.interpreters import Interpreters
@@ -366,28 +364,6 @@ def test_meshes_of_two_dimensions(drive: Path, interpreters: Interpreters) -> No
         drive,
         interpreters,
     )
-
-
-def held(first: int, second: int) -> FileImage:
-    """The image of a rank that has so many bytes of two tensors of 100."""
-    image = FileImage()
-    for nbytes in (first, second):
-        image.add_text(b"header")
-        image.add_part(torch.zeros(nbytes, dtype=torch.uint8), [(0, nbytes)] * bool(nbytes), 100)
-    return image
-
-
-@pytest.mark.parametrize(("shares", "missing"), [
-    ([(100, 50), (50, 0)], "of a DTensor of 100 bytes the ranks of the group hold 150"),  # 200 in all
-    ([(40, 100), (0, 60)], "of a DTensor of 100 bytes the ranks of the group hold 40"),
-    ([(40, 0), (60, 100)], None),
-])  # fmt: skip
-def test_each_tensor_is_held_once(shares: list[tuple[int, int]], missing: str | None) -> None:
-    images = [held(*share) for share in shares]
-    assert [bytes_held(image) for image in images] == [list(share) for share in shares]
-    described = [Description("digest", image.nbytes, bytes_held(image)) for image in images]
-    with contextlib.nullcontext() if missing is None else pytest.raises(ValueError, match=missing):
-        check_descriptions(Path("a.pt"), images[0], described)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
-from deepnvme.checkpoint.weight_locations import OpenFiles, Weights, source_of, weights_in
+from deepnvme.checkpoint.weight_locations import OpenFiles, Weights, source_of, weights_in, weights_in_index
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.streaming import Location, WeightInfo
+
+from ..support.archives import rewritten, rezipped
 
 WEIGHTS = {
     "a.weight": torch.arange(12.0).reshape(3, 4),
@@ -165,21 +167,16 @@ class TestBadFiles:
         torch.save(WEIGHTS, drive / "old.pt", _use_new_zipfile_serialization=False)
         with pytest.raises(ValueError, match=r"before 1\.6"):
             weights_in(drive / "old.pt")
-        torch.save(WEIGHTS, drive / "new.pt")
-        with zipfile.ZipFile(drive / "new.pt") as archive, zipfile.ZipFile(drive / "z.pt", "w", zipfile.ZIP_DEFLATED) as other:
-            for name in archive.namelist():
-                other.writestr(name, archive.read(name))
+        torch.save(WEIGHTS, drive / "z.pt")
+        rezipped(drive / "z.pt", zipfile.ZIP_DEFLATED)
         with pytest.raises(ValueError, match="is compressed"):
             weights_in(drive / "z.pt")
 
     def test_a_storage_of_another_size_than_in_the_pickle_is_corrupt(self, drive):
         torch.save({"a": torch.ones(64)}, drive / "w.pt")
-        with zipfile.ZipFile(drive / "w.pt") as archive, zipfile.ZipFile(drive / "cut.pt", "w") as other:
-            for name in archive.namelist():
-                data = archive.read(name)
-                other.writestr(name, data[:-4] if name.endswith("data/0") else data)
+        cut = rewritten(drive / "w.pt", lambda name, data: data[:-4] if name.endswith("data/0") else data)
         with pytest.raises(CorruptCheckpoint, match=r"storage 0 .* expected 256 bytes, found 252"):
-            weights_in(drive / "cut.pt")
+            weights_in(cut)
 
     def test_a_tensor_larger_than_its_storage_is_corrupt(self, drive):
         tensor = torch.ones(1000)
@@ -235,3 +232,64 @@ class TestMemory:
     def test_objects_without_weights_are_refused(self, engine, given, match):
         with pytest.raises(TypeError, match=match):
             source_of(given, OpenFiles(engine))
+
+
+class TestOffloadIndex:
+    """Weights where accelerate's index says that they are."""
+
+    @pytest.fixture
+    def indexed(self, engine, drive):
+        """Makes sources of an index, in the drive's directory."""
+        return lambda index, folder=drive, **beside: Weights({**weights_in_index(index, folder), **beside}, OpenFiles(engine))
+
+    def test_a_file_without_the_weight_that_is_said_to_be_in_it(self, indexed, drive):
+        save_file({"a": WEIGHTS["a.weight"]}, drive / "w.safetensors")
+        with pytest.raises(CorruptCheckpoint, match=r"'b', which is not there.*w\.safetensors"):
+            indexed({"a": {"safetensors_file": drive / "w.safetensors", "weight_name": "b"}})
+
+    def test_files_that_are_missing_are_named(self, indexed, drive):
+        with pytest.raises(FileNotFoundError, match=r"a\.dat"):
+            indexed({"a": {"dtype": "float32", "shape": [3, 4]}})
+        with pytest.raises(FileNotFoundError, match=r"w\.safetensors"):
+            indexed({"a": {"safetensors_file": drive / "w.safetensors"}})
+
+    def test_a_raw_file_that_was_cut_off(self, indexed, drive):
+        (drive / "a.dat").write_bytes(bytes(47))
+        with pytest.raises(CorruptCheckpoint, match="expected 48 bytes of 'a', found 47"):
+            indexed({"a": {"dtype": "float32", "shape": [3, 4]}})
+
+    def test_an_index_that_speaks_of_a_folder_where_there_is_none(self, indexed):
+        with pytest.raises(ValueError, match="'a' lies in a folder, and none is given"):
+            indexed({"a": {"dtype": "float32", "shape": [3, 4]}}, folder=None)
+
+    def test_a_weight_has_the_dtype_that_the_index_says_whatever_the_file_has(self, indexed, drive):
+        save_file({"first": WEIGHTS["a.weight"], "second": WEIGHTS["a.weight"].clone()}, drive / "w.safetensors")
+        source = indexed(
+            {
+                "a": {"safetensors_file": drive / "w.safetensors", "weight_name": "first", "dtype": "bfloat16"},
+                "second": {"safetensors_file": drive / "w.safetensors"},
+            }
+        )
+        assert read(source, "a").equal(WEIGHTS["a.weight"].bfloat16())
+        assert read(source, "second").equal(WEIGHTS["a.weight"])
+        assert sorted(source.names()) == ["a", "second"]
+
+    def test_what_accelerate_writes_is_found(self, indexed, drive):
+        offload = pytest.importorskip("accelerate.utils.offload", reason="needs accelerate")
+        weights = {"a": WEIGHTS["a.weight"], "half": WEIGHTS["a.weight"].bfloat16(), "one": torch.tensor(3.0)}
+        offload.offload_state_dict(str(drive), weights)
+        source = indexed(json.loads((drive / "index.json").read_text()))
+        for name, weight in weights.items():
+            assert read(source, name).equal(weight.view(source.info(name).shape)), name
+            assert source.info(name).dtype == weight.dtype
+
+    def test_what_is_in_memory_is_there_beside_them(self, indexed, drive):
+        (drive / "a.dat").write_bytes(bytes(48))
+        source = indexed({"a": {"dtype": "float32", "shape": [3, 4]}}, b=WEIGHTS["a.weight"])
+        assert sorted(source.names()) == ["a", "b"]
+        assert read(source, "b").equal(WEIGHTS["a.weight"])
+
+    def test_a_dtype_of_none_is_that_of_the_file(self, indexed, drive):
+        save_file({"a": WEIGHTS["a.weight"]}, drive / "w.safetensors")
+        source = indexed({"a": {"safetensors_file": str(drive / "w.safetensors"), "dtype": None}})
+        assert torch.equal(read(source, "a"), WEIGHTS["a.weight"])

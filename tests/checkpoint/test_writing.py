@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +18,10 @@ from deepnvme.checkpoint.file_io import write
 from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
+from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
-from ..support.memory import Guarded, bytes_of, pattern
+from ..support.memory import Guarded, pattern
 
 
 def image_of(*sizes: int, misalignment: int = 0) -> tuple[FileImage, bytes]:
@@ -61,17 +65,6 @@ def test_sources_of_any_sizes_are_written(drive: Path, engine: Engine, sizes: tu
     assert (drive / "file").read_bytes() == content
 
 
-@pytest.mark.parametrize("begin", [0, PAGE, 5 * PAGE])
-def test_a_part_touches_no_other_bytes(drive: Path, engine: Engine, begin: int) -> None:
-    image, content = image_of(3, DIRECT_FROM + 5, 70_000)
-    end = min(len(content), begin + DIRECT_FROM // PAGE * PAGE)
-    before = pattern(len(content), 9)
-    (drive / "file").write_bytes(before)
-    with engine.open(drive / "file", "r+") as file:
-        write(image, file, engine, BufferPool(16 << 20), [(begin, end)])
-    assert (drive / "file").read_bytes() == before[:begin] + content[begin:end] + before[end:]
-
-
 def test_more_chunks_than_memory_are_written(drive: Path, engine: Engine) -> None:
     image, content = image_of(*(DIRECT_FROM - 1,) * 30)
     pool = BufferPool(CHUNK)
@@ -81,11 +74,71 @@ def test_more_chunks_than_memory_are_written(drive: Path, engine: Engine) -> Non
     assert pool.in_use == 0
 
 
-def test_what_is_copied_is_what_was_there(drive: Path, engine: Engine) -> None:
-    tensor = torch.arange(1000)
-    image = FileImage()
-    image.add(tensor)
-    with engine.open(drive / "file", "w+") as file:
-        write(image, file, engine, BufferPool(CHUNK))
-        tensor.zero_()
-    assert (drive / "file").read_bytes() == bytes_of(torch.arange(1000))
+# -- parts of a file ---------------------------------------------------------------------------------------------------
+
+PART_SIZES = (1, 7, 4096, 5000, 70_000, DIRECT_FROM, DIRECT_FROM + 4097, CHUNK + 1)
+ABSENT = 0xEE
+
+
+class OnDevice(torch.Tensor):
+    """Passes for a tensor of a device, whose address means nothing here."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def made(chance: random.Random, on_a_device: float = 0.0) -> tuple[FileImage, bytes]:
+    """An image, and what it is of."""
+    image, parts = FileImage(), []
+    for _ in range(12):
+        tensor = torch.randint(0, 255, (chance.choice(PART_SIZES),), dtype=torch.uint8)
+        image.add(tensor.as_subclass(OnDevice) if chance.random() < on_a_device else tensor)
+        parts.append(tensor)
+    whole = torch.cat(parts)
+    return image, bytes(memory_of(whole))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_only_what_is_asked_for_is_written(seed: int, drive: Path, engine: Engine) -> None:
+    chance = random.Random(seed)
+    image, whole = made(chance)
+    borders = sorted({0, image.nbytes, *(chance.randrange(image.nbytes) for _ in range(300))})
+    parts = [part for part in pairwise(borders) if chance.random() < 0.5]
+    expected = bytearray([ABSENT]) * image.nbytes
+    (drive / "file").write_bytes(expected)
+    for begin, end in parts:
+        expected[begin:end] = whole[begin:end]
+    told: list[tuple[int, int]] = []
+    pool = BufferPool(32 << 20)
+    with engine.open(drive / "file", "r+") as file:
+        write(image, file, engine, pool, parts, lambda done, total: told.append((done, total)))
+    assert (drive / "file").read_bytes() == expected
+    total = sum(end - begin for begin, end in parts)
+    assert told[-1] == (total, total)
+    assert pool.in_use == 0
+
+
+def test_small_parts_share_the_memory_that_is_leased(drive: Path, engine: Engine) -> None:
+    image, whole = made(random.Random(0))
+    parts = [(at, at + 100) for at in range(0, image.nbytes - 100, 33_000)]
+    pool = BufferPool(CHUNK)
+    with engine.open(drive / "file", "w+") as file, mock.patch.object(pool, "lease", wraps=pool.lease) as lease:
+        write(image, file, engine, pool, parts)
+    assert lease.call_count <= 1 + len(parts) * 8192 // CHUNK
+    found = (drive / "file").read_bytes()
+    assert all(found[begin:end] == whole[begin:end] for begin, end in parts)
+
+
+def test_parts_of_a_devices_tensors_are_copied_from_there() -> None:
+    chance = random.Random(1)
+    image, whole = made(chance, on_a_device=0.5)
+    with mock.patch("torch.cuda.current_stream") as stream:
+        for _ in range(50):
+            begin = chance.randrange(image.nbytes)
+            end = chance.randrange(begin + 1, image.nbytes + 1)
+            into = torch.full((end - begin,), ABSENT, dtype=torch.uint8)
+            image.copy(begin, end, into)
+            assert bytes(memory_of(into)) == whole[begin:end]
+    assert stream().synchronize.called

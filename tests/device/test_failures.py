@@ -56,19 +56,13 @@ def test_what_cuda_refuses_at_submission_leaves_file_and_tensor_alone(
         with pytest.raises(OSError, match=f"{function}: {REASON}") as caught:
             call()
         assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(drive / "file"))
+    driver.fail(function)
+    with pytest.raises(OSError, match=f"write of {len(CONTENT)} bytes at offset 5: {function}: {REASON}"):
+        engine.write(tensor, drive / "new", 5)
+    assert not (drive / "new").exists()
     assert (drive / "file").read_bytes() == OLD[:100]
     assert driver.content(tensor) == CONTENT
     assert_usable(driver, engine, drive)
-
-
-@pytest.mark.parametrize("function", AT_SUBMISSION)
-def test_what_cuda_refuses_at_submission_creates_no_file(
-    driver: StandIn, engine: deepnvme.Engine, drive: Path, function: str
-) -> None:
-    driver.fail(function)
-    with pytest.raises(OSError, match=f"write of {len(CONTENT)} bytes at offset 5: {function}: {REASON}"):
-        engine.write(driver.tensor(CONTENT), drive / "new", 5)
-    assert not (drive / "new").exists()
 
 
 @pytest.mark.parametrize("function", AT_SUBMISSION)

@@ -10,8 +10,6 @@ import gc
 import os
 import tempfile
 import textwrap
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,17 +200,6 @@ def test_every_call_of_the_handle_serves_devices(gds: ModuleType, driver: StandI
     assert handle.stats()["bytes_gds"] == 2 * whole_pages(100, len(CONTENT), PAGE)
 
 
-def test_validation_finds_what_differs_on_the_device(handle: Any, driver: StandIn, file: str) -> None:
-    target = driver.tensor(bytes(len(CONTENT)))
-    with driver.using(driver.stream()) as stream:
-        handle.pread(target, file, True, True)
-        stream.fill(target[500_000:], bytes([CONTENT[500_000] ^ 1]), 0.1)
-        while driver.content(target[500_000:500_001])[0] != CONTENT[500_000] ^ 1:
-            pass
-    with pytest.raises(OSError, match="differ at byte 500000"):
-        handle.wait()
-
-
 def test_a_descriptor_that_is_not_direct_is_written_by_cufile(handle: Any, driver: StandIn, path: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
     handle.async_pwrite(driver.tensor(CONTENT), descriptor, 777)
@@ -234,12 +221,6 @@ def test_tensors_on_the_host_are_served_too_and_are_no_fallback(handle: Any, cuf
     assert stats["bytes_zero_copy"] > 0
     assert stats["bytes_staged"] > 0
     assert cufile.calls("cuFileHandleRegister") == calls
-
-
-def test_zero_bytes(handle: Any, driver: StandIn, path: str) -> None:
-    assert handle.sync_pwrite(driver.tensor(b""), path) == 1
-    assert Path(path).read_bytes() == b""
-    assert handle.sync_pread(driver.tensor(b""), path) == 1
 
 
 def test_a_transfer_that_holds_no_whole_page_is_none_of_cufiles(handle: Any, driver: StandIn, cufile: CuFile, path: str) -> None:
@@ -427,26 +408,6 @@ def test_memory_lives_for_as_long_as_it_is_registered(
     assert gone() is None
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
-def test_the_memory_of_the_call_is_transferred_though_the_tensor_is_given_other_memory(
-    handle: Any, driver: StandIn, drive: Path, file: str, exchange: Callable[[Any, Any], object]
-) -> None:
-    tensors = [driver.tensor(CONTENT), driver.tensor(bytes(len(CONTENT)))]
-    memory = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
-    with driver.stream().held() as stream, driver.using(stream):
-        handle.pwrite(tensors[0], str(drive / "written"), True, True)
-        handle.pread(tensors[1], file, True, True)
-        for tensor in tensors:
-            exchange(tensor, driver.tensor(b"!"))
-        read = memory[1]()
-        assert read is not None
-    assert handle.wait() == 2
-    assert [driver.content(tensor) for tensor in tensors] == [b"!", b"!"]
-    assert (drive / "written").read_bytes() == driver.content(tensor.set_(read)) == CONTENT  # type: ignore[call-overload]
-    del tensors, tensor, read
-    assert [each() for each in memory] == [None, None]
-
-
 def test_a_tensor_that_cannot_be_registered_is_not_kept(handle: Any, driver: StandIn, cufile: CuFile) -> None:
     tensor = driver.tensor(CONTENT)
     gone = weakref.ref(tensor.untyped_storage())
@@ -501,13 +462,6 @@ def test_a_file_is_registered_once_for_a_transfer_and_let_go_before_it_is_closed
     assert (cufile.files, cufile.calls("closed too early")) == (0, 0)
 
 
-def test_a_file_is_let_go_after_a_failure_too(handle: Any, driver: StandIn, cufile: CuFile, path: str) -> None:
-    cufile.fail("cuFileWrite", result=errno.EIO)
-    with pytest.raises(OSError, match="write of"):
-        handle.sync_pwrite(driver.tensor(CONTENT), path)
-    assert (cufile.files, cufile.calls("closed too early")) == (0, 0)
-
-
 # Order
 
 
@@ -530,34 +484,6 @@ def test_a_read_is_not_overwritten_by_what_was_computed_before(handle: Any, driv
     assert handle.stats()["bytes_gds"] == whole_pages(0, len(CONTENT), PAGE)
 
 
-def test_what_comes_after_the_call_is_not_waited_for(handle: Any, driver: StandIn, path: str) -> None:
-    tensor, other = driver.tensor(CONTENT), driver.tensor(b"-")
-    with driver.using(driver.stream()) as stream:
-        handle.async_pwrite(tensor, path)
-        stream.fill(other, b"+", 0.5)
-        handle.wait()
-        assert driver.content(other) == b"-"
-        while driver.content(other) != b"+":
-            pass
-
-
-def test_other_threads_run_while_a_transfer_waits(handle: Any, driver: StandIn, path: str) -> None:
-    tensor, ticks = driver.tensor(CONTENT), []
-
-    def tick() -> None:
-        for _ in range(20):
-            ticks.append(None)
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=tick)
-    with driver.using(driver.stream()) as stream:
-        stream.fill(tensor, CONTENT, 2 * SOON)
-        thread.start()
-        handle.sync_pwrite(tensor, path)
-    assert len(ticks) > 1
-    thread.join()
-
-
 # Failures
 
 
@@ -578,14 +504,9 @@ def test_what_cufile_returns_is_an_oserror_with_its_errno_and_the_file(
     with pytest.raises(OSError, match=f"{direction} of {len(CONTENT)} bytes at offset 0") as caught:
         getattr(handle, f"sync_p{direction}")(tensor, file)
     assert (caught.value.errno, caught.value.filename) == (code, file)
+    assert result != 5016 or "cuFile error 5016 (more device memory than can be pinned)" in str(caught.value)
     assert getattr(handle, f"sync_p{direction}")(tensor, file) == 1
     assert Path(file).read_bytes() == driver.content(tensor) == CONTENT
-
-
-def test_cufiles_own_reason_is_said(handle: Any, driver: StandIn, cufile: CuFile, file: str) -> None:
-    cufile.fail("cuFileRead", result=5016)
-    with pytest.raises(OSError, match=r"cuFile error 5016 \(more device memory than can be pinned\)"):
-        handle.sync_pread(driver.tensor(CONTENT), file)
 
 
 @pytest.mark.parametrize("passing", [errno.EINTR, errno.EAGAIN], ids=errno.errorcode.get)
@@ -693,12 +614,8 @@ def test_a_filesystem_without_direct_io_goes_through_the_host(gds: ModuleType, d
     stats = handle.stats()
     assert (stats["bytes_gds"], stats["bytes_buffered"]) == (0, 2 * len(CONTENT))
     assert stats["fallbacks"]["not by GPUDirect Storage, through host memory: tmpfs has no direct I/O"] == 2
-
-
-@pytest.mark.root
-def test_strict_a_filesystem_without_direct_io_is_an_oserror(handle: Any, driver: StandIn, tmpfs: Disk) -> None:
     with pytest.raises(OSError, match="tmpfs has no direct I/O") as caught:
-        handle.sync_pwrite(driver.tensor(CONTENT), str(tmpfs / "file"))
+        gds.gds_handle(strict=True).sync_pwrite(target, str(tmpfs / "file"))
     assert (caught.value.errno, caught.value.filename) == (errno.ENOTSUP, str(tmpfs / "file"))
 
 
@@ -756,10 +673,6 @@ def test_a_libcufile_that_lacks_a_function_is_named_with_what_is_needed(program:
     ("function", "result", "reason"),
     [
         ("cuFileDriverOpen", 5001, "cuFileDriverOpen: cuFile error 5001 (the nvidia-fs driver is not loaded)"),
-        ("cuFileDriverOpen", 5004, "cuFileDriverOpen: cuFile error 5004 (the nvidia-fs driver is of another version)"),
-        ("cuFileDriverOpen", 5007, "cuFileDriverOpen: cuFile error 5007 (this platform has no GPUDirect Storage)"),
-        ("cuFileDriverOpen", 5025, "cuFileDriverOpen: cuFile error 5025 (access to the driver or the file is denied)"),
-        ("cuFileDriverOpen", 5033, "cuFileDriverOpen: cuFile error 5033 (the nvidia-fs driver could not be initialised)"),
         ("cuFileDriverOpen", 5999, "cuFileDriverOpen: cuFile error 5999"),
         ("cuFileSetParameterBool", 5002, "cuFileSetParameterBool: cuFile error 5002"),
     ],

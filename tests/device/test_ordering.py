@@ -26,14 +26,6 @@ def engine() -> Iterator[deepnvme.Engine]:
         yield engine
 
 
-def test_a_write_sees_what_was_computed_before(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
-    tensor = driver.tensor(OLD)
-    with driver.using(driver.stream()) as stream:
-        stream.fill(tensor, NEW, SOON)
-        engine.write(tensor, drive / "file").result()
-    assert (drive / "file").read_bytes() == NEW
-
-
 def test_a_write_of_many_blocks_sees_it_in_the_last(driver: StandIn, drive: Path) -> None:
     tensor = driver.tensor(bytes(20 << 20))
     with deepnvme.Engine(num_threads=2) as engine, driver.using(driver.stream()) as stream:
@@ -174,14 +166,6 @@ def test_a_flush_covers_a_write_that_waits_for_its_stream(driver: StandIn, engin
         engine.fsync(drive / "file").result()
     assert write.done()
     assert (drive / "file").read_bytes() == NEW
-
-
-def test_the_call_itself_does_not_wait(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
-    with driver.using(driver.stream()) as stream:
-        with stream.held():
-            future = engine.write(driver.tensor(OLD), drive / "file")
-            assert not future.done()
-        future.result()
 
 
 def test_the_default_stream_counts_too(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:

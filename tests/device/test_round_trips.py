@@ -90,14 +90,6 @@ def test_a_file_of_whole_pages_serves_devices(driver: StandIn, backend: Any, dri
     assert (drive / "file").read_bytes() == CONTENT + bytes(-len(CONTENT) % 4096)
 
 
-def test_an_open_file_serves_devices(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
-    target = driver.tensor(bytes(len(CONTENT)))
-    with engine.open(drive / "file", "w+") as file:
-        engine.write(driver.tensor(CONTENT), file).result()
-        engine.read(target, file).result()
-    assert driver.content(target) == CONTENT
-
-
 def test_many_small_requests_of_devices(driver: StandIn, backend: Any, drive: Path) -> None:
     contents = [pattern(4000 + index, index) for index in range(300)]
     sources = [driver.tensor(content, index % 2, index % 3) for index, content in enumerate(contents)]
@@ -145,21 +137,6 @@ def test_a_device_tensor_laid_out_otherwise_cannot_be_read_into(driver: StandIn,
     (drive / "file").write_bytes(bytes(4096))
     with pytest.raises(ValueError, match="not contiguous"):
         engine.read(driver.tensor(bytes(4096)).view(64, 64).t(), drive / "file")
-
-
-def test_zero_bytes_of_a_device(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
-    assert engine.write(driver.tensor(b""), drive / "file").result() == 0
-    assert (drive / "file").read_bytes() == b""
-    assert engine.read(driver.tensor(b""), drive / "file").result() == 0
-
-
-def test_more_than_the_staging_holds(driver: StandIn, backend: Any, drive: Path) -> None:
-    content = pattern(1 << 20) * 40
-    target = driver.tensor(bytes(len(content)))
-    with deepnvme.Engine(backend=backend, num_threads=2) as engine:
-        engine.write(driver.tensor(content), drive / "file").result()
-        engine.read(target, drive / "file").result()
-    assert driver.content(target) == content
 
 
 @pytest.mark.root

@@ -77,59 +77,37 @@ def transfer_exchanged(
 
 
 @exchanged_by
-@pytest.mark.parametrize("start", ENGINE_READS.values(), ids=ENGINE_READS)
-def test_an_engine_reads_into_the_memory_of_the_call(faulty: Any, gate: Any, drive: Path, start: Start, exchange: Any) -> None:
+@pytest.mark.parametrize("start", (ENGINE_READS | ENGINE_WRITES).values(), ids=ENGINE_READS | ENGINE_WRITES)
+def test_an_engine_transfers_the_memory_of_the_call(faulty: Any, gate: Any, drive: Path, start: Start, exchange: Any) -> None:
     engine = faulty("threads", queue_depth=1, gate=gate)  # all blocks but the first follow the exchange
-    (drive / "file").write_bytes(CONTENT)
+    reads = start in ENGINE_READS.values()
+    (drive / "file").write_bytes(CONTENT if reads else b"")
 
     def end(future: Any) -> None:
         gate.release()
         assert future.result() == len(CONTENT)
 
-    read = transfer_exchanged(lambda tensor: start(engine, tensor, drive / "file"), bytes(len(CONTENT)), exchange, end)
-    assert read == CONTENT
+    before = bytes(len(CONTENT)) if reads else CONTENT
+    transferred = transfer_exchanged(lambda tensor: start(engine, tensor, drive / "file"), before, exchange, end)
+    assert transferred == (drive / "file").read_bytes() == CONTENT
 
 
 @exchanged_by
-@pytest.mark.parametrize("start", ENGINE_WRITES.values(), ids=ENGINE_WRITES)
-def test_an_engine_writes_the_memory_of_the_call(faulty: Any, gate: Any, drive: Path, start: Start, exchange: Any) -> None:
-    engine = faulty("threads", queue_depth=1, gate=gate)
-
-    def end(future: Any) -> None:
-        gate.release()
-        assert future.result() == len(CONTENT)
-
-    transfer_exchanged(lambda tensor: start(engine, tensor, drive / "file"), CONTENT, exchange, end)
-    assert (drive / "file").read_bytes() == CONTENT
-
-
-@exchanged_by
-@pytest.mark.parametrize("start", HANDLE_READS.values(), ids=HANDLE_READS)
-def test_a_handle_reads_into_the_memory_of_the_call(
+@pytest.mark.parametrize("start", (HANDLE_READS | HANDLE_WRITES).values(), ids=HANDLE_READS | HANDLE_WRITES)
+def test_a_handle_transfers_the_memory_of_the_call(
     handle: Any, direct_disk: FaultyFilesystem, start: Start, exchange: Any
 ) -> None:
-    (direct_disk.behind / "file").write_bytes(CONTENT)
-    direct_disk.fail("read", effect="hang")
+    reads = start in HANDLE_READS.values()
+    (direct_disk.behind / "file").write_bytes(CONTENT if reads else b"")
+    direct_disk.fail("read" if reads else "write", effect="hang")
 
     def end(_: object) -> None:
         direct_disk.heal()
         assert handle.wait() == 1
 
-    read = transfer_exchanged(lambda tensor: start(handle, tensor, direct_disk / "file"), bytes(len(CONTENT)), exchange, end)
-    assert read == CONTENT
-
-
-@exchanged_by
-@pytest.mark.parametrize("start", HANDLE_WRITES.values(), ids=HANDLE_WRITES)
-def test_a_handle_writes_the_memory_of_the_call(handle: Any, direct_disk: FaultyFilesystem, start: Start, exchange: Any) -> None:
-    direct_disk.fail("write", effect="hang")
-
-    def end(_: object) -> None:
-        direct_disk.heal()
-        assert handle.wait() == 1
-
-    transfer_exchanged(lambda tensor: start(handle, tensor, direct_disk / "file"), CONTENT, exchange, end)
-    assert (direct_disk.behind / "file").read_bytes() == CONTENT
+    before = bytes(len(CONTENT)) if reads else CONTENT
+    transferred = transfer_exchanged(lambda tensor: start(handle, tensor, direct_disk / "file"), before, exchange, end)
+    assert transferred == (direct_disk.behind / "file").read_bytes() == CONTENT
 
 
 def test_of_a_tensor_that_is_not_contiguous_the_copy_of_the_call_is_written(faulty: Any, gate: Any, drive: Path) -> None:

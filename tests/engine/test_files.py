@@ -97,18 +97,12 @@ def test_closing_a_file_lets_what_is_under_way_end(testing: Any, faulty: Any, ga
 
 def test_a_file_truncated_since_it_was_opened_is_an_error_of_that_read(engine: deepnvme.Engine, file: Path, backend: Any) -> None:
     with deepnvme.Engine(backend=backend) as engine, engine.open(file) as opened:
-        os.truncate(file, 5000)
-        with pytest.raises(OSError, match="which the file no longer has") as caught:
-            engine.read(zeros(10_000).tensor, opened).result()
-        assert (caught.value.errno, caught.value.filename) == (errno.ENODATA, str(file))
-        assert engine.read(zeros(5000).tensor, opened).result() == 5000
-
-
-def test_a_file_truncated_to_nothing_is_an_error_of_that_read(engine: deepnvme.Engine, file: Path) -> None:
-    with engine.open(file) as opened:
-        os.truncate(file, 0)
-        with pytest.raises(OSError, match="which the file no longer has"):
-            engine.read(zeros(8192).tensor, opened).result()
+        for size in (5000, 0):
+            os.truncate(file, size)
+            with pytest.raises(OSError, match="which the file no longer has") as caught:
+                engine.read(zeros(10_000).tensor, opened).result()
+            assert (caught.value.errno, caught.value.filename) == (errno.ENODATA, str(file))
+            assert engine.read(zeros(size).tensor, opened).result() == size
 
 
 def test_a_file_that_has_grown_since_it_was_opened_is_read_to_its_end(engine: deepnvme.Engine, file: Path) -> None:

@@ -42,15 +42,8 @@ def test_bins_ascend_and_are_at_most_an_eighth_wide(testing: ModuleType) -> None
         assert longest >= first
         assert longest - first <= first / 8
         first = longest + 1
-
-
-def test_bins_reach_from_below_a_microsecond_to_beyond_an_hour(testing: ModuleType) -> None:
     assert testing.longest_in_bin(0) < 1_000
-    assert testing.longest_in_bin(testing.latency_bins - 1) > 3_600 * 10**9
-
-
-def test_a_new_engine_has_timed_nothing(engine: deepnvme.Engine) -> None:
-    assert engine.stats().block_latency == {}
+    assert first > 3_600 * 10**9
 
 
 @pytest.mark.parametrize("threads", [1, 2])

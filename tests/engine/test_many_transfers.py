@@ -25,7 +25,7 @@ from ..support.examples import examples
 from ..support.memory import PAGE, Guarded, bytes_of, page_aligned, pattern, zeros
 from ..support.patience import PATIENCE
 from ..support.threads import others_run_during
-from ..support.transfers import DTYPES, lengths
+from ..support.transfers import lengths
 
 Faulty = Callable[..., Any]
 
@@ -189,15 +189,6 @@ def test_a_hundred_thousand_tensors_are_one_call(engine: deepnvme.Engine, drive:
     back = torch.zeros_like(memory)
     assert engine.read_many(back.view(-1, 8).unbind(), drive / "file", range(0, memory.nbytes, 64)).result() == memory.nbytes
     assert back.equal(memory)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_of_every_type_are_written(engine: deepnvme.Engine, drive: Path, dtype: torch.dtype) -> None:
-    tensor = page_aligned(pattern(1008)).view(dtype)
-    assert engine.write_many([tensor, tensor[3:]], drive / "file", [5, 2000]).result() == 2 * 1008 - 3 * dtype.itemsize
-    written = (drive / "file").read_bytes()
-    assert written[5:1013] == bytes_of(tensor.view(torch.uint8))
-    assert written[2000:] == bytes_of(tensor.view(torch.uint8))[3 * dtype.itemsize :]
 
 
 class _Subclass(torch.Tensor):
@@ -510,19 +501,6 @@ def test_tensors_live_until_all_transfers_have_ended(held: Any, gate: Any, drive
     assert not any(reference() is not None for reference in alive)
     for index in range(10):
         assert (drive / str(index % 3)).read_bytes()[index * PAGE : (index + 1) * PAGE] == pattern(PAGE, index)
-
-
-def test_what_was_made_contiguous_lives_as_long_as_the_transfer(held: Any, gate: Any, drive: Path) -> None:
-    tensors = [torch.arange(20_000, dtype=torch.int32)[::2] for _ in range(3)]
-    future = held.write_many(tensors, [drive / str(index) for index in range(3)])
-    for tensor in tensors:
-        tensor.zero_()
-    other = [torch.full((10_000,), -1, dtype=torch.int32) for _ in range(20)]  # would land in a copy's place
-    gate.release()
-    future.result()
-    expected = bytes_of(torch.arange(20_000, dtype=torch.int32)[::2])
-    assert all((drive / str(index)).read_bytes() == expected for index in range(3))
-    assert len(other) == 20
 
 
 def test_the_list_may_be_changed_meanwhile(held: Any, gate: Any, drive: Path) -> None:

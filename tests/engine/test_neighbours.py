@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -36,17 +37,19 @@ def on_the_drive(path: Path) -> bytes:
         return file.read()
 
 
+@pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("block_size", [512, 5000, 1 << 20])
-def test_neighbours_written_at_once_are_all_there(drive: Path, backend: Any, block_size: int, threads: int) -> None:
+def test_neighbours_written_at_once_are_all_there(drive: Path, backend: Any, block_size: int, threads: int, opened: bool) -> None:
     total = 256 * KIB
     with deepnvme.Engine(backend=backend, block_size=block_size, num_threads=threads) as engine:
         for round_ in range(8):
             content = pattern(total, round_)
             path = drive / str(round_ % 2)
             pieces = [(begin, page_aligned(content[begin:end])) for begin, end in cuts(total, 40, round_)]
-            for future in [engine.write(tensor, path, begin) for begin, tensor in pieces]:
-                future.result()
+            with engine.open(path, "rw") if opened else contextlib.nullcontext(path) as target:
+                for future in [engine.write(tensor, target, begin) for begin, tensor in pieces]:
+                    future.result()
             assert on_the_drive(path) == content
 
 
@@ -87,18 +90,6 @@ def test_neighbours_written_by_threads_on_one_engine_are_all_there(drive: Path, 
             thread.join()
     assert not failures
     assert on_the_drive(drive / "file") == content
-
-
-def test_neighbours_through_one_open_file_are_all_there(drive: Path, backend: Any) -> None:
-    total = 512 * KIB
-    with deepnvme.Engine(backend=backend, num_threads=2) as engine:
-        for round_ in range(8):
-            content = pattern(total, round_)
-            with engine.open(drive / "file", "rw") as file:
-                pieces = [(begin, page_aligned(content[begin:end])) for begin, end in cuts(total, 100, round_)]
-                for future in [engine.write(tensor, file, begin) for begin, tensor in pieces]:
-                    future.result()
-            assert on_the_drive(drive / "file") == content
 
 
 def test_reading_one_half_while_the_other_is_written_disturbs_neither(drive: Path, backend: Any) -> None:

@@ -174,59 +174,31 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(plans())
-@settings(deadline=None)
-def test_the_blocks_are_the_transfer_in_order(testing: ModuleType, arguments: dict[str, Any]) -> None:
+@settings(deadline=None, max_examples=300)
+def test_blocks_are_the_transfer_in_order_each_within_its_limits(testing: ModuleType, arguments: dict[str, Any]) -> None:
     _, blocks = testing.plan(**arguments)
+    page = arguments["page_size"]
+    memory_alignment, offset_alignment = arguments["alignment"] or (1, 1)
+    longest = max(arguments["block_size"], memory_alignment, offset_alignment)
+    pages: dict[bool, set[int]] = {True: set(), False: set()}
     at = arguments["offset"]
-    for offset, length, _ in blocks:
+    for offset, length, route in blocks:
         assert offset == at
         assert length > 0
         at += length
-    assert at == arguments["offset"] + arguments["length"]
-
-
-@given(plans())
-@settings(deadline=None)
-def test_direct_blocks_are_aligned_in_file_and_memory(testing: ModuleType, arguments: dict[str, Any]) -> None:
-    _, blocks = testing.plan(**arguments)
-    for offset, length, route in blocks:
-        if route == "buffered":
-            continue
-        memory_alignment, offset_alignment = arguments["alignment"]
-        assert offset % offset_alignment == 0
+        pages[route == "buffered"] |= {offset // page, (offset + length - 1) // page}
+        if route in ("staged", "padded") or arguments["on_device"]:
+            assert length <= arguments["staging_size"]
+        assert length <= max(longest, page if route == "padded" else 0)  # the rest of a file's last page is one block
+        if route != "buffered":
+            assert arguments["alignment"] is not None
+            assert offset % offset_alignment == 0
         if route == "padded":
-            assert offset % arguments["page_size"] == 0
-            assert length < arguments["page_size"]
-            assert arguments["page_size"] % offset_alignment == 0
-            continue
-        assert length % offset_alignment == 0
+            assert (offset % page, page % offset_alignment) == (0, 0)
+            assert length < page
+        elif route != "buffered":
+            assert length % offset_alignment == 0
         if route == "zero_copy":
             assert (arguments["address"] + offset - arguments["offset"]) % memory_alignment == 0
-
-
-@given(plans())
-@settings(deadline=None)
-def test_no_page_is_both_direct_and_buffered(testing: ModuleType, arguments: dict[str, Any]) -> None:
-    _, blocks = testing.plan(**arguments)
-    page = arguments["page_size"]
-    pages: dict[bool, set[int]] = {True: set(), False: set()}
-    for offset, length, route in blocks:
-        pages[route == "buffered"] |= {offset // page, (offset + length - 1) // page}
-    assert not pages[True] & pages[False]
-
-
-@given(plans())
-@settings(deadline=None)
-def test_no_block_is_longer_than_the_block_size_or_one_aligned_unit(testing: ModuleType, arguments: dict[str, Any]) -> None:
-    _, blocks = testing.plan(**arguments)
-    unit = max(arguments["alignment"] or (1,))
-    for _, length, route in blocks:  # the rest of a file's last page is one block
-        assert length <= max(arguments["block_size"], unit, arguments["page_size"] if route == "padded" else 0)
-
-
-@given(plans())
-@settings(deadline=None)
-def test_no_block_that_is_staged_is_longer_than_its_staging_slot(testing: ModuleType, arguments: dict[str, Any]) -> None:
-    _, blocks = testing.plan(**arguments)
-    bounced = [length for _, length, route in blocks if route in ("staged", "padded") or arguments["on_device"]]
-    assert all(length <= arguments["staging_size"] for length in bounced)
+    assert at == arguments["offset"] + arguments["length"]
+    assert not pages[True] & pages[False]  # no page is both direct and buffered

@@ -35,33 +35,25 @@ def test_another_owner_in_this_process_is_refused_and_named(drive):
     DirectoryLock(drive).release()
 
 
-def test_another_process_is_refused_and_the_owner_named(drive, interpreters):
-    child = interpreters.start(HOLDER.format(path=str(drive), then="time.sleep(3600)"))
+STORE = """
+import time, deepnvme
+store = deepnvme.swap.TensorStore({path!r})
+print("holds", flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize(("program", "holder"), [(HOLDER, "DirectoryLock"), (STORE, "TensorStore")])
+def test_another_process_is_refused_and_the_owner_named(drive, interpreters, program, holder):
+    child = interpreters.start(program.format(path=str(drive), then="time.sleep(3600)"))
     try:
         interpreters.wait_for("holds")
-        with pytest.raises(StoreLocked, match=f"in use by the DirectoryLock of process {child} on "):
+        with pytest.raises(StoreLocked, match=rf"(?s)in use by the {holder} of process {child} on .*\); end that process, or"):
             DirectoryLock(drive)
     finally:
         os.kill(child, signal.SIGKILL)
         interpreters.wait(child)
     DirectoryLock(drive).release()
-
-
-def test_the_object_of_another_process_is_named(drive, interpreters):
-    text = """
-import time, deepnvme
-store = deepnvme.swap.TensorStore({path!r})
-print("holds", flush=True)
-time.sleep(60)
-"""
-    child = interpreters.start(text.format(path=str(drive)))
-    try:
-        interpreters.wait_for("holds")
-        with pytest.raises(StoreLocked, match=rf"(?s)in use by the TensorStore of process {child} on .*\); end that process, or"):
-            DirectoryLock(drive)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        interpreters.wait(child)
 
 
 def test_a_lock_whose_holder_has_not_said_its_name_is_refused_all_the_same(drive):

@@ -47,28 +47,25 @@ def store(drive, engine):
 
 
 class TestArguments:
+    @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
     @pytest.mark.parametrize(
-        ("tensor", "match"),
+        ("make", "match"),
         [
-            ([1, 2], "must be a tensor, got list"),
-            (torch.ones(3).to_sparse(), "dense tensor, got torch.sparse_coo"),
-            (torch.empty(3, device="meta"), "meta device"),
+            (lambda: [1, 2], "must be a tensor, got list"),
+            (lambda: torch.ones(3).to_sparse(), "dense tensor, got torch.sparse_coo"),
+            (lambda: torch.empty(3, device="meta"), "meta device"),
+            (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized"),
         ],
-        ids=["no tensor", "sparse", "meta"],
+        ids=["no tensor", "sparse", "meta", "a scale that would be lost"],
     )
-    def test_what_has_no_bytes_to_store(self, store, tensor, match):
+    def test_what_has_no_bytes_to_store(self, store, make, match):
+        tensor = make()
         store.put("there", torch.ones(3)).result()
         for put in (lambda: store.put("name", tensor), lambda: store.put_many({"there": torch.zeros(3), "name": tensor})):
             with pytest.raises(TypeError, match=match):
                 put()
         assert store.names() == ["there"]
         assert torch.equal(store.get("there").result(), torch.ones(3))
-
-    @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-    @pytest.mark.skipif(not hasattr(torch, "quantize_per_tensor"), reason="needs a torch with quantized tensors")
-    def test_a_quantized_tensor_whose_scale_would_be_lost(self, store):
-        with pytest.raises(TypeError, match="quantized"):
-            store.put("name", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
 
     @pytest.mark.parametrize("name", [1, None, b"bytes"])
     def test_a_name_that_is_no_string(self, store, name):
@@ -180,17 +177,6 @@ class TestOwners:
         with TensorStore(drive / "store", persist=True) as store:
             assert torch.equal(store.get("name").result(), torch.ones(3))
 
-    def test_a_part_of_a_persisted_store_is_refused_and_kept(self, drive):
-        with TensorStore([drive / "a", drive / "b"], persist=True) as store:
-            store.put("name", numbered(5 * MIB))
-            store.commit()
-        for persist in (False, True):
-            for part in ("a", "b"):
-                with pytest.raises((ValueError, FileExistsError)):
-                    TensorStore(drive / part, persist=persist)
-        with TensorStore([drive / "b", drive / "a"], persist=True) as store:
-            assert torch.equal(store.get("name").result(), numbered(5 * MIB))
-
 
 class TestEndings:
     def test_exit_without_close_removes_the_files(self, drive, interpreters):
@@ -198,14 +184,10 @@ class TestEndings:
         interpreters.run(program(drive / "store", body)).check()
         assert list(drive.iterdir()) == []
 
-    def test_an_exception_within_with_removes_the_files_and_comes_through(self, drive):
-        with pytest.raises(ZeroDivisionError), TensorStore(drive / "store") as store:
-            1 / store.put("name", torch.empty(0)).result()
-        assert list(drive.iterdir()) == []
-
     def test_an_exception_within_with_is_not_replaced_by_that_of_a_transfer(self, drive, faulty):
         with pytest.raises(ZeroDivisionError), TensorStore(drive / "store", engine=faulty("threads", error_every=1)) as store:
             1 / (store.put("name", numbered(MIB)).nbytes - MIB)
+        assert list(drive.iterdir()) == []
 
     def test_an_interrupt_while_closing_leaves_it_to_be_closed_again(self, drive, faulty, gate):
         store = TensorStore(drive / "store", engine=faulty("threads", gate=gate))
@@ -274,12 +256,6 @@ class TestErrors:
             store.put("name", numbered(MIB)).result()
             assert torch.equal(store.get("name").result(), numbered(MIB))
 
-    def test_a_damaged_name_can_be_deleted(self, drive, faulty):
-        with TensorStore(drive / "store", engine=faulty("threads", error_every=1, error_limit=1)) as store:
-            store.put("name", numbered(MIB)).exception()
-            store.delete("name").result()
-            assert store.used_bytes == (0,)
-
     def test_of_several_only_those_that_failed_are_damaged(self, drive, faulty):
         tensors = {str(index): numbered(MIB, index) for index in range(8)}
         with TensorStore(drive / "store", engine=faulty("threads", block_size=MIB, error_every=5)) as store:
@@ -326,13 +302,8 @@ class TestErrors:
         store.put("other", numbered(MIB)).result()
         with pytest.raises(OSError, match="write"):
             getattr(store, ending)()
-        store.close()
+        store.close()  # raises none again that somebody was told of
         assert list(drive.iterdir()) == []
-
-    def test_an_error_that_somebody_was_told_of_is_not_raised_again(self, drive, faulty):
-        with TensorStore(drive / "store", persist=True, engine=faulty("threads", error_every=1, error_limit=1)) as store:
-            assert store.put("name", numbered(MIB)).exception() is not None
-            store.commit()
 
     def test_an_error_is_not_told_to_a_pool_in_place_of_the_user(self, drive, faulty):
         pool = BufferPool(2 * MIB)
@@ -435,7 +406,7 @@ class TestFlushes:
             store.commit()
         assert (failed.value.errno, Path(failed.value.filename).name) == (errno.EIO, DATA_NAME)
 
-    def test_what_was_put_since_the_last_commit_is_damaged(self, store, losing, drive):
+    def test_what_was_put_since_the_last_commit_is_damaged_and_no_commit_publishes_it(self, store, losing, drive):
         self.fail(store, losing)
         for name in ("replaced", "new"):
             for call in (store.get, lambda name: store.get_many(["kept", name]), store.map):
@@ -443,9 +414,6 @@ class TestFlushes:
                     call(name)
                 assert (damaged.value.errno, damaged.value.filename) == (errno.EIO, str(drive / "store" / DATA_NAME))
         assert torch.equal(store.get("kept").result(), numbered(5000))
-
-    def test_no_commit_publishes_it(self, store, losing, drive):
-        self.fail(store, losing)
         for _ in range(2):
             with pytest.raises(OSError, match=r": replaced, new; put them again, or delete them") as refused:
                 store.commit()
@@ -555,11 +523,6 @@ class TestChecksums:
         flip(path, at + content.nbytes - 1)
         return path, at
 
-    def test_what_is_sound_is_got(self, checked):
-        assert torch.equal(checked.get("large").result(), numbered(8 * MIB))
-        assert list(checked.get_many(["small", "empty"]).result()) == ["small", "empty"]
-        assert checked.info("empty").checksum == 0
-
     @pytest.mark.parametrize("index", [0, 1])
     def test_a_bit_that_flipped_is_named_with_its_tensor_file_and_place(self, checked, drive, index):
         ends = 4 * MIB * (index + 1)
@@ -573,14 +536,12 @@ class TestChecksums:
             assert "'large'" in str(found.value)
             assert f"at offset {at}:" in str(found.value)
             assert f"{until_there:#010x}" in str(found.value)
-        checked.put("large", numbered(8 * MIB)).result()
-        assert torch.equal(checked.get("large").result(), numbered(8 * MIB))
-
-    def test_corruption_of_a_small_one_spares_its_neighbours(self, checked, drive):
         self.corrupt(drive, numbered(5000, 1))
         with pytest.raises(CorruptTensor, match="'small'"):
             checked.get("small").result()
+        checked.put("large", numbered(8 * MIB)).result()
         assert torch.equal(checked.get("large").result(), numbered(8 * MIB))
+        assert checked.info("empty").checksum == 0
 
 
 class TestSpace:
@@ -590,7 +551,7 @@ class TestSpace:
             free = small_disk.bytes_free()
             for call in (
                 lambda: store.reserve(100 * MIB),
-                lambda: store.put("name", torch.empty(100 * MIB, dtype=torch.uint8)),
+                lambda: store.put("there", torch.empty(100 * MIB, dtype=torch.uint8)),
                 lambda: store.put_many({str(index): numbered(5 * MIB) for index in range(10)}),
             ):
                 with pytest.raises(OSError, match="more bytes wanted") as full:
@@ -611,13 +572,6 @@ class TestSpace:
             assert small_disk.bytes_free() < 4 * MIB
             got = store.get_many(store.names()).result()
             assert all(torch.equal(got[str(index)], numbered(MIB, index)) for index in range(count))
-
-    def test_replacing_on_a_full_disk_keeps_the_old_tensor(self, small_disk):
-        with TensorStore(small_disk.path / "store") as store:
-            store.put("name", numbered(16 * MIB)).result()
-            with pytest.raises(OSError, match="more bytes wanted"):
-                store.put("name", torch.empty(30 * MIB, dtype=torch.uint8))
-            assert torch.equal(store.get("name").result(), numbered(16 * MIB))
 
     def test_a_disk_that_is_full_at_the_commit_keeps_the_last_one(self, small_disk):
         with TensorStore(small_disk.path / "store", persist=True) as store:
@@ -661,17 +615,6 @@ class TestRemoved:
             store.put("more", numbered(18 * MIB)).result()  # which takes new space
             assert torch.equal(store.map("more"), numbered(18 * MIB))
 
-    def test_who_comes_after_is_left_alone(self, drive):
-        first = TensorStore(drive / "store")
-        first.put("name", torch.ones(3)).result()
-        shutil.rmtree(drive / "store")
-        with TensorStore(drive / "store") as second:
-            second.put("name", torch.zeros(3)).result()
-            first.close()
-            assert sorted(os.listdir(drive / "store")) == [DATA_NAME, LOCK_NAME]
-            with pytest.raises(StoreLocked):
-                TensorStore(drive / "store")
-
     @pytest.mark.parametrize("again", [False, True])
     def test_a_commit_says_that_its_directory_is_gone(self, drive, again):
         with TensorStore([drive / "a", drive / "b"], persist=True) as store:
@@ -688,42 +631,37 @@ class TestRemoved:
             store.put("name", numbered(MIB))
             store.commit()
         os.truncate(drive / "store" / DATA_NAME, MIB // 2)
-        with pytest.raises(CorruptManifest, match=r"'name'.*past the end of"):
-            TensorStore(drive / "store", persist=True)
+        for mode in ("persist", "read_only"):
+            with pytest.raises(CorruptManifest, match=f"'name': {MIB} bytes at 0 are past the end of"):
+                TensorStore(drive / "store", **{mode: True})
         os.unlink(drive / "store" / DATA_NAME)
         with pytest.raises(CorruptManifest, match=r"'name'.*past the end of"):
             TensorStore(drive / "store", persist=True)
 
     @pytest.mark.parametrize(
-        ("stored", "match"),
+        ("tensors", "match"),
         [
-            (manifest.StoredTensor("float31", (4,), ((0, 0, 16),), None), "float31"),
-            (manifest.StoredTensor("float32", (5,), ((0, 0, 16),), None), "20 bytes"),
-            (manifest.StoredTensor("float32", (4,), ((1, 0, 16),), None), "index 1"),
-            (manifest.StoredTensor("float32", (4,), ((0, 1, 16),), None), "multiple of"),
+            ({"odd": ("float31", (4,), ((0, 0, 16),), None)}, "float31"),
+            ({"odd": ("float32", (5,), ((0, 0, 16),), None)}, "20 bytes"),
+            ({"odd": ("float32", (4,), ((1, 0, 16),), None)}, "index 1"),
+            ({"odd": ("float32", (4,), ((0, 1, 16),), None)}, "multiple of"),
+            (
+                {"one": ("uint8", (5000,), ((0, 0, 5000),), None), "two": ("uint8", (10,), ((0, 4096, 10),), None)},
+                r"'two'.*are taken",
+            ),
         ],
-        ids=["dtype", "length", "directory", "offset"],
+        ids=["dtype", "length", "directory", "offset", "overlap"],
     )
-    def test_a_manifest_of_what_cannot_be(self, drive, stored, match):
+    def test_a_manifest_of_what_cannot_be(self, drive, tensors, match):
         with TensorStore(drive / "store", persist=True) as store:
             store.put("name", numbered(MIB))
             store.commit()
-        odd = manifest.StoreManifest("store", 1, {"odd": stored})
+        odd = manifest.StoreManifest("store", 1, {name: manifest.StoredTensor(*stored) for name, stored in tensors.items()})
         manifest.publish(drive / "store", odd)
         for _ in range(2):  # the directory is not kept locked
             with pytest.raises(CorruptManifest, match=match):
                 TensorStore(drive / "store", persist=True)
         assert manifest.load(drive / "store") == odd
-
-    def test_tensors_that_overlap_in_a_manifest(self, drive):
-        with TensorStore(drive / "store", persist=True) as store:
-            store.put("name", numbered(MIB))
-            store.commit()
-        one = manifest.StoredTensor("uint8", (5000,), ((0, 0, 5000),), None)
-        two = manifest.StoredTensor("uint8", (10,), ((0, 4096, 10),), None)
-        manifest.publish(drive / "store", manifest.StoreManifest("store", 1, {"one": one, "two": two}))
-        with pytest.raises(CorruptManifest, match=r"'two'.*are taken"):
-            TensorStore(drive / "store", persist=True)
 
 
 class TestWaiting:
@@ -733,48 +671,38 @@ class TestWaiting:
         with concurrent.futures.ThreadPoolExecutor(1) as other:
             return other.submit(call).result(PATIENCE)
 
-    def test_others_use_the_store_while_a_put_waits_for_the_drive(self, drive, faulty, gate):
+    @pytest.mark.parametrize("waits", ["put", "commit"])
+    def test_others_use_the_store_while_it_waits_for_the_drive(self, drive, faulty, gate, waits):
         pool = BufferPool(32 * MIB)
-        with TensorStore(drive / "store", engine=faulty("threads", gate=gate, block_size=MIB), pool=pool) as store:
-            tensors = {str(index): numbered(64 << 10, index) for index in range(400)}  # more than four buffers
-            thread = threading.Thread(target=lambda: store.put_many(tensors))
-            thread.start()
-            late = threading.Timer(PATIENCE / 2, gate.release)  # or a store that does not let others in would hang the test
-            late.start()
-            try:
-                until(lambda: pool.in_use >= 16 * MIB)
-                assert len(self.in_time(store.names)) == 400
-                other = self.in_time(lambda: store.put("other", numbered(MIB)))
-                assert not other.done()
-                assert late.is_alive(), "they waited until the drive went on"
-            finally:
-                late.cancel()
-                gate.release()
-                thread.join()
-            assert torch.equal(store.get("399").result(), tensors["399"])
-
-    def test_others_use_the_store_while_a_commit_waits_for_the_drive(self, drive, faulty, testing):
-        gate = testing.Gate()
-        with TensorStore(drive / "store", persist=True, engine=faulty("threads", gate=gate)) as store:
+        engine = faulty("threads", gate=gate, block_size=MIB)
+        tensors = {str(index): numbered(64 << 10, index) for index in range(400)}  # more than four buffers
+        with TensorStore(drive / "store", persist=True, engine=engine, pool=pool) as store:
+            gate.release()
             store.put("name", numbered(MIB)).result()
             gate.hold()
-            commits = [threading.Thread(target=store.commit) for _ in range(2)]
-            late = threading.Timer(PATIENCE / 2, gate.release)
+            calls = [lambda: store.put_many(tensors)] if waits == "put" else [store.commit, store.commit]
+            late = threading.Timer(PATIENCE / 2, gate.release)  # or a store that does not let others in would hang the test
             late.start()
-            try:
-                for commit in commits:
-                    commit.start()
-                time.sleep(0.2)
-                assert self.in_time(store.names) == ["name"]
-                self.in_time(lambda: store.put("later", numbered(MIB)))
-                assert late.is_alive(), "they waited until the drive went on"
-            finally:
-                late.cancel()
-                gate.release()
-                for commit in commits:
-                    commit.join()
+            with concurrent.futures.ThreadPoolExecutor(2) as threads:
+                try:
+                    waiting = [threads.submit(call) for call in calls]
+                    if waits == "put":
+                        until(lambda: pool.in_use >= 16 * MIB)
+                    else:
+                        time.sleep(0.2)
+                    assert "name" in self.in_time(store.names)
+                    other = self.in_time(lambda: store.put("other", numbered(MIB)))
+                    assert not other.done()
+                    assert late.is_alive(), "they waited until the drive went on"
+                finally:
+                    late.cancel()
+                    gate.release()
+                for each in waiting:
+                    each.result(PATIENCE)
+            assert waits == "commit" or torch.equal(store.get("399").result(), tensors["399"])
+            assert torch.equal(store.get("other").result(), numbered(MIB))
         with TensorStore(drive / "store", persist=True) as store:
-            assert torch.equal(store.get("name").result(), numbered(MIB))
+            assert store.names() == (["name"] if waits == "commit" else [])
 
     @pytest.mark.parametrize("grow", ["put", "reserve"])
     def test_others_use_the_store_while_a_file_grows(self, drive, engine, monkeypatch, grow):
@@ -888,9 +816,19 @@ class TestSystemErrors:
         assert failed.value.filename == str(drive / "store" / manifest.MANIFEST_NAME)
         TensorStore(drive / "store").close()
 
-    def test_a_directory_that_cannot_be_taken_is_not_kept_locked(self, drive, monkeypatch):
+    @pytest.mark.parametrize("call", ["open", "stat", "ftruncate"])
+    def test_a_directory_that_cannot_be_taken_is_not_kept_locked(self, drive, monkeypatch, call):
+        class Failing:
+            def __new__(cls, path, mode):
+                raise OSError(errno.EIO, "Input/output error")  # as its fstat has it
+
         with monkeypatch.context() as patch:
-            self.failing(patch, "ftruncate")
+            if call == "open":
+                patch.setattr(io, "FileIO", Failing)
+            elif call == "stat":
+                self.lasting(patch, drive / "store" / LOCK_NAME)
+            else:
+                self.failing(patch, "ftruncate")
             with pytest.raises(OSError, match="Input/output") as failed:
                 TensorStore(drive / "store")
         assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive / "store" / LOCK_NAME))
@@ -922,14 +860,6 @@ class TestSystemErrors:
 
         monkeypatch.setattr(os, "stat", fail)
 
-    def test_a_lock_that_cannot_be_looked_at_is_not_waited_for(self, drive, monkeypatch):
-        with monkeypatch.context() as patch:
-            self.lasting(patch, drive / "store" / LOCK_NAME)
-            with pytest.raises(OSError, match="Input/output") as failed:
-                TensorStore(drive / "store")
-        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive / "store" / LOCK_NAME))
-        TensorStore(drive / "store").close()
-
     def test_a_commit_that_cannot_look_at_its_lock_does_not_call_it_removed(self, drive, monkeypatch):
         with TensorStore(drive / "store", persist=True) as store:
             store.put("name", numbered(MIB))
@@ -948,17 +878,6 @@ class TestSystemErrors:
             with contextlib.suppress(OSError):
                 store.close()
         TensorStore(drive / "store", persist=persist).close()
-
-    def test_a_lock_that_cannot_be_opened(self, drive, monkeypatch):
-        class Failing:
-            def __new__(cls, path, mode):
-                raise OSError(errno.EIO, "Input/output error")  # as its fstat has it
-
-        with monkeypatch.context() as patch:
-            patch.setattr(io, "FileIO", Failing)
-            with pytest.raises(OSError, match="Input/output") as failed:
-                TensorStore(drive / "store")
-        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive / "store" / LOCK_NAME))
 
     def test_a_file_that_was_cut_off_is_not_mapped(self, drive):
         with TensorStore(drive / "store") as store:
@@ -1019,22 +938,15 @@ class TestUseByMany:
         for _ in range(30):
             store = TensorStore(drive / "store", persist=True)
             store.put("a", torch.ones(3))
-            errors: list[BaseException] = []
             together = threading.Barrier(4)
 
-            def close(store: TensorStore = store, errors: Any = errors, together: Any = together) -> None:
+            def close(store: TensorStore = store, together: threading.Barrier = together) -> None:
                 together.wait()
-                try:
-                    store.close()
-                except BaseException as error:
-                    errors.append(error)
+                store.close()
 
-            threads = [threading.Thread(target=close) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert errors == []
+            with concurrent.futures.ThreadPoolExecutor(4) as threads:
+                for closing in [threads.submit(close) for _ in range(4)]:
+                    closing.result(PATIENCE)
 
     def test_a_finalizer_in_the_midst_of_a_change_is_refused(self, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with TensorStore(drive / "store") as store:

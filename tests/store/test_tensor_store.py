@@ -11,6 +11,7 @@ import threading
 import time
 import unittest.mock
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from deepnvme.store.tensor_store import TensorStore
 
 from ..support.examples import examples
 from ..support.memory import bytes_of, numbered
-from ..support.patience import PATIENCE
+from ..support.patience import PATIENCE, until
 
 MIB = 1 << 20
 
@@ -51,22 +52,13 @@ def striped(drive, engine, pool):
 
 
 DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.bool,
-    torch.uint8,
-    torch.int64,
-    torch.complex64,
-    torch.complex128,
-]
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.uint8,
+    torch.int64, torch.complex64, torch.complex128,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7, 3), (1025,), (3, 5, 700)], ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 0, 2), (1025,), (3, 5, 700), (6, 1, 2, 1)], ids=str)
 def test_a_tensor_comes_back_as_it_was(store, dtype, shape):
     tensor = torch.randint(0, 2, shape).to(dtype)
     assert store.put("name", tensor).result() == tensor.nbytes
@@ -75,9 +67,10 @@ def test_a_tensor_comes_back_as_it_was(store, dtype, shape):
     assert bytes_of(got) == bytes_of(tensor)
     assert store.info("name") == (shape, dtype, tensor.nbytes, None)
     assert bytes_of(store.map("name")) == bytes_of(tensor)
-    together = store.get_many(["name"]).result()["name"]
-    assert (together.dtype, together.shape) == (dtype, tensor.shape)
-    assert bytes_of(together) == bytes_of(tensor)
+    store.put("another", tensor).result()
+    for together in store.get_many(["name", "another"]).result().values():
+        assert (together.dtype, together.shape, together.stride()) == (dtype, tensor.shape, tensor.stride())
+        assert bytes_of(together) == bytes_of(tensor)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, MIB - 1, 4 * MIB, 4 * MIB + 1, 9 * MIB + 12345])
@@ -90,12 +83,10 @@ def test_a_tensor_in_several_directories_comes_back_as_it_was(striped, nbytes):
     assert torch.equal(striped.map("name"), tensor)
 
 
-def test_a_large_tensor_is_divided_in_proportion(striped):
+def test_a_large_tensor_is_divided_in_proportion_and_small_ones_go_where_there_is_least(striped):
     striped.put("large", numbered(16 * MIB)).result()
     assert striped.used_bytes == (4 * MIB, 8 * MIB, 4 * MIB)
-
-
-def test_small_tensors_go_where_there_is_least(striped):
+    striped.delete("large").result()
     for index in range(40):
         striped.put(str(index), numbered(MIB)).result()
     assert striped.used_bytes == (10 * MIB, 20 * MIB, 10 * MIB)
@@ -116,15 +107,10 @@ def test_nothing_of_a_store_goes_through_the_page_cache(store, striped, engine):
 
 def test_tensors_that_are_not_contiguous_are_copied(store):
     whole = torch.arange(120.0).reshape(10, 12)
-    for tensor in (whole.t(), whole[:, ::2], whole[3:, 1:5], torch.ones(1).expand(50, 7)):
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    for tensor in (whole.t(), whole[:, ::2], whole[3:, 1:5], torch.ones(1).expand(50, 7), conjugate):
         store.put("name", tensor).result()
         assert torch.equal(store.get("name").result(), tensor)
-
-
-def test_a_conjugate_is_stored_as_it_reads(store):
-    tensor = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    store.put("name", tensor).result()
-    assert torch.equal(store.get("name").result(), tensor)
 
 
 def test_a_parameter_is_read_into_and_written_from(striped):
@@ -133,16 +119,11 @@ def test_a_parameter_is_read_into_and_written_from(striped):
     striped.put("name", parameter).result()
     with torch.no_grad():
         parameter.zero_()
+    got = striped.get("name").result()
+    assert torch.equal(got, before)
+    assert not got.requires_grad
     assert striped.get("name", out=parameter).result().data_ptr() == parameter.data_ptr()
     assert torch.equal(parameter.detach(), before)
-
-
-def test_a_parameter_is_a_tensor(store):
-    parameter = torch.nn.Parameter(torch.ones(5000))
-    store.put_many({"a": parameter, "b": parameter}).result()
-    got = store.get("a").result()
-    assert torch.equal(got, parameter.detach())
-    assert not got.requires_grad
 
 
 @pytest.mark.parametrize("offset", [0, 1, 512, 4096])
@@ -218,16 +199,6 @@ def test_many_at_once_come_back_in_order(store):
     assert (len(store), store.nbytes) == (500, sum(tensor.nbytes for tensor in tensors.values()))
 
 
-def test_many_small_tensors_are_few_requests(store, engine):
-    tensors = {str(seed): numbered(4096 + seed, seed) for seed in range(400)}
-    before = engine.stats().requests
-    store.put_many(tensors).result()
-    written = engine.stats().requests
-    store.get_many(tensors).result()
-    assert written - before <= 4
-    assert engine.stats().requests - written <= 4
-
-
 @pytest.mark.parametrize("adjacent", [True, False], ids=["one memory", "a memory each"])
 def test_thousands_go_out_in_few_requests_and_in_order(store, engine, adjacent):
     whole = numbered(3000 * ALIGNMENT)
@@ -238,24 +209,6 @@ def test_thousands_go_out_in_few_requests_and_in_order(store, engine, adjacent):
     assert engine.stats().requests - before <= 4
     got = store.get_many(map(str, range(3000))).result()
     assert torch.equal(torch.cat(list(got.values())), torch.cat(rows))
-
-
-def test_thousands_go_out_of_less_memory_than_they_take(drive, engine):
-    pool = BufferPool(5 * MIB)
-    tensors = {str(seed): numbered(4000 + seed, seed) for seed in range(2500)}
-    with TensorStore(drive / "store", engine=engine, pool=pool) as store:
-        store.put_many(tensors).result()
-        got = store.get_many(tensors).result()
-        assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
-    assert pool.in_use == 0
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1, 1), (3, 4, 5), (6, 1, 2, 1)], ids=str)
-def test_what_is_read_together_has_the_strides_of_a_new_tensor(store, shape):
-    tensor = torch.ones(shape, dtype=torch.float16)
-    store.put_many({"a": tensor, "b": tensor}).result()
-    for found in store.get_many(["a", "b"]).result().values():
-        assert (found.shape, found.stride(), found.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def test_small_ones_with_gaps_and_large_ones_between_come_back(striped):
@@ -323,12 +276,9 @@ def test_many_go_out_while_this_thread_holds_all_buffers(drive, engine):
         assert torch.equal(store.get("3").result(), lease.buffer[3::7])
 
 
-def test_an_empty_batch(store):
+def test_a_batch_of_nothing_and_of_one_name_twice(store):
     assert store.put_many({}).result() == 0
     assert store.get_many([]).result() == {}
-
-
-def test_a_name_asked_for_twice_is_read_once(store):
     store.put("a", torch.ones(3)).result()
     assert list(store.get_many(["a", "a"]).result()) == ["a"]
 
@@ -341,14 +291,6 @@ def test_any_string_is_a_name(drive, name):
     with TensorStore(drive / "store", persist=True) as store:
         assert name in store
         assert torch.equal(store.get(name).result(), torch.ones(3))
-
-
-def test_delete_frees_the_space_and_the_name(store):
-    store.put("a", numbered(MIB)).result()
-    assert store.delete("a").result() == MIB
-    assert "a" not in store
-    assert store.names() == []
-    assert store.used_bytes == (0,)
 
 
 def test_transfers_of_one_name_happen_in_order(store):
@@ -515,30 +457,21 @@ def test_several_stores_share_an_engine(drive, engine):
 
 
 def test_threads_use_one_store_at_once(striped):
-    errors = []
-
     def work(thread: int) -> None:
-        try:
-            for step in range(5):
-                seed = thread * 100 + step
-                tensors = {f"{thread}.{index}": numbered(5000 * (index + 1), seed + index) for index in range(10)}
-                striped.put_many(tensors)
-                striped.put(f"large {thread}", numbered(5 * MIB, seed))
-                striped.put("shared", numbered(70000, seed))
-                assert striped.get("shared").result().numel() == 70000
-                got = striped.get_many(tensors).result()
-                assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
-                assert torch.equal(striped.get(f"large {thread}").result(), numbered(5 * MIB, seed))
-                striped.delete(f"{thread}.3").result()
-        except BaseException as error:
-            errors.append(error)
+        for step in range(5):
+            seed = thread * 100 + step
+            tensors = {f"{thread}.{index}": numbered(5000 * (index + 1), seed + index) for index in range(10)}
+            striped.put_many(tensors)
+            striped.put(f"large {thread}", numbered(5 * MIB, seed))
+            striped.put("shared", numbered(70000, seed))
+            assert striped.get("shared").result().numel() == 70000
+            got = striped.get_many(tensors).result()
+            assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+            assert torch.equal(striped.get(f"large {thread}").result(), numbered(5 * MIB, seed))
+            striped.delete(f"{thread}.3").result()
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
 
 
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -598,18 +531,6 @@ class TestPersisted:
             assert {name: store.info(name).checksum for name in tensors} == sums
             got = store.get_many(tensors).result()
             assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
-
-    def test_what_was_not_committed_is_as_it_was(self, drive):
-        with TensorStore(drive / "store", persist=True) as store:
-            store.put_many({"kept": torch.zeros(5000), "replaced": torch.zeros(5000), "deleted": torch.zeros(5000)})
-            store.commit()
-            store.put("replaced", torch.ones(5000)).result()
-            store.delete("deleted")
-            store.put("new", torch.ones(5000)).result()
-            assert torch.equal(store.get("replaced").result(), torch.ones(5000))
-        with TensorStore(drive / "store", persist=True) as store:
-            assert sorted(store.names()) == ["deleted", "kept", "replaced"]
-            assert all(torch.equal(tensor, torch.zeros(5000)) for tensor in store.get_many(store.names()).result().values())
 
     def test_a_commit_frees_what_it_replaced(self, drive):
         with TensorStore(drive / "store", persist=True) as store:
@@ -686,11 +607,7 @@ def test_a_tensor_whose_future_is_dropped_is_let_go_when_it_has_been_read(drive,
         reading = store.get("name", tensor)
         del tensor, reading
         gate.release()
-        deadline = time.monotonic() + PATIENCE
-        while alive() is not None:
-            assert time.monotonic() < deadline
-            gc.collect()
-            time.sleep(0.001)
+        until(lambda: gc.collect() is not None and alive() is None)
 
 
 def test_what_is_cancelled_ends_with_an_error(drive, faulty, gate):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from deepnvme.checkpoint.formats.zip_directory import data_of, entries
@@ -35,6 +36,22 @@ def place_of(path: Path, record: str) -> int:
         header = next(entry.header for entry in entries(file) if entry.name.endswith(record))
         file.seek(header)
         return data_of(file.read(30), header)
+
+
+def rewritten(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
+    """Return a copy of an archive beside it, with each record as ``change`` returns it for its name and data, or without it."""
+    copy = path.with_suffix(".rewritten")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(copy, "w") as new:
+        for name in old.namelist():
+            data = change(name, old.read(name))
+            if data is not None:
+                new.writestr(name, data)
+    return copy
+
+
+def big_endian(name: str, data: bytes) -> bytes:
+    """For :func:`rewritten`: the archive says that its storages are big-endian."""
+    return b"big" if name.endswith("byteorder") else data
 
 
 def rezipped(path: Path, compression: int = zipfile.ZIP_STORED, folder: str | None = None) -> None:

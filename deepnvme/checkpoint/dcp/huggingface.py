@@ -14,9 +14,10 @@ from torch.futures import Future
 
 from deepnvme.checkpoint.file_io import read_consistently, shared_engine
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
+from deepnvme.checkpoint.formats.safetensors_header import read_header
 from deepnvme.engine import Engine
 
-from .reader import Wanted, elements_of_safetensors, fill, open_item_file, part
+from .reader import Wanted, fill, open_item_file, part
 from .writer import PlannedFile, done, write_files
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class NVMeHuggingFaceReader(HuggingFaceStorageReader):
 
 def _read(path: Path, requests: Sequence[ReadItem], planner: LoadPlanner, engine: Engine) -> None:
     """Read the parts of tensors that are requested from one file."""
-    elements = elements_of_safetensors(path)
+    elements = read_header(path)
     try:
         wanted = [Wanted(each, part(elements[each.storage_index.fqn], each)) for each in requests]
     except KeyError as error:

@@ -100,48 +100,27 @@ class _Unpickler(pickle.Unpickler):
                 return found
         if name in _ENUMS.get(module, ()):
             members = getattr(importlib.import_module(module), name)
-            return _Callable(self, lambda value: _EnumMember(members(value)))
+            return self._counted(lambda value: _EnumMember(members(value)))
         function = _CALLABLE.get((module.removesuffix("._local"), name))
         if function is not None:
-            return _Callable(self, function)
+            return self._counted(function)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         return _allowed(module, name)
 
-    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Call a function for the pickle. Raises ValueError when all calls together have taken too many arguments."""
-        self._arguments_left -= sum(len(each) for each in arguments if isinstance(each, Sized)) + len(arguments)
-        if self._arguments_left < 0:
-            raise ValueError("its calls take more arguments than it has bytes")
-        return function(*arguments)
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function for the pickle. Calling it raises ValueError when all calls together took too many arguments."""
+
+        def call(*arguments: Any) -> Any:
+            self._arguments_left -= sum(len(each) for each in arguments if isinstance(each, Sized)) + len(arguments)
+            if self._arguments_left < 0:
+                raise ValueError("its calls take more arguments than it has bytes")
+            return function(*arguments)
+
+        return call
 
 
-class _WithoutState:
-    """Base of the placeholders in unpickled metadata that is not trusted: refuses any state that the pickle sets."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        raise ValueError("it sets the state of what has none")
-
-
-class _Callable(_WithoutState):
-    """A function that a pickle may call.
-
-    Not a functools.partial: a pickle could set its state to the object itself, and calling that overflows the stack.
-    """
-
-    __slots__ = ("_function", "_unpickler")
-
-    def __init__(self, unpickler: _Unpickler, function: Callable[..., Any]) -> None:
-        self._unpickler = unpickler
-        self._function = function
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._unpickler.call(self._function, arguments)
-
-
-class _EnumMember(_WithoutState):
+class _EnumMember:
     """Stands for a member of an enumeration and equals it. The member itself is shared by the whole process."""
 
     __slots__ = ("_member",)

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from deepnvme.checkpoint import file_io
-from deepnvme.checkpoint.formats.dcp_tensor import HEAD, Elements, KnownArchives, contiguous_strides
+from deepnvme.checkpoint.formats.dcp_tensor import HEAD, KnownArchives
+from deepnvme.checkpoint.formats.elements import Elements
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, is_damage
 from deepnvme.checkpoint.formats.safetensors_header import read_header
 from deepnvme.checkpoint.loading import resolve_weights_only
@@ -370,29 +371,12 @@ def _copy(buffer: torch.Tensor, elements: Elements, target: torch.Tensor) -> Non
         target.copy_(buffer.view(elements.dtype).as_strided(elements.shape, elements.stride))
 
 
-def elements_of_safetensors(path: Path, begin: int = 0) -> dict[str, Elements]:
-    """Return where the tensors of a safetensors file are, by name.
-
-    Args:
-        path: The file.
-        begin: Offset at which the safetensors format begins within the file.
-
-    Raises:
-        CorruptCheckpoint: If the file is damaged.
-        OSError: If the file cannot be read.
-    """
-    return {
-        entry.name: Elements(entry.offset, entry.dtype, entry.shape, contiguous_strides(entry.shape))
-        for entry in read_header(path, begin)
-    }
-
-
 def _in_safetensors(path: Path, item: _Item, tables: dict[int, dict[str, Elements]]) -> Elements:
     """Return the tensor of an item that is in a safetensors file embedded in this file."""
     name = item.requests[0].storage_index.fqn
     try:
         if item.offset not in tables:
-            tables[item.offset] = elements_of_safetensors(path, item.offset)
+            tables[item.offset] = read_header(path, item.offset)
         return tables[item.offset][name]
     except (CorruptCheckpoint, KeyError) as error:
         why = f"item {name!r}: neither an archive nor a safetensors file with it begins at byte {item.offset}"

@@ -18,9 +18,8 @@ import json
 import os
 import pickle
 import re
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -210,51 +209,21 @@ def done(result: Result) -> Future[Result]:
 
 
 def _in_threads(function: Callable[[PlannedFile], Result], files: Sequence[PlannedFile], threads: int) -> list[Result]:
-    """Call the function for each file in this many threads, including this one, and return the results. Blocks.
+    """Call the function for each file in this many threads, and return the results. Blocks.
 
     After an error no further file is begun. The first error, or Ctrl-C, is raised when all threads have ended: what they
     publish later could replace the files of another save.
     """
-    # Thread.join takes a thread for ended in some versions of Python when Ctrl-C interrupts it. An Event does not.
-    left = deque(enumerate(files))
-    results: dict[int, Result] = {}
-    errors: dict[int, BaseException] = {}
-    ends: list[threading.Event] = []
-
-    def work() -> None:
-        """Take files and call the function for them until none is left, or until a call has failed."""
-        while left and not errors:
-            with contextlib.suppress(IndexError):  # another thread has taken the last file
-                number, file = left.popleft()
-                try:
-                    results[number] = function(file)
-                except BaseException as error:
-                    errors[number] = error
-
-    def help_out(end: threading.Event) -> None:
-        """Work in a thread of its own, and tell when that has ended."""
-        try:
-            work()
-        finally:
-            end.set()
-
+    if min(threads, len(files)) == 1:
+        return [function(file) for file in files]
+    with defer_interrupts():  # Ctrl-C must not leave a half-started thread
+        executor = ThreadPoolExecutor(threads, "deepnvme-dcp")
+        futures = [executor.submit(function, file) for file in files]
     try:
-        while len(ends) < min(threads, len(files)) - 1:
-            end = threading.Event()
-            with defer_interrupts():  # Ctrl-C must not leave a half-started thread
-                threading.Thread(target=help_out, args=(end,), name="deepnvme-dcp").start()
-                ends.append(end)
-        work()
-        for end in ends:
-            end.wait()
-    except BaseException:
-        left.clear()
-        for end in ends:
-            end.wait()
-        raise
-    if errors:
-        raise errors[min(errors)]
-    return [results[number] for number in range(len(files))]
+        wait(futures, return_when=FIRST_EXCEPTION)
+    finally:
+        executor.shutdown(cancel_futures=True)
+    return [future.result() for future in futures]
 
 
 def _image(file: PlannedFile, planner: SavePlanner, safetensors: bool) -> tuple[FileImage, list[WriteResult]]:

@@ -7,18 +7,18 @@ bytes around the storage are made once for each shape, and an archive is examine
 from __future__ import annotations
 
 import functools
-import io
 import pickle
 from collections.abc import Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import torch
 
 from deepnvme.memory.tensor_bytes import memory_of, span_nbytes
 
+from .elements import Elements
 from .pickle_scan import why_wasteful
 from .pt_image import pt_image
-from .pt_pickle import is_plain
+from .pt_pickle import is_plain, unpickled
 from .pt_records import DAMAGE
 from .zip_directory import Record, data_of, entries
 
@@ -65,49 +65,6 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -
         return memory_of(copied).tobytes()
 
     return text(0, begin), text(begin + storage.nbytes(), image.nbytes)
-
-
-class Elements(NamedTuple):
-    """Where the elements of a tensor, or of a part of one, are in a file."""
-
-    offset: int
-    """Offset of the first element, in bytes."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    """Stride of each dimension, in elements."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes from the first element to the last, which is what has to be read."""
-        return span_nbytes(self.shape, self.stride, self.dtype.itemsize)
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the elements follow each other without gaps in row-major order."""
-        steps = zip(self.shape, self.stride, contiguous_strides(self.shape), strict=True)
-        return all(size == 1 or stride == step for size, stride, step in steps)
-
-    def narrow(self, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Elements:
-        """Return the part that begins at ``offsets`` and has the shape ``lengths``.
-
-        Raises:
-            ValueError: If the part is not within this tensor.
-        """
-        if len(offsets) != len(self.shape) or any(
-            offset < 0 or offset + length > size for offset, length, size in zip(offsets, lengths, self.shape, strict=True)
-        ):
-            raise ValueError(f"{list(lengths)} elements from {list(offsets)} on are wanted of a tensor of {list(self.shape)}")
-        first = sum(offset * stride for offset, stride in zip(offsets, self.stride, strict=True))
-        return Elements(self.offset + first * self.dtype.itemsize, self.dtype, tuple(lengths), self.stride)
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a contiguous tensor of this shape."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
-    return tuple(strides)
 
 
 HEAD = 4 << 10
@@ -160,48 +117,21 @@ def _examined(beginning: bytes, found: Sequence[Record], length: int) -> Element
     text = beginning[begin : begin + stream.nbytes]
     if not stream.stored or why_wasteful(text) is not None:
         return None
-    unpickler = _MetaUnpickler(io.BytesIO(text))
-    tensor = unpickler.load()
-    storage = records[f"data/{unpickler.key}"]
-    begin = data_of(beginning[storage.header :], storage.header)
-    if type(tensor) is not torch.Tensor or tensor.storage_offset() or tensor.is_conj() or tensor.is_neg():
+    sizes: dict[str, int] = {}
+
+    def place(key: str, nbytes: int, location: str) -> torch.UntypedStorage:
+        """Return a storage without memory, and note its key and size."""
+        sizes[key] = nbytes
+        return torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
+
+    tensor = unpickled(text, place, weights_only=True)
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or len(sizes) != 1:
         return None
+    if tensor.is_quantized or tensor.is_nested or tensor.storage_offset() or tensor.is_conj() or tensor.is_neg():
+        return None
+    ((key, nbytes),) = sizes.items()
+    storage = records[f"data/{key}"]
+    begin = data_of(beginning[storage.header :], storage.header)
     elements = Elements(begin, tensor.dtype, tuple(tensor.shape), tensor.stride())
-    whole = storage.stored and begin + unpickler.nbytes <= length
-    return elements if whole and elements.nbytes <= unpickler.nbytes else None
-
-
-class _MetaUnpickler(pickle.Unpickler):
-    """Unpickles a tensor onto the meta device, where it takes no memory.
-
-    Raises UnpicklingError for what the pickle of a plain tensor does not name.
-    """
-
-    key: str | None = None
-    """Key of the tensor's storage."""
-    nbytes = 0
-    """Bytes of that storage."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what the pickle of a plain tensor names. A storage class becomes its dtype."""
-        if (module, name) in _NAMES:
-            return super().find_class(module, name)
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return torch.uint8
-        found = getattr(torch, name, None) if module == "torch" else None
-        dtype = found if isinstance(found, torch.dtype) else getattr(found, "_dtype", None)  # .dtype of a storage class warns
-        if not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(f"{module}.{name}")
-        return dtype
-
-    def persistent_load(self, saved: Any) -> torch.TypedStorage:
-        """Return the tensor's storage, without memory, and note its key and size."""
-        if self.key is not None:
-            raise pickle.UnpicklingError("it has more than one storage")
-        _, dtype, self.key, _, numel = saved
-        self.nbytes = numel * dtype.itemsize
-        storage = torch.UntypedStorage(self.nbytes, device="meta")  # type: ignore[no-untyped-call]
-        return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-
-
-_NAMES = {("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3"), ("collections", "OrderedDict")}
+    whole = storage.stored and begin + nbytes <= length
+    return elements if whole and elements.nbytes <= nbytes else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import operator
 import pickle
 from collections.abc import Callable
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,13 +31,17 @@ DEEPEST = 10_000
 """Deepest nesting that is accepted in a pickle. No pickler nests deeper."""
 
 
-def names_only_plain(stream: bytes) -> bool:
-    """Return whether everything that a pickle names is plain, in the sense of :attr:`PickleScan.plain`.
-
-    Takes a thousandth of the time of a scan. False also if only a scan can tell.
-    """
-    names = load_async_io().checkpoint.pickle_walk(stream, DEEPEST)[-1]
-    return names is not None and all(_is_plain_name(*name.decode(errors="replace").split("\n", 1)) for name in names)
+def is_plain(stream: bytes) -> bool:
+    """Return whether unpickling looks at no storage's contents, so that they may be read afterwards."""
+    names = load_async_io().checkpoint.pickle_walk(stream, DEEPEST)[-1]  # takes a thousandth of the time of a scan
+    if names is not None and all(_is_plain_name(*name.decode(errors="replace").split("\n", 1)) for name in names):
+        return True
+    scan = PickleScan(stream)
+    try:
+        scan.load()
+    except Exception:  # not a pickle of torch.save, or one that torch is going to refuse
+        return False
+    return scan.plain
 
 
 def _is_plain_name(module: str, name: str) -> bool:
@@ -85,14 +90,14 @@ class PickleScan(pickle._Unpickler):
     bounded by the size of a pickle that :func:`why_wasteful` has accepted.
 
     Args:
-        file: File whose position is the start of a pickle.
+        stream: The pickle.
     """
 
     # Based on the unpickler in Python, as torch's own for weights_only: the one in C allocates gigabytes for a large memo index
     # in a hostile pickle.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
+    def __init__(self, stream: bytes) -> None:
+        super().__init__(io.BytesIO(stream))
         self.nbytes: dict[str, int] = {}
         """Bytes of each storage by its key, in the order in which the pickle refers to them, which is that of the file."""
         self.plain = True

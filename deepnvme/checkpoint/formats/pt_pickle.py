@@ -1,4 +1,4 @@
-"""Pickle an object like ``torch.save``: the stream, and the storages that it refers to."""
+"""Pickle an object like ``torch.save``, and unpickle it like ``torch.load``: the stream, and the storages that it refers to."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import contextlib
 import functools
 import gc
 import io
-import math
 import os
+import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import torch
-from torch._utils import _rebuild_tensor_v2
-from torch.serialization import location_tag
+from torch import _weights_only_unpickler
+from torch._utils import _rebuild_tensor_v2, _validate_loaded_sparse_tensors
+from torch.serialization import StorageType, _serialization_tls, location_tag
 from torch.storage import TypedStorage, UntypedStorage
 
 from deepnvme.checkpoint.formats.sharding import Across, Sharded
+from deepnvme.memory.tensor_bytes import contiguous_strides
 from deepnvme.ops import load_async_io
 
 
@@ -46,6 +48,52 @@ class _Hooks:
     __slots__ = ()
 
 
+class _References:
+    """The storages that a pickle refers to, in the order of their keys, and their persistent ids.
+
+    Args:
+        across: As for :func:`pickled`.
+    """
+
+    def __init__(self, across: Across | None) -> None:
+        self.storages: list[UntypedStorage | Sharded] = []
+        self._keys: dict[object, str] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+        """By address of the storage: torch.load cannot give one storage two dtypes, and torch.save refuses to write that."""
+        self._locations: dict[torch.device, str] = {}
+        self._location_of = location_tag if across is None else across.location
+
+    def reference(self, known: UntypedStorage | Sharded, dtype: torch.dtype, numel: int) -> tuple[str, Any, str, str, int]:
+        """Return the persistent id of a storage that is used with this dtype and number of elements."""
+        storage = known if isinstance(known, UntypedStorage) else known.local.untyped_storage()
+        device = storage.device
+        location = self._locations.get(device)
+        if location is None:
+            location = self._location_of(storage)
+            if device.type == "cpu":  # of others torch makes a new string each time, which the pickle then has each time
+                self._locations[device] = location
+        address = 0 if location == "meta" else storage.data_ptr()
+        if address and storage is known and self._dtypes.setdefault(address, dtype) != dtype:
+            raise RuntimeError(
+                f"one storage is seen as {self._dtypes[address]} and as {dtype}, which a .pt file cannot hold: clone one of the"
+                " tensors"
+            )
+        identity: object = storage._cdata if storage is known else known
+        key = self._keys.get(identity)
+        if key is None:
+            key = self._keys[identity] = str(len(self.storages))
+            self.storages.append(known if isinstance(known, Sharded) else _whole_elements(known, numel * dtype.itemsize))
+        return "storage", _storage_class(dtype), key, location, numel
+
+    def whole_tensor(self, tensor: torch.Tensor, shard: Sharded, hooks: object) -> Any:
+        """Return what the pickle says of a DTensor: how to rebuild it as a whole, contiguous tensor."""
+        if tensor.dtype not in _ITEMSIZES:
+            raise TypeError(f"a DTensor of {tensor.dtype} cannot be saved by shards: save its full_tensor()")
+        storage = _Reference(self.reference(shard, tensor.dtype, tensor.numel()))
+        strides = contiguous_strides(tensor.shape)
+        return _rebuild_tensor_v2, (storage, 0, tuple(tensor.shape), strides, tensor.requires_grad, hooks)
+
+
 def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Across | None = None) -> Pickled:
     """Pickle an object, byte for byte as ``torch.save`` does.
 
@@ -60,41 +108,8 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
         TypeError: If ``across`` is given and a DTensor's dtype cannot be saved by shards.
         Exception: Whatever pickling raises.
     """
-    storages: list[UntypedStorage | Sharded] = []
-    keys: dict[object, str] = {}
-    dtypes: dict[int, torch.dtype] = {}
-    """By address of the storage: torch.load cannot give one storage two dtypes, and torch.save refuses to write that."""
-    locations: dict[torch.device, str] = {}
-    location_of = location_tag if across is None else across.location
-
-    def reference(known: UntypedStorage | Sharded, dtype: torch.dtype, numel: int) -> tuple[str, Any, str, str, int]:
-        """Return the persistent id of a storage that is used with this dtype and number of elements."""
-        storage = known if isinstance(known, UntypedStorage) else known.local.untyped_storage()
-        device = storage.device
-        location = locations.get(device)
-        if location is None:
-            location = location_of(storage)
-            if device.type == "cpu":  # of others torch makes a new string each time, which the pickle then has each time
-                locations[device] = location
-        address = 0 if location == "meta" else storage.data_ptr()
-        if address and storage is known and dtypes.setdefault(address, dtype) != dtype:
-            raise RuntimeError(
-                f"one storage is seen as {dtypes[address]} and as {dtype}, which a .pt file cannot hold: clone one of the tensors"
-            )
-        identity: object = storage._cdata if storage is known else known
-        key = keys.get(identity)
-        if key is None:
-            key = keys[identity] = str(len(storages))
-            storages.append(known if isinstance(known, Sharded) else _whole_elements(known, numel * dtype.itemsize))
-        return "storage", _storage_class(dtype), key, location, numel
-
-    def whole(tensor: torch.Tensor, shard: Sharded) -> Any:
-        """Return what the pickle says of a DTensor: how to rebuild it as a whole, contiguous tensor."""
-        if tensor.dtype not in _ITEMSIZES:
-            raise TypeError(f"a DTensor of {tensor.dtype} cannot be saved by shards: save its full_tensor()")
-        strides = [math.prod(max(size, 1) for size in tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
-        storage = _Reference(reference(shard, tensor.dtype, tensor.numel()))
-        return _rebuild_tensor_v2, (storage, 0, tuple(tensor.shape), tuple(strides), tensor.requires_grad, hooks())
+    references = _References(across)
+    reference = references.reference
 
     def persistent_id(obj: object) -> Any:
         """Return the persistent id of a storage, or None for any other object."""
@@ -122,7 +137,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
             itemsize = _ITEMSIZES.get(obj.dtype) if kind is torch.Tensor else None
             if itemsize is None or not is_plain(obj):
                 shard = across.shard_of(obj) if across is not None and isinstance(obj, torch.Tensor) else None
-                return NotImplemented if shard is None else whole(obj, shard)
+                return NotImplemented if shard is None else references.whole_tensor(obj, shard, hooks())
             storage = obj.untyped_storage()
             referred = _Reference(reference(storage, obj.dtype, storage.nbytes() // itemsize))
             shape = tuple(obj.shape)
@@ -133,9 +148,63 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
     try:
         with _without_collections():
             Pickler(buffer, protocol=protocol).dump(obj)
-        return Pickled(buffer.getvalue(), storages.copy())
+        return Pickled(buffer.getvalue(), references.storages.copy())
     finally:
-        storages.clear()  # the class Pickler is in a reference cycle, which would keep them alive until it is collected
+        references.storages.clear()  # the class Pickler is in a reference cycle, which would keep them alive
+
+
+Place = Callable[[str, int, str], UntypedStorage]
+"""Returns the memory for a storage, given its key in the pickle, its size in bytes, and the location that it was saved from."""
+
+
+def unpickled(
+    stream: bytes, place: Place, weights_only: bool, pickle_module: Any = None, map_location: Any = None, **options: Any
+) -> Any:
+    """Return the object that a pickle of ``torch.save`` describes, as ``torch.load`` makes it, over storages of the caller.
+
+    Args:
+        stream: The pickle.
+        place: Provides the storages. ``map_location`` is not applied to them.
+        weights_only: Whether to unpickle with torch's restricted unpickler.
+        pickle_module: Provides the unpickler otherwise. None is Python's own module.
+        map_location: As for ``torch.load``, for tensors that are made without a storage in the pickle.
+        **options: Further arguments of the unpickler.
+
+    Raises:
+        Exception: Whatever unpickling or ``place`` raises.
+    """
+    storages: dict[str, TypedStorage] = {}
+
+    def persistent_load(saved: Any) -> TypedStorage:
+        """Return the storage with this persistent id."""
+        _, kind, key, location, numel = saved
+        if key in storages:
+            return storages[key]
+        dtype = torch.uint8 if kind is UntypedStorage else kind.dtype
+        memory = place(key, numel * dtype.itemsize, location.decode("ascii") if isinstance(location, bytes) else location)
+        storage = TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+        if memory.data_ptr():  # torch makes storages without memory anew for each tensor
+            storages[key] = storage
+        return storage
+
+    class Unpickler((_weights_only_unpickler if weights_only else pickle_module or pickle).Unpickler):  # type: ignore[misc]
+        def find_class(self, module: str, name: str) -> Any:
+            """Return a stand-in with the dtype for a storage class, and anything else under the name that it has today."""
+            if "Storage" in name:
+                with contextlib.suppress(KeyError):
+                    return StorageType(name)  # type: ignore[no-untyped-call]
+            return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
+
+    unpickler = Unpickler(io.BytesIO(stream), **{"encoding": "utf-8", **options})
+    unpickler.persistent_load = persistent_load
+    outer = _serialization_tls.map_location
+    _serialization_tls.map_location = map_location
+    try:
+        loaded = unpickler.load()
+    finally:
+        _serialization_tls.map_location = outer
+    _validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
+    return loaded
 
 
 @contextlib.contextmanager

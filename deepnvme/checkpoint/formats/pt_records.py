@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import errno
-import io
 import operator
 import os
 import re
@@ -13,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import torch
 from torch.serialization import LoadEndianness, get_default_load_endianness
@@ -21,7 +20,7 @@ from deepnvme.files.regular_files import open_regular
 from deepnvme.files.replacing import with_filename
 from deepnvme.telemetry.descriptions import shorten
 
-from .pickle_scan import PickleScan, names_only_plain, why_wasteful
+from .pickle_scan import PickleScan, why_wasteful
 from .zip_directory import LOCAL_HEADER, BadDirectory, Record, data_of, entries
 
 
@@ -70,13 +69,38 @@ class PtRecords:
     script: bool
     """Whether this is a TorchScript archive."""
 
-    def holding(self, offset: int) -> Record | None:
-        """Return the storage whose bytes are at an offset of the file, or None."""
-        at = bisect.bisect(self.storages, offset, key=_header) - 1
-        return self.storages[at] if at >= 0 else None
+    @property
+    def storages_readable(self) -> bool:
+        """Whether the storages' bytes in the file are those in memory, and an ordinary pickle refers to them."""
+        return self.stored and not self.script and self.byteorder == "little"
 
 
-_header = operator.attrgetter("header")
+class StoragePlaces:
+    """Where the data of the storages of a file are, by their keys in the pickle.
+
+    Args:
+        path: The file.
+        found: Its directory.
+
+    Raises:
+        CorruptCheckpoint: If a record's header is damaged, or the data would end past the end of the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], found: PtRecords) -> None:
+        self._path = path
+        offsets = data_offsets(path, found.storages)
+        self.places = {str(record.key): (record, offset) for record, offset in zip(found.storages, offsets, strict=True)}
+        """The record and the offset in the file of each storage."""
+
+    def place(self, key: str, nbytes: int) -> tuple[Record, int]:
+        """Return the record and the offset in the file of a storage. Raises CorruptCheckpoint if it does not have this size."""
+        record, offset = self.places.get(key, (None, 0))
+        if record is None:
+            raise CorruptCheckpoint(self._path, f"storage {key}: expected {nbytes} bytes, found none")
+        if record.nbytes != nbytes:
+            why = f"storage {key} at byte {offset}: expected {nbytes} bytes, found {record.nbytes}"
+            raise CorruptCheckpoint(self._path, why)
+        return record, offset
 
 
 def is_zip(path: str | os.PathLike[str]) -> bool:
@@ -136,7 +160,7 @@ def records_of(path: str | os.PathLike[str]) -> PtRecords:
     missing = {"data.pkl", "version"} - {"version" if name == ".data/version" else name for name in records}
     if missing:
         raise CorruptCheckpoint(path, f"it has no record {min(missing)}, which all have that torch.save wrote")
-    storages = sorted((record for name, record in records.items() if name.startswith("data/")), key=_header)
+    storages = sorted((record for name, record in records.items() if name.startswith("data/")), key=operator.attrgetter("header"))
     stored = all(record.stored for record in found)
     others = tuple(record for name, record in records.items() if name != "data.pkl" and record.key is None)
     return PtRecords(tuple(storages), records["data.pkl"], others, stored, byteorder, "constants.pkl" in records)
@@ -160,7 +184,7 @@ def read_record(path: str | os.PathLike[str], record: Record) -> bytes:
         CorruptCheckpoint: If the record is damaged or cut off. WrongChecksum if it has other bytes than were saved.
     """
     with open_regular(path) as file:
-        offset = _data_offset(path, file.fileno(), record)
+        offset = _data_offset(path, file, record)
         file.seek(offset)
         data = file.read(record.nbytes)
     if record.crc32 and (crc := zlib.crc32(data)) != record.crc32:
@@ -168,19 +192,19 @@ def read_record(path: str | os.PathLike[str], record: Record) -> bytes:
     return data
 
 
-def check_pickle(path: str | os.PathLike[str], found: PtRecords) -> None:
-    """Check the pickle before it is unpickled: its checksum, and that unpickling it does not waste memory or time.
+def check_pickle(path: str | os.PathLike[str], found: PtRecords) -> bytes:
+    """Return the pickle, after a check before it is unpickled: its checksum, and that unpickling wastes no memory or time.
 
-    The pickle of an archive with deflated records is not checked here.
+    The pickle of an archive with deflated records is neither checked here nor returned.
 
     Raises:
         CorruptCheckpoint: If the bytes are not those that were saved, or are not what a pickler writes, see
             :func:`why_wasteful`.
     """
-    if found.stored:
-        stream = read_record(path, found.pickle)
-        if not found.script:  # TorchScript has a pickler of its own, without these limits
-            refuse_wasteful(path, stream)
+    stream = read_record(path, found.pickle) if found.stored else b""
+    if found.stored and not found.script:  # TorchScript has a pickler of its own, without these limits
+        refuse_wasteful(path, stream)
+    return stream
 
 
 def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
@@ -188,27 +212,6 @@ def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
     why = why_wasteful(stream)
     if why is not None:
         raise CorruptCheckpoint(path, f"the pickle {why}")
-
-
-def scan_of(path: str | os.PathLike[str], found: PtRecords) -> PickleScan:
-    """Return a scan of the file's pickle, not loaded yet. Raises CorruptCheckpoint if the pickle's record is damaged."""
-    return PickleScan(io.BytesIO(read_record(path, found.pickle)))
-
-
-def is_plain(path: str | os.PathLike[str], found: PtRecords) -> bool:
-    """Return whether unpickling looks at no storage's contents, so that they may be read afterwards.
-
-    Raises:
-        CorruptCheckpoint: If the pickle's record is damaged.
-    """
-    if names_only_plain(read_record(path, found.pickle)):
-        return True
-    scan = scan_of(path, found)
-    try:
-        scan.load()
-    except Exception:  # not a pickle of torch.save, or one that torch is going to refuse
-        return False
-    return scan.plain
 
 
 def refuse_damaged(path: str | os.PathLike[str], found: PtRecords, error: Exception) -> None:
@@ -223,17 +226,12 @@ def refuse_damaged(path: str | os.PathLike[str], found: PtRecords, error: Except
     """
     if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
         return
-    offsets = data_offsets(path, found.storages)
-    scan = scan_of(path, found)
+    scan = PickleScan(read_record(path, found.pickle))
     with contextlib.suppress(Exception):  # the caller raises torch's error
         scan.load()
-    there = {record.key: (record, offset) for record, offset in zip(found.storages, offsets, strict=True)}
+    places = StoragePlaces(path, found)
     for key, nbytes in scan.nbytes.items():
-        if key not in there:
-            raise CorruptCheckpoint(path, f"storage {key}: expected {nbytes} bytes, found none") from error
-        record, offset = there[key]
-        if record.nbytes != nbytes:
-            raise wrong_size(path, found, offset, nbytes) from error
+        places.place(key, nbytes)
 
 
 def is_damage(error: Exception) -> bool:
@@ -250,40 +248,6 @@ DAMAGE = (
 """What unpickling raises for damaged bytes, besides UnpicklingError."""
 
 
-def wrong_size(path: str | os.PathLike[str], found: PtRecords, offset: int, nbytes: int) -> CorruptCheckpoint:
-    """Return the error for a storage that does not have the expected size.
-
-    Args:
-        path: The file.
-        found: Its directory.
-        offset: Where the storage begins in the file.
-        nbytes: The expected size in bytes.
-    """
-    record = found.holding(offset)
-    key, there = ("?", 0) if record is None else (record.key, record.nbytes)
-    return CorruptCheckpoint(path, f"storage {key} at byte {offset}: expected {nbytes} bytes, found {there}")
-
-
-def read_at(descriptor: int, memory: memoryview, offset: int) -> int:
-    """Fill the memory from the file and return the number of bytes read, fewer only at the end of the file.
-
-    Repeats the read as needed: a single preadv may return less in the middle of a file, as on some network and FUSE file
-    systems.
-
-    Args:
-        descriptor: Descriptor of the file.
-        memory: Bytes to fill.
-        offset: Bytes from the start of the file.
-
-    Raises:
-        OSError: If reading fails.
-    """
-    count = 0
-    while count < len(memory) and (more := os.preadv(descriptor, [memory[count:]], offset + count)):
-        count += more
-    return count
-
-
 def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> list[int]:
     """Return the offsets in the file at which the data of the records begin.
 
@@ -291,7 +255,7 @@ def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> lis
         CorruptCheckpoint: If a record's header is damaged, or the data would end past the end of the file.
     """
     with open_regular(path) as file:
-        return [_data_offset(path, file.fileno(), record) for record in records]
+        return [_data_offset(path, file, record) for record in records]
 
 
 def wrong_names(path: str | os.PathLike[str], records: Iterable[Record]) -> list[str]:
@@ -311,15 +275,14 @@ _SHOWN = 100
 """Bytes of a damaged name that are shown."""
 
 
-def _data_offset(path: str | os.PathLike[str], descriptor: int, record: Record) -> int:
+def _data_offset(path: str | os.PathLike[str], file: BinaryIO, record: Record) -> int:
     """Return the offset in the file at which a record's data begin. Raises like :func:`data_offsets`."""
-    head = bytearray(LOCAL_HEADER.size)
-    count = read_at(descriptor, memoryview(head), record.header)
+    file.seek(record.header)
     try:
-        offset = data_of(head[:count], record.header)
+        offset = data_of(file.read(LOCAL_HEADER.size), record.header)
     except BadDirectory as error:
         raise CorruptCheckpoint(path, str(error)) from error
-    size = os.fstat(descriptor).st_size
+    size = os.fstat(file.fileno()).st_size
     if offset + record.nbytes > size:
         why = f"{record} should have {record.nbytes} bytes from byte {offset} on, and the file ends at byte {size}"
         raise CorruptCheckpoint(path, why)

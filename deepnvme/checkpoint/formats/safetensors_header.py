@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from pydantic_core import from_json, to_json
 
 from deepnvme.files.regular_files import NotARegularSmallFile, open_regular, read_regular
-from deepnvme.memory.tensor_bytes import span_nbytes
+from deepnvme.memory.tensor_bytes import contiguous_strides, span_nbytes
 from deepnvme.telemetry.descriptions import shorten
 
+from .elements import Elements
 from .pt_records import CorruptCheckpoint
 from .recognition import SAFETENSORS, UNKNOWN, guess_format
 
@@ -42,17 +42,6 @@ _NAMES = [
 """Names of the dtypes in the format and in torch, in the order of the file. Not every version of torch has all of them."""
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in _NAMES if hasattr(torch, dtype)}
 _KINDS = {dtype: (rank, name) for rank, (name, dtype) in enumerate(_DTYPES.items())}
-
-
-class TensorEntry(NamedTuple):
-    """What the header says of one tensor of the file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    """Offset of its first byte, from the start of the file."""
-    nbytes: int
 
 
 class UnknownDtype(KeyError, ValueError):
@@ -105,8 +94,8 @@ def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
     return _LENGTH.pack(len(text)) + text, names
 
 
-def read_header(path: str | os.PathLike[str], begin: int = 0) -> list[TensorEntry]:
-    """Read the header of a safetensors file and return its tensors in the order of the file. Blocks.
+def read_header(path: str | os.PathLike[str], begin: int = 0) -> dict[str, Elements]:
+    """Read the header of a safetensors file and return its tensors by name, in the order of the file. Blocks.
 
     Args:
         path: The file.
@@ -126,7 +115,7 @@ def read_header(path: str | os.PathLike[str], begin: int = 0) -> list[TensorEntr
         raise CorruptCheckpoint(path, f"it is no safetensors file, but looks like {other}") from error
 
 
-def _read_header(path: str | os.PathLike[str], begin: int) -> list[TensorEntry]:
+def _read_header(path: str | os.PathLike[str], begin: int) -> dict[str, Elements]:
     """Do what :func:`read_header` does, with errors by the bytes of the header only."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -179,8 +168,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> None:
         names.add(name)
 
 
-def parse_header(text: bytes, data: int, size: int) -> list[TensorEntry]:
-    """Parse a header, and check that its tensors cover the file's data without gaps. Return them in the order of the file.
+def parse_header(text: bytes, data: int, size: int) -> dict[str, Elements]:
+    """Parse a header, and check that its tensors cover the data without gaps. Return them by name, in the order of the file.
 
     Args:
         text: The header, without its length.
@@ -199,17 +188,17 @@ def parse_header(text: bytes, data: int, size: int) -> list[TensorEntry]:
     metadata = header.pop(_METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise WrongHeader("its metadata are not strings")
-    entries = (_entry(name, *_fields(name, field), data) for name, field in header.items())
-    tensors = sorted(entries, key=operator.attrgetter("offset", "nbytes"))
+    found = {name: _elements(name, *_fields(name, field), data) for name, field in header.items()}
+    tensors = dict(sorted(found.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
     end = data
-    for entry in tensors:
-        if entry.offset != end:
-            what = "overlaps the one before it" if entry.offset < end else "leaves a gap before it"
-            raise WrongHeader(f"tensor {entry.name!r} {what}: expected at byte {end}, found at {entry.offset}")
-        end += entry.nbytes
+    for name, elements in tensors.items():
+        if elements.offset != end:
+            what = "overlaps the one before it" if elements.offset < end else "leaves a gap before it"
+            raise WrongHeader(f"tensor {name!r} {what}: expected at byte {end}, found at {elements.offset}")
+        end += elements.nbytes
         if end > size:
-            there = max(0, size - entry.offset)
-            raise WrongHeader(f"tensor {entry.name!r} is cut off: expected {entry.nbytes} bytes, found {there}")
+            there = max(0, size - elements.offset)
+            raise WrongHeader(f"tensor {name!r} is cut off: expected {elements.nbytes} bytes, found {there}")
     if end != size:
         raise WrongHeader(f"it should end with its last tensor at byte {end}, and has {size}")
     return tensors
@@ -233,8 +222,8 @@ _MOST_DIMENSIONS = 64
 """Most dimensions of a tensor, as many as NumPy's arrays may have."""
 
 
-def _entry(name: str, kind: str, shape: list[int], begin: int, end: int, data: int) -> TensorEntry:
-    """Return the entry of one tensor, after checking that its shape, dtype and offsets agree."""
+def _elements(name: str, kind: str, shape: list[int], begin: int, end: int, data: int) -> Elements:
+    """Return where one tensor is in the file, after checking that its shape, dtype and offsets agree."""
     numel = most = 1
     for size in shape[:_MOST_DIMENSIONS]:
         numel *= size
@@ -251,7 +240,7 @@ def _entry(name: str, kind: str, shape: list[int], begin: int, end: int, data: i
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes != end - begin:
         raise WrongHeader(f"tensor {name!r} should have {nbytes} bytes by its shape, and has {end - begin} by its data_offsets")
-    return TensorEntry(name, dtype, tuple(shape), data + begin, nbytes)
+    return Elements(data + begin, dtype, tuple(shape), contiguous_strides(shape))
 
 
 def _index(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:

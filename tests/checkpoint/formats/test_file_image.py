@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from array import array
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
 from ...support.examples import examples
@@ -90,9 +88,6 @@ class TestCopies:
         image.copy(0, 2, into)
         assert into.tolist() == list(b"ab")
 
-    def test_an_empty_range_is_copied(self) -> None:
-        FileImage().copy(0, 0, torch.empty(0, dtype=torch.uint8))
-
 
 class TestRanges:
     @settings(deadline=None, max_examples=examples(30))
@@ -128,21 +123,3 @@ class TestRanges:
         assert [(part.begin, part.end) for part in inside] == [(PAGE, PAGE + DIRECT_FROM)]
         assert inside[0].tensor is not None
         assert inside[0].tensor.data_ptr() == large.data_ptr()
-
-    def test_an_empty_image_has_no_ranges(self) -> None:
-        assert list(FileImage().ranges()) == []
-
-
-class TestBytes:
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex128, torch.uint16], ids=str)
-    def test_bytes_of_tensors_of_any_dtype_are_copied(self, dtype: torch.dtype) -> None:
-        tensor = torch.ones(2, 3, dtype=dtype)
-        assert flat_bytes(tensor).data_ptr() == tensor.data_ptr()
-        assert flat_bytes(tensor).shape == (tensor.nbytes,)
-
-    def test_bytes_of_conjugate_views_are_those_of_the_storage(self) -> None:
-        tensor = torch.ones(3, dtype=torch.complex64)
-        assert flat_bytes(tensor.untyped_storage()).data_ptr() == tensor.data_ptr()
-
-    def test_bytes_of_scalars_and_parameters_are_copied(self) -> None:
-        assert flat_bytes(torch.nn.Parameter(torch.tensor(1.0))).shape == (4,)
