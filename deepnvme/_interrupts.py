@@ -21,15 +21,17 @@ _SIGNALS: tuple[int, ...] = (
 
 @contextlib.contextmanager
 def defer_interrupts() -> Iterator[list[int]]:
-    """Delay Python signal handlers until the end of the block. Each is then called once, however often its signal came.
+    """Delay Python signal handlers until the end of the ``with`` body.
 
-    An exception that a handler raises (KeyboardInterrupt, a timeout) therefore cannot stop the block halfway. So a block must not
-    wait for a drive, for memory or for other ranks. Only the signals in ``_SIGNALS`` are delayed. What ``signal.siginterrupt``
-    and ``faulthandler.register`` have set for a signal with a Python handler is lost, as ``signal.signal`` loses it. No effect
-    outside the main thread, since Python runs no handlers there, and within another block.
+    Each handler is then called once, however often its signal came. An exception that a handler raises (KeyboardInterrupt, a
+    timeout) therefore cannot stop the body halfway. So the body must not wait for a drive, for memory or for other ranks.
+    Only the signals in ``_SIGNALS`` are delayed. Settings of ``signal.siginterrupt`` and ``faulthandler.register`` for a
+    signal with a Python handler are lost, as ``signal.signal`` loses them. Outside the main thread, where Python runs no
+    handlers, and inside another such ``with`` body, this has no effect.
 
     Yields:
-        The signals that came so far. A block that waits ends its wait when there is one. Always empty where there is no effect.
+        The signals that came so far. A body that does wait ends its wait when there is one. Always empty where there is no
+        effect.
     """
     global _deferring
     if _deferring is not None or threading.get_ident() != threading.main_thread().ident:
@@ -48,7 +50,7 @@ def defer_interrupts() -> Iterator[list[int]]:
 
 
 _deferring: _DeferredInterrupts | None = None
-"""The outermost block of the main thread: blocks inside of it need not delay handlers."""
+"""The outermost active deferral of the main thread; None if there is none. Deferrals inside it need not delay handlers."""
 
 
 class _DeferredInterrupts:
@@ -69,7 +71,7 @@ class _DeferredInterrupts:
             self.came.append(number)
 
     def end(self) -> None:
-        """Restore the handlers, and call those of the signals that came, all of them even if one raises."""
+        """Restore the handlers, and call the handler of each signal that came, even if another handler raises."""
         global _deferring
         try:
             while self._handlers:
@@ -86,7 +88,7 @@ class _DeferredInterrupts:
 
 
 def _restore_handlers() -> None:
-    """Restore the handlers in a child that another thread has forked: the thread that would is not there."""
+    """Restore the handlers in a forked child, if the fork interrupted a deferral in a thread that does not exist in the child."""
     if _deferring is not None and _deferring.thread != threading.get_ident():
         _deferring.came.clear()
         _deferring.end()

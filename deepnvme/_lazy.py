@@ -31,18 +31,18 @@ def public_names(package: str, packages: Collection[str] = ()) -> Callable[[], l
 def from_modules(
     package: str, modules: Mapping[str, str], packages: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package: the first imports names on first use, the second lists all of them.
+    """Return ``__getattr__`` and ``__dir__`` for a package: one imports names on first use, the other lists all names.
 
     Args:
         package: Name of the package. Its ``__all__`` has the public names.
         modules: For each public name, the module that defines it: relative to the package, or a full name beginning with
             "deepnvme.".
-        packages: Submodules of the package that are to be importable as its attributes. One that cannot be imported is an
+        packages: Submodules to import on first use, as attributes of the package. A submodule that cannot be imported raises
             AttributeError then.
     """
 
     def get(name: str) -> Any:
-        """Import what has this name. Raises AttributeError if there is none, or if its project is not installed."""
+        """Import the public name or submodule. Raises AttributeError for an unknown name, or if its project is not installed."""
         if name in packages:
             try:
                 return importlib.import_module(f".{name}", package)

@@ -1,6 +1,6 @@
-"""Intervals of waits that nobody wakes: seconds between two looks whether something has changed."""
+"""Poll intervals: seconds between two checks in a wait that no event ends."""
 
 TRANSFER_POLL_SECONDS = 0.0005
-"""While a transfer ends, or somebody lets go of its memory: well below the 5 ms that the smallest useful block takes."""
+"""Poll interval while waiting for a transfer or for memory: well below the 5 ms that the smallest useful block takes."""
 PROCESS_POLL_SECONDS = 0.02
-"""While another process does something: writes its name into a lock file, or builds a store."""
+"""Poll interval while waiting for another process, which writes its name into a lock file, or builds a store."""

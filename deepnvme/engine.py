@@ -37,42 +37,43 @@ AnySource: TypeAlias = "str | bytes | os.PathLike[str] | File"
 
 @runtime_checkable
 class Future(Protocol):
-    """A read, write or fsync that an engine has started; or many, of one call."""
+    """A read, write or fsync that an engine has started, or all transfers of one call such as ``read_many``."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were asked to be transferred."""
+        """Bytes requested to be transferred."""
 
     def done(self) -> bool:
-        """Return whether it has ended, well or not. Never blocks.
+        """Return whether the transfer has ended, with or without an error. Never blocks.
 
         Raises:
-            RuntimeError: In a forked child, where it would never become True.
+            RuntimeError: In a forked child, where the result would never become True.
         """
 
     def result(self, timeout: float | None = None) -> int:
-        """Wait until it has ended, and return the number of bytes transferred.
+        """Wait until the transfer has ended, and return the number of bytes transferred.
 
         Args:
             timeout: Seconds to wait; None waits for as long as it takes. Ctrl-C interrupts the waiting, not the transfer.
 
         Raises:
-            OSError: The error it ended with (a subclass where there is one), with errno and filename set.
-            TimeoutError: After ``timeout``. The transfer still goes on.
+            OSError: The error of the transfer (of a fitting subclass where there is one), with errno and filename set.
+            TimeoutError: After ``timeout``. The transfer continues.
         """
 
     def exception(self, timeout: float | None = None) -> OSError | None:
-        """Wait like :meth:`result`, and return the error it ended with, or None."""
+        """Wait like :meth:`result`, and return the transfer's error, or None."""
 
     def cancel(self) -> bool:
-        """Cancel the transfer: it ends with OSError (ECANCELED), as soon as may be. Never blocks.
+        """Cancel the transfer, which then ends with OSError (ECANCELED) as soon as possible. Never blocks.
 
-        Best effort: what has not begun never does, but a drive or file system mostly finishes what it has begun, and one that
-        hangs keeps it. The tensor must still not be touched until :meth:`done`, and holds, as the file does, any part of the
-        bytes, perhaps all. A CUDA transfer that waits for its stream ends when the stream comes to it.
+        Best effort: I/O that has not begun is never started, but a drive or file system usually finishes I/O that has begun,
+        and if it hangs, the transfer stays in progress. The tensor must still not be touched until :meth:`done` is True.
+        Afterwards the tensor or the file may have any part of the bytes, perhaps all. A CUDA transfer that waits for its
+        stream ends when the stream reaches it.
 
         Returns:
-            False if it had ended already.
+            False if the transfer had ended already.
 
         Raises:
             RuntimeError: In a forked child.
@@ -109,13 +110,13 @@ class File(Protocol):
     def close(self) -> None:
         """Close the file: refuse further transfers. Idempotent.
 
-        Does not wait for transfers under way: the descriptors are closed when the last one has ended. Leaving a ``with`` block
-        closes the file too, but raises nothing if another exception is leaving the block.
+        Does not wait for transfers in progress: the descriptors are closed when the last transfer has ended. Leaving a
+        ``with`` block closes the file too, but raises nothing if another exception is leaving the block.
 
         Raises:
-            OSError: Naming the file, if this call closes the descriptors after a write and the system reports only now that it
-                could not write, as network file systems do. If transfers are still under way, the future of the last that ends
-                raises the error, unless that is a read. If the file is dropped without closing it, the error is lost.
+            OSError: Naming the file, if the system reports only on closing that it could not write, as network file systems
+                do. If transfers are still in progress, the future of the last one to end raises this error, unless that is a
+                read. If the file is dropped without closing it, the error is lost.
         """
 
     def __enter__(self) -> File: ...
@@ -125,13 +126,15 @@ class File(Protocol):
 
 @dataclass(frozen=True)
 class Stats(ReportFigures):
-    """What an engine has done since it was made. ``as_dict()`` has its numbers."""
+    """Counters of an engine's transfers since it was made. ``as_dict()`` returns the numbers."""
 
     backend: str
     """Name of the backend in use."""
     requests: int
-    """Reads, writes and fsyncs that have ended. Of a call for many transfers, one for each file in each batch of
-    tensors."""
+    """Reads, writes and fsyncs that have ended.
+
+    A call for many transfers counts as one request for each file in each batch of tensors.
+    """
     failed_requests: int
     """Requests that ended with an error."""
     bytes_read: int
@@ -149,52 +152,53 @@ class Stats(ReportFigures):
     bytes_gds: int
     """Direct bytes between the drive and GPU memory that did not pass through host memory (only with the gds op)."""
     blocks: int
-    """Reads and writes of at most block_size bytes that ended well."""
+    """I/O blocks (reads and writes of at most ``block_size`` bytes) that succeeded."""
     block_latency: dict[int, int]
-    """How long blocks took, as a histogram: upper bound of a bin in nanoseconds -> number of blocks.
+    """Histogram of the time that I/O blocks took: upper bound of a bin in nanoseconds -> number of blocks.
 
-    Ascending; empty bins are left out, and the counts sum to ``blocks``. A bin is at most 12.5 % wide. The time runs from when a
-    block is handed to the system until all of it has been transferred, including retries and resumed transfers, but without the
-    wait for a place in the queue. An fsync is not a block.
+    Ascending; empty bins are left out, and the counts sum to ``blocks``. A bin is at most 12.5 % wide. The time runs from
+    when a block is handed to the system until all of it has been transferred, including retries and resumed transfers,
+    but without the wait for a place in the queue. An fsync is not a block.
     """
     short_transfers: int
     """Blocks that the system transferred only in part, and that were resumed where they stopped."""
     retries: int
     """Blocks submitted again after EINTR or EAGAIN."""
     fallbacks: dict[str, int]
-    """Why something slower was used -> how often."""
+    """Reason why a slower method was used -> number of times."""
 
 
 class Engine:
-    """Transfers between tensors and files, asynchronously.
+    """Transfers tensors to and from files, asynchronously.
 
     >>> with deepnvme.Engine() as engine:
     ...     engine.write(tensor, "/mnt/nvme/tensor").result()
     ...     engine.read(tensor, "/mnt/nvme/tensor").result()
 
-    Memory used besides the tensors: none for aligned tensors. For misaligned tensors, and for files opened with ``whole_pages``,
-    at most 64 MiB for each drive, and no more than queue_depth x block_size (or 64 KiB, the largest sector) per worker. Reads
-    use 8 MiB of it per worker. For tensors on devices the same, but with 16 MiB per worker.
+    Memory used besides the tensors: none for aligned tensors. For misaligned tensors, and for files opened with
+    ``whole_pages``, at most 64 MiB for each drive, and no more than queue_depth x block_size (or 64 KiB, the largest sector)
+    per worker. Reads use 8 MiB of this memory per worker. Tensors on devices need the same, but 16 MiB per worker.
 
-    The op is compiled on first use if it was not installed precompiled. Thread-safe. A process forked from this one must make its
-    own engine: in it, every method of this one raises RuntimeError.
+    The op is compiled on first use if it was not installed precompiled. Thread-safe. A process forked from this one must make
+    its own engine: in the child, every method of this engine raises RuntimeError.
 
     Args:
-        backend: ``"auto"`` uses the first of io_uring, libaio and threads that the kernel accepts. Another name uses only that
-            one.
-        block_size: Most bytes of one system-level transfer, 512 to 1 GiB; or a size such as "1MiB".
-        queue_depth: Most blocks under way at a time for each worker, 1 to 4096. The queue is filled from several requests.
-        num_threads: Number of workers for each drive, 1 to 256. One saturates most drives; more share the copying of misaligned
-            tensors.
-        single_submit: Make one system call for each block.
-        in_flight_bytes: No further block is started for as long as a worker has this many bytes under way, at least 1; or a size
+        backend: ``"auto"`` uses the first of io_uring, libaio and threads that the kernel accepts. Another name uses only
+            that backend.
+        block_size: Most bytes of one I/O block (one system-level transfer), 512 to 1 GiB; or a size such as "1MiB".
+        queue_depth: Most I/O blocks in progress at a time for each worker, 1 to 4096. The queue is filled from several
+            requests.
+        num_threads: Number of workers for each drive, 1 to 256. One saturates most drives; more share the copying of
+            misaligned tensors.
+        single_submit: Make one system call for each I/O block.
+        in_flight_bytes: A worker starts no further I/O block while it has this many bytes in progress, at least 1; or a size
             such as "8MiB". So large blocks can be few, and small ones as many as the queue is deep. None for no limit besides
             the queue's depth.
 
     Raises:
-        TypeError: For a number of bytes that is none.
-        ValueError: For a setting out of range.
-        OSError: With the kernel's errno, for a backend that it refuses.
+        TypeError: If a number of bytes is neither a whole number nor a size.
+        ValueError: If a setting is out of range.
+        OSError: With the kernel's errno, if the kernel refuses the backend.
         RuntimeError: If the op cannot be built.
     """
 
@@ -230,7 +234,7 @@ class Engine:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes of blocks of full size that are under way at a time at most, for each worker."""
+        """Most bytes of full-size I/O blocks that each worker has in progress at a time."""
         return self._native.in_flight_bytes
 
     @property
@@ -246,16 +250,16 @@ class Engine:
     def read(self, tensor: torch.Tensor, source: str | bytes | os.PathLike[str] | File, offset: int = 0) -> Future:
         """Start reading ``tensor.nbytes`` bytes at ``offset`` into ``tensor``; return at once.
 
-        With very many requests on paths pending, blocks until some of them have closed their files.
+        If very many requests on paths are pending, blocks until some of them have closed their files.
 
         Args:
             tensor: Contiguous, on the CPU or a CUDA device, any dtype. Not to be touched until the future is done. Until then
-                its storage is kept, also if the tensor is dropped or is given another one (``tensor.data = ...``, ``set_``,
-                ``torch.utils.swap_tensors``). Its storage must not be resized meanwhile: torch frees the memory then, which
-                nothing can keep, and the transfer goes on with memory that may be somebody else's. Only memory from
+                the engine keeps the tensor's storage, also if the tensor is dropped or is given another storage
+                (``tensor.data = ...``, ``set_``, ``torch.utils.swap_tensors``). The storage must not be resized meanwhile:
+                torch then frees the memory, and the transfer goes on with memory that may have a new owner. Only memory from
                 :meth:`empty_pinned` cannot be resized. Any address works; memory from :meth:`empty_pinned` is read in place,
-                without a copy. A CUDA tensor is not written to before the work is finished that this thread has queued on the
-                device's current stream; when the future is done, so is the copy to the device.
+                without a copy. A CUDA tensor is written to only after the work that this thread has queued on the device's
+                current stream; when the future is done, the copy to the device is complete.
             source: Path, or a file opened with :meth:`open`.
             offset: Bytes from the start of the file. Any value, aligned or not.
 
@@ -264,9 +268,9 @@ class Engine:
 
         Raises:
             TypeError: If ``tensor`` is no dense tensor.
-            ValueError: If the tensor is not contiguous or on another device, the offset is negative, the range ends past the end
-                of the file, or the engine or the file is closed. Only past the end of the file the error has an attribute
-                ``file_size``: the bytes that the file had.
+            ValueError: If the tensor is not contiguous or on another device, the offset is negative, the range ends past the
+                end of the file, or the engine or the file is closed. For a range past the end of the file, and only then, the
+                error has an attribute ``file_size``: the size of the file in bytes.
             RuntimeError: For a CUDA tensor without libcuda.
             OSError: If the file cannot be opened: FileNotFoundError and so on. Later errors are raised by ``Future.result``.
         """
@@ -310,9 +314,9 @@ class Engine:
         Args:
             tensors: Contiguous CPU or CUDA tensors, any dtype. Not to be touched until the future is done. Until then their
                 storages are kept, and must not be resized, as for :meth:`read`. The sequence is not kept.
-            source: Path, or a file opened with :meth:`open`; or a sequence of one for each tensor, in which a file may be named
-                more than once.
-            offsets: Bytes from the start of the file, one for each tensor; any value, aligned or not. May be left out only where
+            source: Path, or a file opened with :meth:`open`; or a sequence with a path or file for each tensor, in which a
+                file may occur more than once.
+            offsets: Bytes from the start of the file, one for each tensor; any value, aligned or not. May be left out only if
                 ``source`` is a sequence: each tensor is then read from the start of its file.
 
         Returns:
@@ -321,8 +325,8 @@ class Engine:
 
         Raises:
             TypeError, ValueError, RuntimeError: As for :meth:`read`, and ValueError if the lengths differ.
-            OSError: If a file cannot be opened. This and what is wrong with a tensor may be noticed after other reads have been
-                submitted. Then those are cancelled and waited for first.
+            OSError: If a file cannot be opened. If this error, or one about a tensor, occurs after other reads have been
+                submitted, those reads are cancelled and waited for before it is raised.
         """
         return self._native.read_many(tensors, source, offsets)
 
@@ -341,15 +345,17 @@ class Engine:
     ) -> Future:
         """Start reading records of one file, by their numbers, into the rows of a tensor; return at once.
 
-        Record i of the file begins at ``base + i * record_size``. Neighbours are read together where ``ids`` has them in order.
+        Record i of the file begins at ``base + i * record_size``. Records that follow one another in the file are read
+        together if ``ids`` has them in that order.
 
         Args:
             source: Path, or a file opened with :meth:`open`.
-            ids: Numbers of the records; any integer dtype and shape, on the CPU. The same number may occur several times. May be
-                changed when this returns.
-            out: Contiguous tensor of shape ``ids.shape`` and, after it, that of a record. Not to be touched until the future is
-                done. Until then its storage is kept, and must not be resized, as for :meth:`read`.
-            record_size: Bytes of a record, if they are to be compared with those of a row of ``out``.
+            ids: Numbers of the records; any integer dtype and shape, on the CPU. The same number may occur several times. May
+                be changed when this returns.
+            out: Contiguous tensor whose shape is ``ids.shape`` followed by the shape of a record. Not to be touched until the
+                future is done. Until then its storage is kept, and must not be resized, as for :meth:`read`.
+            record_size: Bytes of a record, to be checked against the bytes of a row of ``out``; None uses the latter without
+                a check.
             base: Bytes from the start of the file to record 0.
 
         Returns:
@@ -358,8 +364,8 @@ class Engine:
 
         Raises:
             TypeError: If ``ids`` is no tensor of integers.
-            ValueError: If the shapes do not match, or a number is negative or of a record past the end of the file; nothing is
-                read then.
+            ValueError: If the shapes do not match, or a number is negative or of a record past the end of the file; nothing
+                is read then.
             TypeError, ValueError, RuntimeError, OSError: As for :meth:`read`.
         """
         return self._native.gather(source, ids, out, record_size=record_size, base=base)
@@ -369,17 +375,17 @@ class Engine:
     ) -> Future:
         """Start writing the rows of a tensor to records of one file, by their numbers; return at once.
 
-        Arguments, result and errors are those of :meth:`gather` and :meth:`write`. Neighbours are written together where ``ids``
-        has them in order. A record may end past the end of the file. If a number occurs more than once, any of its rows may be
-        the one that is kept.
+        Arguments, result and errors are those of :meth:`gather` and :meth:`write`. Records that follow one another in the
+        file are written together if ``ids`` has them in that order. A record may end past the end of the file. If a number
+        occurs more than once, any of its rows may be the one that is kept.
         """
         return self._native.scatter(target, ids, values, record_size=record_size, base=base)
 
     def fsync(self, target: str | bytes | os.PathLike[str] | File) -> Future:
         """Start flushing a file to stable storage; return at once.
 
-        The flush begins when all writes to the same drive that were submitted to this engine earlier have ended, and covers those
-        of the file. The future's result is 0. Raises like :meth:`read`.
+        The flush covers all writes to the file that were submitted to this engine earlier. It begins when all earlier writes
+        to the same drive have ended. The future's result is 0. Raises like :meth:`read`.
         """
         return self._native.fsync(target)
 
@@ -393,19 +399,20 @@ class Engine:
     ) -> File:
         """Open a file once, for many transfers.
 
-        A file that this creates is removed when it is closed, if its first write found too little space and nothing is in it.
+        A file that this call creates is removed when it is closed, if its first write found too little space and nothing was
+        written to it.
 
         Args:
             path: The file.
-            mode: As for the built-in ``open``: r, r+, w, w+, x, x+. In addition rw, to read and write a file that is created if
-                it is missing, and never truncated.
+            mode: As for the built-in ``open``: r, r+, w, w+, x, x+. In addition rw, to read and write a file that is created
+                if it is missing, and never truncated.
             whole_pages: Set it if each page of the file (4096 bytes, or the system's page if that is larger) belongs to one
                 tensor. Begin each transfer at a multiple of the page size. A write then fills the rest of its last page with
-                zeros, so the file may get longer than the tensor, and the last bytes are written directly too. Without it, and
-                where the file system has no direct I/O or sectors larger than a page, unaligned ends go through the page cache:
-                if they cannot be written, only :meth:`fsync` reports it.
-            whole_sectors: Set it if everything that is ever written to the file, by whomever, begins and ends at multiples of
-                :attr:`File.sector_size`. Transfers that do so are direct then, also where they are parts of a page.
+                zeros, so the file may get longer than the tensor, and the last bytes are written directly too. Without it,
+                and where the file system has no direct I/O or sectors larger than a page, unaligned ends go through the page
+                cache: if they cannot be written, only :meth:`fsync` reports it.
+            whole_sectors: Set it if every write to the file, by any program, begins and ends at multiples of
+                :attr:`File.sector_size`. Transfers that do so are then direct even if they cover only a part of a page.
 
         Raises:
             OSError: From opening (a subclass such as FileNotFoundError).
@@ -452,7 +459,7 @@ class Engine:
             return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(sizes)
 
     def stats(self) -> Stats:
-        """Return what the engine has done since it was made. Never blocks."""
+        """Return counters of the engine's transfers since it was made. Never blocks."""
         return Stats(**self._native.stats())
 
     def cancel(self) -> int:
@@ -460,14 +467,15 @@ class Engine:
         return self._native.cancel()
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for all transfers under way, then stop the workers. Idempotent.
+        """Wait for all transfers in progress, then stop the workers. Idempotent.
 
         Leaving a ``with`` block, dropping the last reference, and the interpreter's exit do the same. Errors of transfers are
         raised by their futures only. Ctrl-C interrupts the waiting of this method, and leaves the engine open. At the
-        interpreter's exit, a message says after 3 s what is waited for, and Ctrl-C then ends the process without it, by SIGINT.
+        interpreter's exit, a message says after 3 s which transfers are waited for, and Ctrl-C then ends the process at once,
+        by SIGINT.
 
         Args:
-            timeout: Seconds to wait; None waits for as long as it takes, which on a file system that hangs may be for ever.
+            timeout: Seconds to wait; None waits for as long as it takes, which may be for ever on a file system that hangs.
 
         Raises:
             TimeoutError: After ``timeout``. The transfers go on, their tensors stay in use, and the engine stays open:

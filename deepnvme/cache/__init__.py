@@ -1,1 +1,1 @@
-"""One cache of blocks on a drive whose next uses are known."""
+"""An in-memory cache of blocks that are stored on a drive, for callers that know which blocks they use next."""

@@ -1,4 +1,4 @@
-"""A block of bytes that is on a drive, in memory, or on its way between the two."""
+"""A block of bytes that is on a drive, in memory, or in transfer between the two; and the states it can be in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Memory(Protocol):
-    """Memory that a block has on loan: :class:`deepnvme.memory.lease.Lease` and the like."""
+    """Memory that is lent to a block, such as a :class:`deepnvme.memory.lease.Lease`."""
 
     nbytes: int
 
@@ -25,28 +25,28 @@ class State(enum.Enum):
     """Where the newest bytes of a block are, and what is being transferred."""
 
     ABSENT = "absent"
-    """The block has no memory. Its bytes are on the drive, or nowhere."""
+    """The block has no memory. Its bytes are on the drive, or it has no content yet."""
     READING = "reading"
-    """Its memory is being filled from the drive."""
+    """The block's memory is being filled from the drive."""
     CLEAN = "clean"
     """Memory and drive have the same bytes."""
     DIRTY = "dirty"
     """The memory has newer bytes than the drive."""
     WRITING = "writing"
-    """The memory, which has the newest bytes, is being written to the drive."""
+    """The block's memory, which has the newest bytes, is being written to the drive."""
 
 
 class Block:
-    """Bytes that are used in memory, and are on a drive otherwise.
+    """A block of bytes that is in memory while it is used, and otherwise on a drive.
 
-    Only its :class:`BlockCache` changes a block: the state through the methods below, each of which is one transition between
-    states and raises RuntimeError in any other state; and whether somebody uses the block, whether it stays in memory and whether
-    the drive has its bytes, which are independent of the state.
+    Only the block's :class:`BlockCache` changes it. The methods below change the state: each is one transition, and raises
+    RuntimeError in any other state. Independent of the state are ``users`` (the uses in progress), ``resident`` (whether the
+    block stays in memory between uses) and ``stored`` (whether the drive has bytes of the block).
 
     Args:
         name: Identifies the block: a path, or a name in a store.
-        nbytes: Bytes of memory that it needs.
-        stored: Whether the drive has its bytes already.
+        nbytes: Bytes of memory that the block needs.
+        stored: Whether the drive already has bytes of the block.
     """
 
     __slots__ = ("_memory", "error", "name", "nbytes", "resident", "state", "stored", "users")
@@ -58,11 +58,11 @@ class Block:
         """Whether the drive has bytes of this block, even if outdated ones."""
         self.state = State.ABSENT
         self.users = 0
-        """Number of uses that have begun and not ended. Meanwhile the memory stays, and nothing is transferred."""
+        """Number of uses that have begun and not ended. While it is not 0, the block keeps its memory and is not transferred."""
         self.resident = False
         """Whether the block stays in memory between uses."""
         self.error: BaseException | None = None
-        """The error that its last read ended with, until that is raised or the block is read again."""
+        """Error of the block's last read, until it is raised or the block is read again. None if there is none."""
         self._memory: Memory | None = None
 
     @property
@@ -74,39 +74,39 @@ class Block:
 
     @property
     def in_memory(self) -> bool:
-        """Whether it has memory, possibly one that is still being read into."""
+        """Whether the block has memory, even if a read into the memory has not ended."""
         return self._memory is not None
 
     def create(self, memory: Memory) -> None:
-        """ABSENT -> DIRTY: the block has memory, whose content is new."""
+        """ABSENT -> DIRTY: the block gets memory for new content."""
         self._move(State.ABSENT, to=State.DIRTY)
         self._memory, self.error = memory, None
 
     def start_reading(self, memory: Memory) -> None:
-        """ABSENT -> READING: its bytes are being read into this memory."""
+        """ABSENT -> READING: the block gets memory, and its bytes are being read into it."""
         self._move(State.ABSENT, to=State.READING)
         self._memory, self.error = memory, None
 
     def read(self) -> None:
-        """READING -> CLEAN: its bytes are in memory."""
+        """READING -> CLEAN: the read has succeeded; the block's bytes are in memory."""
         self._move(State.READING, to=State.CLEAN)
 
     def fail_reading(self, error: BaseException) -> Memory:
-        """READING -> ABSENT: reading has ended with an error. Returns the memory."""
+        """READING -> ABSENT: the read has failed with ``error``. Return the memory, which the block no longer uses."""
         self._move(State.READING, to=State.ABSENT)
         self.error = error
         return self._taken()
 
     def change(self) -> None:
-        """CLEAN, DIRTY -> DIRTY: its user has changed the memory."""
+        """CLEAN, DIRTY -> DIRTY: the user of the block has changed its memory."""
         self._move(State.CLEAN, State.DIRTY, to=State.DIRTY)
 
     def start_writing(self) -> None:
-        """DIRTY -> WRITING: its memory is being written."""
+        """DIRTY -> WRITING: the block's memory is being written to the drive."""
         self._move(State.DIRTY, to=State.WRITING)
 
     def written(self) -> None:
-        """WRITING -> CLEAN: the drive has its newest bytes."""
+        """WRITING -> CLEAN: the write has succeeded; the drive has the block's newest bytes."""
         self._move(State.WRITING, to=State.CLEAN)
         self.stored = True
 
@@ -115,7 +115,7 @@ class Block:
         self._move(State.WRITING, to=State.DIRTY)
 
     def drop(self) -> Memory:
-        """CLEAN, DIRTY -> ABSENT: the block has no memory any more. Returns it."""
+        """CLEAN, DIRTY -> ABSENT: the block loses its memory. Return the memory."""
         self._move(State.CLEAN, State.DIRTY, to=State.ABSENT)
         return self._taken()
 

@@ -1,4 +1,4 @@
-"""A cache of blocks whose next uses are known: read before they are used, written behind, some of them always in memory."""
+"""A cache of blocks whose next uses are known: it reads blocks ahead, writes them behind, and keeps some resident in memory."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from deepnvme.telemetry.profiler_ranges import profiler_range
 
 
 class Backing(Protocol):
-    """Where blocks are when they are not in memory. Its methods start a transfer and return at once; they may raise OSError."""
+    """Storage of blocks that are not in memory. Its methods start a transfer and return at once; they may raise OSError."""
 
     def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Start to fill the buffer, which has as many bytes as the block."""
+        """Start reading the block into ``buffer``, which has as many bytes as the block."""
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Start to store the buffer's bytes."""
+        """Start writing the block's bytes from ``buffer``."""
 
 
 class BlockMemory(Protocol):
-    """Where blocks get their memory: slots or leases, up to a limit that only :meth:`grow` exceeds."""
+    """Source of memory for blocks: slots or leases, up to a limit that only :meth:`grow` exceeds."""
 
     limit: int
-    """Bytes for all blocks together, except for residents with separate memory."""
+    """Most bytes of memory for all blocks together. Residents with separate memory do not count."""
     separate_residents: bool
-    """Whether residents have memory of their own, beside that of the others."""
+    """Whether resident blocks get separate memory, which does not count against ``limit``."""
 
     def take(self, block: Block) -> Memory | None:
-        """Return memory for a block, or None if there is none. Never waits.
+        """Return memory for a block, or None if none is free. Never waits.
 
-        If ``separate_residents``, a resident gets separate memory.
+        If ``separate_residents``, a resident block gets separate memory.
 
-        Raises MemoryError or OutOfBuffers if the system has not so much memory to pin.
+        Raises MemoryError or OutOfBuffers if the system has too little memory to pin.
         """
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
-        """Return memory for a block beyond the limit. May wait for others, but not for ``held``, what blocks have.
+        """Return memory for a block beyond the limit. May wait for other users of the same memory to release theirs.
 
-        Raises OutOfBuffers if there is none.
+        Does not wait for ``held``, the memory of the cache's other blocks. Raises OutOfBuffers if no memory can be had.
         """
 
 
 class Use(NamedTuple):
-    """An expected use of a block, to be read ahead."""
+    """An expected use of a block, for which the cache reads the block ahead."""
 
     block: Block
     limit: int = sys.maxsize
-    """It is read ahead only if no more than this many bytes are used with it."""
+    """Bytes. The block is read ahead only while all blocks together, including this one, use at most this much memory."""
 
 
 @dataclass(eq=False)
@@ -70,35 +70,37 @@ class _UnderWay:
 
 
 class BlockCache(Monitor):
-    """Keeps blocks in memory while they are used, and reads and writes them in the background between uses.
+    """Keeps blocks in memory while they are used. Between uses, reads and writes them in the background.
 
     Invariants:
 
     1. A block has at most one transfer. While it is used, it has none.
     2. Memory that is used or in transfer is not given to another block.
-    3. A read that fails leaves its block without memory. The error is raised by the :meth:`acquire` that has started the read. An
-       error of reading ahead may be old when the block is used: it is read once more then, unless ``read_again`` is False.
+    3. A read that fails leaves its block without memory. The error is raised by the :meth:`acquire` that has started the
+       read. If the read was started ahead, its error may be out of date when the block is used: the block is then read once
+       more, unless ``read_again`` is False.
     4. A write that fails leaves its block dirty, in memory. The error is raised by the next :meth:`acquire`, :meth:`create`
-       or :meth:`flush`, before that changes anything, and the write is tried again when the memory is wanted.
-    5. The drive is kept busy with what is needed next: first what a caller waits for, then what is expected, in order, with as
-       many writes as make room for it; other writes only when the drive would be idle.
-    6. An interrupt (Ctrl-C) comes during a wait, or when a change has been made as a whole: then a use has begun, or none has.
+       or :meth:`flush`, before that call changes anything. The write is tried again when the memory is needed.
+    5. The drive is kept busy with the most urgent transfers: first blocks that a caller waits for, then expected blocks in
+       order, with as many writes as make room for them. Other writes are started only when the drive would be idle.
+    6. An interrupt (Ctrl-C) takes effect during a wait or after a complete change, so a use has either begun or not.
        :meth:`recover`, :meth:`clear` and :meth:`release` end uses that an interrupted caller does not know of.
 
-    To be used by one thread at a time.
+    Use it from one thread at a time.
 
     Args:
         backing: Reads and writes blocks.
         memory: Where blocks get their memory.
         retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed.
-        retain_written: Whether blocks stay in memory that were changed, as others do. Otherwise they are dropped once they are
-            written, also if they are expected.
-        read_again: Whether a block whose reading ahead has failed is read once more when it is used. Otherwise that raises the
-            error.
-        write_bytes: Bytes that may be written at a time: :meth:`create` waits before there are more. What is written does not
-            count against the limit of expected uses then. None: writes are limited by the memory alone.
-        busy_bytes: Bytes in transfer that keep the drive busy. Beyond these, only transfers that a caller waits for are started.
-        helper: Name of a thread that starts the next transfers while the caller computes; None to do without one.
+        retain_written: Whether a changed block stays in memory after it was written, under the same rules as other blocks. If
+            False, it is dropped once it is written, even if it is expected.
+        read_again: Whether a block is read once more when it is used, if reading it ahead has failed. If False, using the
+            block raises the error.
+        write_bytes: Most bytes that are dirty or being written at a time: :meth:`create` waits before there are more. Such
+            bytes then do not count against the limits of expected uses. None: writes are limited by the memory alone.
+        busy_bytes: Bytes in transfer that keep the drive busy. Beyond them, only transfers that a caller waits for are
+            started.
+        helper: Name of a thread that starts the next transfers while the caller computes; None for no such thread.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class BlockCache(Monitor):
         super().__init__(helper)
         self.memory = memory
         self.used = 0
-        """Bytes that blocks have of the memory's limit."""
+        """Bytes of blocks' memory that count against the memory's limit."""
         self.bytes_read = 0
         """Bytes of all reads started so far."""
         self.bytes_written = 0
@@ -138,15 +140,15 @@ class BlockCache(Monitor):
     # Uses
 
     def acquire(self, blocks: Iterable[Block], then: Iterable[Use] | None = None) -> None:
-        """Begin a use of each block, which keeps it in memory until it is released. Waits until all blocks are read.
+        """Begin a use of each block, which keeps the block in memory until it is released. Blocks until all of them are read.
 
         Args:
-            blocks: Different blocks. The memory of a block that is in use already stays as it is.
+            blocks: Different blocks. A block that is already in use keeps its memory and contents.
             then: The uses that follow, as in :meth:`expect`; None leaves the expected uses unchanged.
 
         Raises:
-            OSError: From reading one of these blocks, or from an earlier write. Nothing is acquired then, and nothing lost.
-            OutOfBuffers: If there is not enough memory. Nothing is acquired then.
+            OSError: From reading one of these blocks, or from an earlier write. No use has begun then, and no data is lost.
+            OutOfBuffers: If there is not enough memory. No use has begun then.
         """
         wanted = tuple(blocks)
         begun: set[Block] = set()
@@ -179,10 +181,12 @@ class BlockCache(Monitor):
         self._obtain(wanted, step, prepare, timed=True)
 
     def create(self, block: Block) -> None:
-        """Begin a use of a block whose content will be new. It keeps the old content if that is in memory. May block.
+        """Begin a use of a block whose content the caller will overwrite; the block is not read. May wait for memory.
+
+        If the old content is in memory, it is still there when this returns.
 
         Raises:
-            OSError: From an earlier write, or one that had to make room. The use has not begun then.
+            OSError: From an earlier write, or from a write that had to free memory. The use has not begun then.
             OutOfBuffers: If there is not enough memory.
         """
 
@@ -203,8 +207,9 @@ class BlockCache(Monitor):
 
         Args:
             blocks: Blocks that were acquired or created.
-            changed: Whether their content was changed.
-            write: Whether to write dirty ones soon, unless they are resident. Otherwise that is done when their memory is needed.
+            changed: Whether the blocks' content was changed.
+            write: Whether to write dirty blocks soon, unless they are resident. If False, they are written when their memory
+                is needed.
         """
         with self._changing():
             for block in blocks:
@@ -218,7 +223,7 @@ class BlockCache(Monitor):
                 self._drop_unless_kept(block)
 
     def reject(self, blocks: Iterable[Block]) -> None:
-        """End a use of blocks whose memory was overwritten. The memory is dropped unless another use of the block goes on."""
+        """End a use of blocks whose memory has no valid content any more. Drop each block that has no other use."""
         with self._changing():
             for block in blocks:
                 block.users = max(block.users - 1, 0)
@@ -226,7 +231,7 @@ class BlockCache(Monitor):
                     self._drop(block)
 
     def discard(self, block: Block) -> None:
-        """Forget a block's content, in memory and on the drive. Waits for its transfer."""
+        """Forget a block's content, in memory and on the drive, and end its uses. Waits for the block's transfer."""
 
         def step() -> Wait | None:
             """Drop the block when its transfer has ended."""
@@ -240,7 +245,10 @@ class BlockCache(Monitor):
         self._until(step)
 
     def recover(self) -> list[Block]:
-        """End all uses, and drop their blocks, after an interrupt that callers have not seen. Returns these blocks."""
+        """End all uses after an interrupted call, and drop the blocks in use. Return these blocks.
+
+        The interrupt may have come after uses began, but before the caller knew of them.
+        """
         with self._changing():
             left = [block for block in self._held if block.users]
             for block in left:
@@ -249,7 +257,7 @@ class BlockCache(Monitor):
         return left
 
     def end_uses(self) -> None:
-        """End all uses, after an interrupt that callers have not seen. Their blocks stay in memory. Never blocks."""
+        """End all uses after an interrupted call. The blocks stay in memory. Never blocks."""
         with self._changing():
             for block in self._held:
                 block.users = 0
@@ -258,15 +266,15 @@ class BlockCache(Monitor):
     # What comes next, and what stays
 
     def expect(self, uses: Iterable[Use]) -> None:
-        """Set what will be used next, in order, in place of what was set before: it is read ahead. Never blocks.
+        """Set the expected uses, in order, in place of the previous ones. Their blocks are read ahead. Never blocks.
 
-        A block is not expected any more when it is acquired. Without ``retain``, clean blocks that are neither used nor among
-        these nor resident are dropped.
+        Acquiring a block removes its expected use. Without ``retain``, clean blocks that are neither used, nor expected, nor
+        resident are dropped.
         """
         self._until(lambda: self._set_expected(uses))
 
     def keep(self, resident: Mapping[Block, bool]) -> None:
-        """Set whether these blocks stay in memory, from their next use on. Never blocks."""
+        """Set for each block whether it is resident: whether it stays in memory from its next use on. Never blocks."""
         with self._changing():
             for block, stays in resident.items():
                 block.resident = stays
@@ -279,11 +287,11 @@ class BlockCache(Monitor):
             self._write_soon(block)
 
     def poll(self) -> None:
-        """Take note of transfers that have ended, and start more. Never blocks."""
+        """Process transfers that have ended, and start further ones. Never blocks."""
         self._until(lambda: None)
 
     def settle(self, block: Block) -> None:
-        """Wait until a block is not in transfer. It is not read ahead any more."""
+        """Wait until a block has no transfer in progress. The block is no longer read ahead."""
 
         def step() -> Wait | None:
             """Cancel the reading ahead, and return the end of the block's transfer."""
@@ -293,7 +301,10 @@ class BlockCache(Monitor):
         self._until(step)
 
     def drain(self, timed: bool = False) -> None:
-        """Wait for all transfers, and start no others. With ``timed``, the wait is added to :attr:`seconds_waited`."""
+        """Forget expected uses and queued writes, and wait for all transfers in progress.
+
+        With ``timed``, the wait is added to :attr:`seconds_waited`.
+        """
 
         def step() -> Wait | None:
             """Cancel what is not started, and return the end of any transfer."""
@@ -304,14 +315,14 @@ class BlockCache(Monitor):
         self._until(step, timed=timed)
 
     def flush(self, blocks: Iterable[Block], used: bool = False) -> None:
-        """Write those of the blocks that are dirty and not in use, and wait for it.
+        """Write the dirty blocks among ``blocks`` that are not in use, and wait until they are written.
 
         Args:
             blocks: The blocks.
-            used: Whether those in use are written as well. Nobody may change them meanwhile.
+            used: Whether dirty blocks in use are written as well. Nobody may change them meanwhile.
 
         Raises:
-            OSError: From writing. What failed stays in memory, and the call can be repeated.
+            OSError: From writing. Blocks that were not written stay dirty in memory, and the call can be repeated.
         """
         self.drain(timed=True)
         with self._changing():
@@ -323,7 +334,7 @@ class BlockCache(Monitor):
         self.raise_failure()
 
     def drop_clean(self) -> None:
-        """Drop from memory all blocks that the drive has as well, and that nobody uses. Waits for transfers."""
+        """Drop from memory all clean blocks that are not in use. Waits for transfers."""
         self.drain()
         with self._changing():
             for block in self._idle():
@@ -340,7 +351,7 @@ class BlockCache(Monitor):
         self._drop_all()
 
     def _drop_all(self) -> None:
-        """Expect nothing, end all uses, and drop all blocks that are not in transfer."""
+        """Forget expected uses, queued writes and errors, end all uses, and drop all blocks not in transfer or ``keeping``."""
         with self._changing():
             self._set_expected(())
             self._to_write.clear()
@@ -357,7 +368,7 @@ class BlockCache(Monitor):
     ) -> None:
         """Call ``prepare`` once, then repeat ``step`` until it returns None.
 
-        Meanwhile memory goes to ``wanted`` first, and is not taken from them.
+        Meanwhile, free memory goes to the blocks in ``wanted`` first, and their memory is not taken away.
         """
         try:
             self._wanted = wanted
@@ -372,7 +383,7 @@ class BlockCache(Monitor):
             self._wanted, self._grown = (), None
 
     def _awaited(self) -> Wait | None:
-        """Return the end of a write that frees memory, or else of any transfer; None if nothing is left to be read or written."""
+        """Return a wait for a write that frees memory, or else for any transfer; None if no read or write is left to start."""
         if not (self._agenda or self._to_write):
             return None
         return self._memory_to_come() or self._ending_of_any(self._transfers)
@@ -385,7 +396,7 @@ class BlockCache(Monitor):
         return any(block.state is State.READING or self._comes_free(block) for block in unwanted)
 
     def _collect_ended(self) -> None:
-        """Record the errors of the transfers that are done."""
+        """Mark transfers that are done as ended, and keep their errors."""
         for under_way in list(self._transfers.values()):
             if not under_way.ended and under_way.transfer.done():
                 # A copy, since whoever keeps the transfer would keep the frames that its own error is raised in, and what they
@@ -394,7 +405,7 @@ class BlockCache(Monitor):
                 under_way.ended = True
 
     def _apply_ended(self) -> None:
-        """Move the blocks whose transfers are known to have ended to their next state."""
+        """Move each block whose transfer is marked as ended to its next state."""
         for block, under_way in [item for item in self._transfers.items() if item[1].ended]:
             del self._transfers[block]
             error = under_way.error
@@ -414,7 +425,7 @@ class BlockCache(Monitor):
                 self._drop_unless_kept(block)
 
     def _start_transfers(self) -> None:
-        """Read ahead and write as far as memory and drive allow, once the blocks that a caller waits for have their memory."""
+        """Start read-ahead and writes as far as memory and drive allow, once the awaited blocks have memory."""
         if all(block.in_memory for block in self._wanted):
             self._read_ahead()
             while self._to_write and self._bytes_in_transfer() < self._busy_bytes:
@@ -422,7 +433,7 @@ class BlockCache(Monitor):
         self._start_helper()
 
     def _read_ahead(self) -> None:
-        """Read what is expected as far as there is room, and make some for what is needed first."""
+        """Start reading expected blocks while memory is free. If it is not, start writes that free memory for the next block."""
         while self._agenda:
             block, limit = self._agenda[0]
             if block.state is State.ABSENT and block.stored and block.error is None and block in self._expected:
@@ -439,7 +450,7 @@ class BlockCache(Monitor):
             self._agenda.popleft()
 
     def _write_for_room(self, distance: int, limit: int) -> None:
-        """Start as many writes as make room for the blocks still to be read at this distance."""
+        """Start queued writes until they will free enough memory for the expected blocks still to be read at this distance."""
         missing = (use.block for use in self._agenda if self._distance(use.block) == distance)
         lacking = sum(block.nbytes for block in missing if block.state is State.ABSENT and block.stored)
         coming = sum(block.nbytes for block in self._transfers if self._comes_free(block))
@@ -448,7 +459,7 @@ class BlockCache(Monitor):
             lacking -= self._write_next()
 
     def _write_next(self) -> int:
-        """Start the first of the waiting writes. Returns how many bytes that are, 0 if it is not needed any more."""
+        """Start the first queued write. Return its bytes; 0 if the write is not needed any more."""
         block = self._to_write.popleft()
         if block.state is not State.DIRTY or block.resident or not self._is_idle(block):
             return 0
@@ -479,7 +490,7 @@ class BlockCache(Monitor):
             self.bytes_written += block.nbytes
 
     def _write_soon(self, block: Block) -> None:
-        """Note a dirty block to be written, unless it is used, resident or noted already."""
+        """Queue a dirty block to be written, unless it is used, resident or queued already."""
         if block.state is State.DIRTY and not block.resident and self._is_idle(block) and block not in self._to_write:
             self._to_write.append(block)
 
@@ -496,7 +507,7 @@ class BlockCache(Monitor):
         return sum(block.nbytes for block in self._transfers)
 
     def raise_failure(self) -> None:
-        """Raise the first error of earlier writes, if there is one that was not raised. Never blocks."""
+        """Raise the first error of earlier writes that was not raised yet, and forget the others. Never blocks."""
         if self._failures:
             del self._failures[1:]
             _raise(self._failures)
@@ -504,10 +515,10 @@ class BlockCache(Monitor):
     # Memory
 
     def _allocate(self, block: Block, begin: Callable[[Block, Memory], None]) -> Wait | None:
-        """Allocate memory for a block that is needed now, call ``begin(block, memory)``, and return None.
+        """Allocate memory for a block that a caller waits for, call ``begin(block, memory)``, and return None.
 
-        If no memory is free, return the transfer to wait for before trying again. Raises OSError if a write that had to make room
-        has failed.
+        If no memory is free, return a wait after which to try again. Raises OSError if a write that had to free memory has
+        failed.
         """
         grown_for, memory = self._grown or (None, None)
         if grown_for is not block:
@@ -536,7 +547,7 @@ class BlockCache(Monitor):
         self._grown = block, self.memory.grow(block, [other.memory for other, counts in self._held.items() if counts])
 
     def _taken(self, block: Block, limit: int = sys.maxsize) -> Memory | None:
-        """Return memory for a block if there is some, and no more than ``limit`` bytes are used with it."""
+        """Return memory for a block; None if none is free, or if more than ``limit`` bytes would then be used."""
         if self._counts(block):
             beside = 0 if self._write_bytes is None else self._bytes_to_write()
             if self.used + block.nbytes > self.memory.limit or self.used - beside + block.nbytes > limit:
@@ -547,13 +558,13 @@ class BlockCache(Monitor):
         return sum(block.nbytes for block in self._held if block.state in (State.DIRTY, State.WRITING))
 
     def _writes_in_the_way(self, block: Block) -> Wait | None:
-        """Return the end of a write if the block's own would be more than are allowed at a time."""
+        """Return a wait for a write if this block would exceed ``write_bytes``; None if it would not."""
         if self._write_bytes is None or self._bytes_to_write() + block.nbytes <= self._write_bytes:
             return None
         return self._memory_to_come()
 
     def _spare_memory(self, block: Block, limit: int) -> Memory | None:
-        """Return memory that is free, or was held by a block needed later than this one; None if there is none."""
+        """Return memory that is free, or that a block with a later next use held; None if there is none."""
         with contextlib.suppress(MemoryError, OutOfBuffers):  # which are for whoever needs it now
             while (memory := self._taken(block, limit)) is None:
                 if not self._drop_furthest(beyond=self._distance(block)):
@@ -562,15 +573,18 @@ class BlockCache(Monitor):
         return None
 
     def _memory_to_come(self) -> Wait | None:
-        """Return the end of a write that frees memory."""
+        """Return a wait for a write that will free memory; None if there is no such write."""
         return self._ending_of_any(block for block in self._transfers if self._comes_free(block))
 
     def _comes_free(self, block: Block) -> bool:
-        """Return whether a block is being written, and its memory is needed for nothing else."""
+        """Return whether the block's memory becomes free when the block's write ends."""
         return block.state is State.WRITING and not (block.users or block.resident or block in self._wanted)
 
     def _drop_furthest(self, beyond: int | None = None) -> bool:
-        """Drop the clean block that is needed last, if that is further away than ``beyond``. Returns whether there was one."""
+        """Drop the idle clean block whose next use is furthest away, if that is further than ``beyond``.
+
+        Return whether a block was dropped. Residents are not.
+        """
         last, furthest = None, -1 if beyond is None else beyond
         for block in self._held:
             if block.state is State.CLEAN and not block.resident and self._is_idle(block):
@@ -585,7 +599,11 @@ class BlockCache(Monitor):
         return True
 
     def _least_needed(self) -> Block | None:
-        """Return the idle block that costs least to remove from memory. It is no resident any more."""
+        """Return the idle block whose next use is furthest away, or None if no block is idle.
+
+        A resident is returned only if there is no other idle block, and is no longer resident then. Blocks whose memory does
+        not count against the limit are left out.
+        """
         idle = (block for block in self._idle() if self._held[block])
         last = max(idle, key=lambda block: (not block.resident, self._distance(block)), default=None)
         if last is not None:
@@ -600,11 +618,14 @@ class BlockCache(Monitor):
         return block.state in (State.CLEAN, State.DIRTY) and not block.users and block not in self._wanted
 
     def _counts(self, block: Block) -> bool:
-        """Return whether memory for this block is part of the limit."""
+        """Return whether this block's memory counts against the limit."""
         return not (block.resident and self.memory.separate_residents)
 
     def _drop_unless_kept(self, block: Block, written: bool = False) -> None:
-        """Drop a clean block that nobody uses, unless it is kept for later. Beyond the limit only residents are."""
+        """Drop a clean, unused block unless it is resident or kept for a later use.
+
+        While more memory is used than the limit, only residents are kept.
+        """
         if block.state is not State.CLEAN or not self._is_idle(block):
             return
         may_stay = self.used <= self.memory.limit and (self._retain_written or not written)
@@ -630,7 +651,7 @@ class BlockCache(Monitor):
     # Order
 
     def _set_expected(self, uses: Iterable[Use]) -> None:
-        """Replace what is expected, and drop blocks that were kept for it alone."""
+        """Replace the expected uses, and drop blocks that were in memory only because their use was expected."""
         before = self._expected
         self._agenda = deque(uses)
         self._expected = {use.block: place for place, use in reversed(list(enumerate(self._agenda)))}
@@ -640,9 +661,10 @@ class BlockCache(Monitor):
                 self._drop_unless_kept(block)
 
     def _distance(self, block: Block) -> int:
-        """Return how far a block's next use is away, in any unit. Those with the largest distance are dropped first.
+        """Return how far away a block's next use is: its place among the expected uses.
 
-        This is the place in what is expected; other blocks are beyond that. Of several the one used longest ago is dropped.
+        Without an expected use it is ``sys.maxsize``. Blocks with the largest distance are dropped first; among equal ones,
+        the one used longest ago.
         """
         return self._expected.get(block, sys.maxsize)
 
@@ -656,9 +678,10 @@ def _raise_error(block: Block) -> None:
 
 
 def _raise(errors: list[BaseException]) -> NoReturn:
-    """Raise an error, taken out of a list with nothing else.
+    """Raise the only error in a list, after removing it from the list.
 
-    No frame keeps it: its traceback would refer to itself, and all memory that its frames know would stay.
+    So no frame refers to the error. Otherwise its traceback would form a cycle with that frame, and keep the memory that its
+    frames refer to.
     """
     error = errors.pop()
     try:

@@ -1,4 +1,4 @@
-"""Memory of blocks: leases of a pool within a limit, or memory of their own."""
+"""Where blocks get their memory: leases of a buffer pool within a limit, or a tensor for one block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepnvme.memory.pool import BufferPool
 
 
 class OwnMemory:
-    """Memory made for one block: it ends with the last tensor over it."""
+    """Memory allocated for one block, outside any pool. It is freed with the last tensor that views it."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
@@ -24,12 +24,13 @@ class OwnMemory:
 
 
 class PooledMemory:
-    """Leases of a pool, up to a limit that is exceeded only if the blocks used at a time need more.
+    """Leases of a pool, up to a limit that is exceeded only if the blocks in use at a time need more.
 
     Args:
-        pool: Where memory is leased; others may use it as well.
-        limit: Bytes of all leases.
-        shortage: Given the bytes held and a block, returns the beginning of the message if the pool has no room for it.
+        pool: The pool to lease from; it may have other users.
+        limit: Most bytes of all leases together.
+        shortage: Called with the bytes leased and a block, if the pool has no room for the block. Returns the beginning of
+            the error message.
         separate_residents: Whether the leases of residents do not count against the limit.
     """
 
@@ -42,20 +43,21 @@ class PooledMemory:
         self._shortage = shortage
 
     def set_limit(self, nbytes: int) -> None:
-        """Change the limit. What is held beyond it stays until its memory is needed."""
+        """Change the limit, in bytes. Blocks beyond a lower limit stay in memory until their memory is needed."""
         self.limit = nbytes
 
     def take(self, block: Block) -> Lease | None:
-        """Return a lease, or None if the pool has no room. Never waits.
+        """Return a lease for the block, or None if the pool has no room. Never waits.
 
-        Raises MemoryError if the system has not so much memory to pin.
+        Raises MemoryError if the system has too little memory to pin.
         """
         return self._pool.try_lease(block.nbytes)
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Lease:
-        """Lease memory for a block although that exceeds the limit of all leases.
+        """Lease memory for a block beyond the limit.
 
-        Waits for other threads to release theirs, not for those in ``held``. Raises OutOfBuffers if the pool has no room.
+        Waits for other threads to release leases, but not for the leases in ``held``. Raises OutOfBuffers if the pool has no
+        room.
         """
         shortage = self._shortage(sum(memory.nbytes for memory in held), block)
         return lease_more(self._pool, block.nbytes, [lease for lease in held if isinstance(lease, Lease)], shortage)

@@ -1,4 +1,4 @@
-"""State that its caller and a helper thread change one at a time, and wait for transfers in between."""
+"""State that the calling thread and a helper thread change one at a time, and never while waiting for a transfer."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from deepnvme._polling import TRANSFER_POLL_SECONDS
 from deepnvme.telemetry.profiler_ranges import profiler_range
 
 Wait = Callable[[float | None], object]
-"""Waits until a transfer has ended, at most for the given seconds if they are not None. May raise TimeoutError then."""
+"""Function that waits until a transfer has ended, for at most the given seconds (None: no limit). May raise TimeoutError."""
 
 
 class Monitor(ABC):
-    """All changes are made with the lock held and signals deferred. No code waits for a transfer meanwhile.
+    """Base class whose state changes only with the lock held and signals deferred, and never during a wait for a transfer.
 
-    A method that has to wait is a step that :meth:`_until` repeats: it returns what to wait for, and the waiting is done outside.
-    So Ctrl-C never leaves a change half made: it comes during a wait, or after a change.
+    A method that has to wait is written as a step: it returns what to wait for, and :meth:`_until` does the waiting and
+    repeats the step. So Ctrl-C never leaves a change half made: it takes effect during a wait, or after a change.
 
     Args:
         helper: Name of a thread that continues the work while no caller waits. It runs only while there is something to wait
-            for. None: there is no such thread, and callers look for more to do while they wait.
+            for. None: there is no such thread, and callers start further transfers while they wait.
     """
 
     def __init__(self, helper: str | None) -> None:
@@ -33,12 +33,15 @@ class Monitor(ABC):
         self._helper: threading.Thread | None = None
         self._helper_name = helper
         self.seconds_waited = 0.0
-        """Seconds of the waits that were timed."""
+        """Total seconds of the timed waits."""
         self.seconds_waited_to_write = 0.0
-        """Of these, the seconds of waits for a write to end."""
+        """Seconds of the timed waits that were for a write."""
 
     def helping(self) -> bool:
-        """Return whether this is the helper thread, which may hold the lock: a finalizer may run in it at any point."""
+        """Return whether the current thread is the helper.
+
+        A finalizer may run in the helper at any point, even while the helper holds the lock.
+        """
         return self._helper is not None and threading.current_thread() is self._helper
 
     @abstractmethod
@@ -47,11 +50,11 @@ class Monitor(ABC):
 
     @abstractmethod
     def _apply_ended(self) -> None:
-        """Move blocks on whose transfers :meth:`_collect_ended` found to have ended. Each step begins with it."""
+        """Move blocks whose transfers :meth:`_collect_ended` found ended to their next state. Runs at the start of each step."""
 
     @abstractmethod
     def _start_transfers(self) -> None:
-        """Start the transfers that can be started. Each step ends with it."""
+        """Start the transfers that can be started now. Runs at the end of each step."""
 
     @abstractmethod
     def _awaited(self) -> Wait | None:
@@ -59,7 +62,7 @@ class Monitor(ABC):
 
     @abstractmethod
     def _starved(self) -> bool:
-        """Return whether the end of another transfer than the one waited for would let more be started."""
+        """Return whether more transfers could be started if a transfer ended that no caller waits for."""
 
     @abstractmethod
     def _is_write(self, wait: Wait) -> bool:
@@ -67,15 +70,16 @@ class Monitor(ABC):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Change the state in the ``with`` body, then start what can be started."""
+        """Hold the lock and defer signals during the ``with`` body, then start the transfers that can be started."""
         with defer_interrupts(), self._lock:
             yield
             self._start_transfers()
 
     def _until(self, step: Callable[[], Wait | None], first: Callable[[], None] | None = None, timed: bool = False) -> None:
-        """Call ``first``, and repeat ``step`` until it returns None; between repetitions, wait for what it returns.
+        """Call ``first`` once, then repeat ``step`` until it returns None. In between, do the waits that it returns.
 
-        Raises what they raise. With ``timed``, the waits are added to ``seconds_waited``, and to ``seconds_waited_to_write``.
+        Raises the exceptions of ``first`` and ``step``. With ``timed``, adds the seconds waited to ``seconds_waited``, and
+        for writes also to ``seconds_waited_to_write``.
         """
         while True:
             self._collect_ended()

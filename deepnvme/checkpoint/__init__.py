@@ -43,7 +43,7 @@ _LATER = {
     "NVMeReader": "dcp.reader",
     "NVMeWriter": "dcp.writer",
 }
-"""Names imported on first use: their modules import this one, or torch.distributed.checkpoint, which takes half a second."""
+"""Names imported on first use, because their modules import this package or ``torch.distributed.checkpoint`` (half a second)."""
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = from_modules(__name__, _LATER)

@@ -1,10 +1,12 @@
-"""Save in the background: one thread writes the saves one after the other, and interpreter exit waits for it.
+"""Save in the background: one thread writes the queued saves one after the other, and interpreter exit waits for it.
 
 Invariants of the queue of saves, which all threads of the process share:
 
-1. Saves are written in the order in which they were queued; a save leaves the queue only when it has ended.
-2. A queue that is not empty has a thread. The thread ends only when it finds the queue empty. Both change under the lock.
-3. A failed save is unseen from its end until ``result``, ``exception``, a later save or the exit has told its error.
+1. Saves are written in the order in which they were queued. A save leaves the queue when it has ended.
+2. While the queue has saves, the saving thread runs. The thread ends only when it finds the queue empty. The queue
+   and the reference to the thread change together, under the lock.
+3. The error of a failed save is "unseen" until it has been reported once: by ``result`` or ``exception``, by a later
+   save, or by the log at interpreter exit.
 4. A forked child starts with an empty queue and no thread.
 """
 
@@ -128,7 +130,7 @@ class SaveFuture:
         return self._error
 
     def _wait(self, event: threading.Event, timeout: float | None, what: str) -> None:
-        """Wait for an event. Raises TimeoutError saying what the file is not yet."""
+        """Wait for an event, at most ``timeout`` seconds. Raises TimeoutError: the file is not ``what`` ("saved", "staged")."""
         self._check()
         if not event.wait(timeout):
             raise TimeoutError(f"'{self._path}' is not {what} after {timeout} s")
@@ -158,7 +160,7 @@ class _Saves:
         self._under_way: deque[SaveFuture] = deque()
         self._unseen: deque[SaveFuture] = deque()
         self._thread: threading.Thread | None = None
-        """Ends when there is nothing left to save. Interpreter exit waits for it, because it is not a daemon thread."""
+        """The saving thread; None while the queue is empty. Interpreter exit waits for it: it is not a daemon thread."""
 
     def add(self, save: SaveFuture, max_in_flight: int) -> None:
         """Queue a save, starting the thread if needed. Waits until fewer than ``max_in_flight`` saves are queued or running."""
@@ -176,7 +178,7 @@ class _Saves:
             first._ended.wait()
 
     def wait_for(self, wanted: Callable[[SaveFuture], bool]) -> None:
-        """Wait until none of the wanted saves is queued or running."""
+        """Block until none of the saves for which ``wanted`` returns True is queued or running."""
         while True:
             with self._lock:
                 first = next(filter(wanted, self._under_way), None)
@@ -185,12 +187,12 @@ class _Saves:
             first._ended.wait()
 
     def seen(self, save: SaveFuture) -> None:
-        """Record that the caller has seen this save's error, so that no later save raises it."""
+        """Remove a failed save from those whose error was not reported yet, so that no later save raises its error."""
         with self._lock, contextlib.suppress(ValueError):
             self._unseen.remove(save)
 
     def unseen(self) -> SaveFuture | None:
-        """Return the first failed save whose error nobody has seen, or None."""
+        """Return the first failed save whose error was not reported yet, or None."""
         with self._lock:
             return self._unseen[0] if self._unseen else None
 
@@ -218,7 +220,10 @@ _saves = _Saves()
 
 
 def _report_unseen() -> None:
-    """Log unseen errors at exit, when the exit status can no longer be changed: to stderr, unless logging is set up otherwise."""
+    """Log the errors of failed saves that were not reported before interpreter exit, by default to stderr.
+
+    An exit handler cannot change the exit status any more.
+    """
     while (save := _saves.unseen()) is not None:
         _saves.seen(save)
         message = "".join(traceback.format_exception_only(save._error)).strip()
@@ -226,7 +231,7 @@ def _report_unseen() -> None:
 
 
 def _forget() -> None:
-    """Start without saves in a forked child: those in progress belong to the parent."""
+    """Give a forked child an empty queue of saves: the saves in progress belong to the parent."""
     global _saves
     _saves = _Saves()
 
@@ -236,7 +241,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def raise_unseen() -> None:
-    """Raise the error of an earlier background save if nobody has seen it. Every save calls this first."""
+    """Raise the error of the first failed background save that was not reported yet. Every save calls this first."""
     failed = _saves.unseen()
     if failed is not None and failed._error is not None:
         try:
@@ -246,7 +251,10 @@ def raise_unseen() -> None:
 
 
 def wait_for_saves(path: str | os.PathLike[str]) -> None:
-    """Wait for the background saves to this path, which would otherwise replace the file of a later blocking save."""
+    """Block until no background save to this path is queued or running.
+
+    A blocking save calls this first: a background save that ended later would replace the newer file.
+    """
     target = Path(os.path.realpath(path))
     _saves.wait_for(lambda save: save.path == target)
 
@@ -256,24 +264,24 @@ def start(
     destination: Destination, make: Callable[[None], FileImage], pool: BufferPool | None, lazy: bool, max_in_flight: int,
     group: object,
 ) -> SaveFuture:  # fmt: skip
-    """Stage an image, then write and publish it in the background.
+    """Copy a file image into pinned memory, then write and publish it in the background.
 
     Args:
         destination: Where the file is published.
         make: Returns the image.
         pool: Pool of the pinned memory that the image is copied into. None is the process's pool.
-        lazy: Let the background thread copy the whole image, and return at once.
-        max_in_flight: Most saves queued or running. Waits for one to end if there are as many.
-        group: None. The ranks of a group would run collectives in their background threads, beside those of training, and each
-            rank in an order of its own.
+        lazy: Return at once, and let the background thread copy the whole image.
+        max_in_flight: Most saves queued or running. If there are as many, this blocks until one has ended.
+        group: Must be None. The ranks of a group would run collectives in background threads, concurrently with the
+            collectives of training and in a different order on each rank.
 
     Returns:
-        The future of the save, when what fits into the pool's free memory is copied.
+        The future of the save. As much of the image as the pool had free memory for is already copied.
 
     Raises:
-        Exception: The error of an earlier background save that nobody has seen, or whatever ``make`` raises.
+        Exception: The error of an earlier background save that was not reported yet, or whatever ``make`` raises.
         ValueError: If ``max_in_flight`` is less than 1, or a group is given.
-        OutOfBuffers: If the pool's budget is too small, or held by this thread.
+        OutOfBuffers: If the pool's budget is too small, or this thread holds the leases that the save would wait for.
     """
     if group is not None:
         raise ValueError(
@@ -316,29 +324,30 @@ def async_save(
     group: None = None,
     config: AioConfig | None = None,
 ) -> SaveFuture:
-    """Save ``obj`` to ``path`` like :func:`save`, but in the background. Returns when its bytes, as they are now, are copied.
+    """Save ``obj`` to ``path`` like :func:`save`, but in the background, with the values that ``obj`` has at the call.
 
-    The bytes are copied into pinned memory leased from ``pool`` and written while the caller continues. **The tensors may be
-    changed when this returns if the pool has memory for the whole file. Otherwise they may be changed after**
-    ``future.wait_staged()``: the writing thread copies the rest as memory becomes free. CUDA tensors are saved as the current
-    stream of this thread leaves them.
+    The bytes are copied into pinned memory leased from ``pool`` and written while the caller continues. **If the pool has
+    memory for the whole file, all tensors are copied when this returns, and may be changed. Otherwise they may be changed
+    after** ``future.wait_staged()``: the writing thread copies the rest as memory becomes free. CUDA tensors are saved as
+    the current stream of this thread leaves them.
 
     The pool keeps its memory for the next save. The first save also has to pin it, which takes 0.3 s per GB.
 
-    Saves are written one after the other, in the order of their calls. Interpreter exit waits for all of them. Ctrl-C before
-    this returns leaves nothing behind, except when it comes after all work is done: then the save continues like any other.
+    Saves are written one after the other, in the order of their calls. Interpreter exit waits for all of them. Ctrl-C
+    before this returns leaves nothing behind, except when it comes after all work is done: then the save continues like
+    any other.
 
     Args:
         obj: Any object that pickles.
         path: Path of the file. A relative path is resolved now.
         fsync: As for :func:`save`.
-        checksum: As for :func:`save`. The background thread computes those of tensors on the CPU. With True, those of tensors on
-            devices are computed before this returns.
+        checksum: As for :func:`save`. The background thread computes the checksums of tensors on the CPU. With True,
+            those of tensors on devices are computed before this returns.
         pickle_module: As for :func:`save`.
         pickle_protocol: As for :func:`save`.
         pool: Pool of the pinned memory. None is the process's pool.
-        lazy: Let the background thread copy everything, and return at once.
-        max_in_flight: Most saves queued or running. If there are as many, this waits for one to end.
+        lazy: Return at once, and let the background thread copy all tensors.
+        max_in_flight: Most saves queued or running. If there are as many, this blocks until one has ended.
         group: Not supported. Only :func:`save` has it.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
@@ -346,10 +355,10 @@ def async_save(
         The future of the save. Errors not listed below are raised by its ``result``.
 
     Raises:
-        Exception: Whatever pickling raises, before anything is created; or the error of an earlier background save that nobody
-            has seen.
-        OutOfBuffers: If the pool's budget is too small, or is held by this thread, so that the save would wait for it forever.
-            (Leases that this thread takes later must be released before it waits for the future.)
+        Exception: Whatever pickling raises, before anything is created; or the error of an earlier background save that
+            was not reported yet.
+        OutOfBuffers: If the pool's budget is too small, or is held by this thread, so that the save would wait for it
+            forever. (Leases that this thread takes later must be released before it waits for the future.)
         ValueError: If ``group`` is given, or ``max_in_flight`` is less than 1.
         TypeError: If ``config`` is something else than an AioConfig.
     """

@@ -1,4 +1,4 @@
-"""Transfers between checkpoint files and memory: by one engine, of one version of the file."""
+"""Read and write checkpoint files, with shared engines, and notice if a file is replaced while it is read."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 _PACKAGE = __name__.partition(".")[0]
 _GAP = 64 << 10
-"""Most bytes between two pieces that are read along with them instead of being skipped."""
+"""Largest gap in bytes between two pieces that is read along with them, so that one read has both."""
 _MOST_ENGINES = 16
-"""Engines that a process keeps: enough for a server whose drives all have profiles of their own. Each has threads."""
+"""Most engines that a process keeps: enough for a server whose drives all have different profiles. Each has threads."""
 Path = str | os.PathLike[str]
 Version = tuple[int, ...]
 """Identifies the contents of a path: unchanged as long as nobody replaces the file or writes into it."""
@@ -48,8 +48,9 @@ Version = tuple[int, ...]
 def shared_engine(path: Path, config: AioConfig | None = None) -> Engine:
     """Return this process's engine for a file or directory, created on first use. A forked child gets engines of its own.
 
-    Files that get the same settings share an engine. The last few used are kept. Any other ends when nobody uses it any more.
-    Looking up the drive takes 0.1 ms, so callers with many files in one directory call this once for the directory.
+    Files that get the same settings share an engine. The 16 engines used last are kept; any other ends when its last user
+    has released it. Looking up the drive takes 0.1 ms, so callers with many files in one directory call this once for the
+    directory.
 
     Args:
         path: The file or directory that is to be read or written. It may not exist yet. A symbolic link is followed.
@@ -68,7 +69,7 @@ def shared_engine(path: Path, config: AioConfig | None = None) -> Engine:
 
 @functools.lru_cache(maxsize=1)
 def _engines_of(process: int) -> Callable[[AioConfig, bool], Engine]:
-    """Return a function that returns this process's engine for some settings; makes the engine if none is kept."""
+    """Return a cached ``create_engine`` for this process, called with the settings and whether the user has given them."""
     return functools.lru_cache(maxsize=_MOST_ENGINES)(create_engine)
 
 
@@ -76,9 +77,10 @@ def _engines_of(process: int) -> Callable[[AioConfig, bool], Engine]:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Forget the local variables of this package's functions that the error has left, and the errors that led to it.
+    """Clear the local variables in an error's traceback, and in those of its causes, so that the error keeps no tensor alive.
 
-    Frames of others stay as they are: a debugger may want them, and clearing one of a suspended generator would close that.
+    Only frames of this package are cleared, and only if they have ended. A debugger may want the others, and clearing the
+    frame of a suspended generator would close that generator.
     """
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -95,7 +97,7 @@ def clear_frames(error: BaseException) -> None:
 
 
 def clearing_frames(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Return a function like this one whose errors keep its arguments, and no other variables of this package's functions."""
+    """Decorate a function so that its errors keep its arguments alive, but no other local variables of this package."""
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -122,14 +124,14 @@ def write(
 ) -> None:
     """Write a file image, or parts of it, into a file. Blocks until everything is written.
 
-    At most 16 MiB are leased at a time. Ends of parts that are not page-aligned are written through the page cache. The image's
-    checksums are computed meanwhile, for the whole file only.
+    At most 16 MiB are leased at a time. Ends of parts that are not page-aligned are written through the page cache. If
+    the whole file is written, the image's checksums are computed meanwhile.
 
     Args:
         image: Bytes of the file.
         file: File to write to.
         engine: Engine that does the transfers.
-        pool: Pool of the buffers for small pieces.
+        pool: Pool of the buffers in which small pieces are gathered.
         parts: Ranges of the file to write, each (begin, end) in bytes. None is the whole file.
         progress: Called with (bytes written, bytes to write).
 
@@ -145,7 +147,7 @@ def write(
     ring = ChunkRing(pool, min(CHUNK, sum(end - begin + PAGE for begin, end in parts)), wait=True)
 
     def write_copied(part: WriteRange) -> None:
-        """Copy small pieces together, with the checksums that are known by now, and start writing them."""
+        """Gather small pieces in pinned memory, add the checksums that are known by now, and start writing the memory."""
         tensor = ring.memory(part.begin, part.end)
         assert tensor is not None  # because the ring waits for the pool
         image.copy(part.begin, part.end, tensor)
@@ -175,11 +177,14 @@ def write(
 
 
 _AHEAD = 128 << 20
-"""Most bytes of tensors that are written before their checksums are computed, unless one is larger."""
+"""Most bytes of tensors whose writes start before their checksums are computed, unless one tensor is larger."""
 
 
 def _finish(part: WriteRange, checksums: Checksums | None, write_copied: Callable[[WriteRange], None]) -> int:
-    """Finish a range after all earlier ranges. Return the bytes whose checksum was computed."""
+    """Compute the checksums of a tensor's range, or start writing a range of gathered pieces, in the order of the file.
+
+    Returns the bytes of the tensor whose checksums were computed; 0 for gathered pieces or without checksums.
+    """
     if part.tensor is None:
         write_copied(part)
     elif checksums is not None:
@@ -209,8 +214,9 @@ def memory_for(nbytes: int, offset: int) -> torch.UntypedStorage:
     """Return new CPU memory into which a direct read from ``offset`` of a file needs no copy.
 
     Args:
-        nbytes: Size in bytes. From DIRECT_FROM on the memory is mapped anonymously, with huge pages where the kernel has them.
-        offset: Bytes from the start of the file. The memory begins equally far behind a page boundary.
+        nbytes: Size in bytes. From DIRECT_FROM bytes on, the memory is an anonymous mapping, with huge pages where the
+            kernel has them.
+        offset: Bytes from the start of the file. The memory begins at the same distance from a page boundary.
     """
     return empty_storage(nbytes) if nbytes < DIRECT_FROM else huge_pages(nbytes, offset % PAGE).untyped_storage()
 
@@ -225,7 +231,7 @@ def read(placed: Sequence[Placed], path: Path, engine: Engine, pool: BufferPool,
     """Fill memory with bytes from a file. Blocks. Leases at most 16 MiB at a time.
 
     Args:
-        placed: The memory and its offsets, on the CPU or CUDA devices.
+        placed: Memory on the CPU or CUDA devices, each piece with the offset of its bytes in the file.
         path: The file.
         engine: Engine that does the transfers.
         pool: Pool of the chunks that small pieces are read through.
@@ -265,11 +271,13 @@ def read(placed: Sequence[Placed], path: Path, engine: Engine, pool: BufferPool,
 
 
 _REPORTED = 64 << 20
-"""Most bytes of a transfer, so that progress is reported within a large tensor, and its pages are allocated while it is read."""
+"""Most bytes of one transfer. Larger tensors are read in several, so that progress is reported in between, and so that
+the drive reads one part while the pages of the next are allocated.
+"""
 
 
 def started(engine: Engine, memory: torch.Tensor, file: File, offset: int) -> Future:
-    """Start reading from a file and return the future of the read.
+    """Start reading from a file into memory, and return the future of the read.
 
     Args:
         engine: Engine that does the transfer.
@@ -286,7 +294,7 @@ def started(engine: Engine, memory: torch.Tensor, file: File, offset: int) -> Fu
 
 @contextlib.contextmanager
 def _cut_off_is_damage(file: File) -> Iterator[None]:
-    """Turn a refusal to read a range that ends past the end of the file into CorruptCheckpoint."""
+    """Turn the engine's ValueError for a range past the end of the file into CorruptCheckpoint."""
     try:
         yield
     except ValueError as error:
@@ -321,7 +329,7 @@ def in_chunks(
         raise CorruptCheckpoint(file.path, f"it was cut off at byte {size}")
 
     def start(run: Run, chunk: torch.Tensor) -> Future:
-        """Start reading a run. The chunk may be longer than what is left of the file."""
+        """Start reading a run of neighbouring pieces into a chunk, which may be longer than the rest of the file."""
         return engine.read(chunk[: min(run.end, size) - run.begin], file, run.begin)
 
     for run, chunk in read_ahead(runs([(0, *place) for place in places], CHUNK, PAGE, _GAP), start, pool):
@@ -357,7 +365,9 @@ def read_consistently(path: Path, load: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def unless_replaced(versions: Mapping[Path, Version], what: str) -> Iterator[None]:
-    """Raise OSError (ESTALE) after the block if one of the files was replaced during it, for callers that cannot start again.
+    """Raise OSError (ESTALE) after the ``with`` block if one of the files was replaced during it.
+
+    For callers that cannot read again, as :func:`read_consistently` does.
 
     Args:
         versions: The files with their versions from before the block, see :func:`file_version`.

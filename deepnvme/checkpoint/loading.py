@@ -112,7 +112,7 @@ def load(
     options["weights_only"] = resolve_weights_only(weights_only, pickle_module)
 
     def whole() -> Any:
-        """Load the chosen entries of the file, and show progress."""
+        """Load the file, or the entries ``keys`` of it, and show progress."""
         with profiler_range("load"), shown_progress(progress, f"loading {path}") as report:
             memory = buffer_pool() if pool is None else pool
             return _load(path, chosen, mapped, checksum, options, memory, report, config)
@@ -186,7 +186,7 @@ def _load(
     progress: Progress | None,
     config: AioConfig | None,
 ) -> Any:
-    """Load one .pt file and return the whole object. Storages that ``keys`` rule out are not read."""
+    """Load one .pt file and return its object. Storages that none of the entries ``keys`` needs are not read."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size == 0:
             raise CorruptCheckpoint(path, "the file is empty")
@@ -324,7 +324,7 @@ def _load_storages(
 def _offsets_of(
     path: str | os.PathLike[str], stream: bytes, unread: UnreadStorages, keys: Iterable[Any], options: Mapping[str, Any]
 ) -> set[int]:
-    """Return the offsets of the storages that these entries use, without reading any storage.
+    """Return the offsets of the storages that the entries ``keys`` use, without reading any storage.
 
     Only for pickles that look at no storage's contents while they are unpickled.
     """
@@ -339,7 +339,7 @@ def _offsets_of(
 
 
 def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
-    """Return the entries of ``whole`` with these keys."""
+    """Return the entries ``keys`` of ``whole``. Raises TypeError if that is no mapping, KeyError if it lacks one of them."""
     if not isinstance(whole, Mapping):
         raise TypeError(f"keys choose entries of a mapping, and the file holds a {type(whole).__name__}: load it whole")
     missing = [key for key in keys if key not in whole]

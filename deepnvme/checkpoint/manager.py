@@ -33,24 +33,24 @@ _IN_FLIGHT = 2
 
 
 class CheckpointManager:
-    """The checkpoints of a training run: a directory with one ordinary .pt file per step, named ``step-00000100.pt`` and so on.
+    """The checkpoints of a training run: a directory with one ordinary .pt file per step, such as ``step-00000100.pt``.
 
     >>> manager = deepnvme.CheckpointManager("/mnt/nvme/run", keep=3)
     >>> manager.save(step, model.state_dict(), asynchronous=True)
     >>> model.load_state_dict(manager.load())
 
-    If ``keep`` checkpoints exist when a save begins, the one of the lowest step is given up: the new checkpoint is written over
-    its blocks, which is faster than writing into new blocks. So at least ``keep - 1`` whole checkpoints exist at any time, also
-    after a kill or a power cut. With ``keep=1`` the old checkpoint stays until the new one is complete. A checkpoint that any
-    process has open or mapped, or that has another name (``ln step-00000100.pt best.pt``), is removed instead of being written
-    over.
+    If ``keep`` checkpoints exist when a save begins, the checkpoint of the lowest step is given up: its file becomes the
+    new checkpoint and is overwritten in place, which is faster than allocating new space on the drive. So at least
+    ``keep - 1`` whole checkpoints exist at any time, also after a kill or a power cut. With ``keep=1`` the old checkpoint
+    stays until the new one is complete. A checkpoint that any process has open or mapped, or that has another name
+    (``ln step-00000100.pt best.pt``), is removed instead of being overwritten.
 
-    A file with such a name is always whole, and nothing else is recorded. So several processes may save into one directory at
-    the same time, and others may load from it. Thread-safe.
+    A file that is named like a checkpoint is always whole, and the directory has no other state. So several processes may
+    save into one directory at the same time, and others may load from it. Thread-safe.
 
     Args:
         directory: Created if it is missing.
-        keep: How many checkpoints are kept, those of the highest steps. At least 1.
+        keep: How many checkpoints are kept: those of the highest steps. At least 1.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
@@ -72,13 +72,18 @@ class CheckpointManager:
         return representation(self, lambda: f"in {path_list([self.directory])}", lambda: f"keep={self.keep}", self._contents)
 
     def _contents(self) -> str:
-        """Return the text about the checkpoints that exist."""
+        """Describe the existing checkpoints for ``repr``: "3 checkpoints, the latest of step 100"."""
         steps = self.steps()
         count = f"{len(steps)} checkpoint{'s' if len(steps) > 1 else ''}"
         return f"{count}, the latest of step {steps[-1]}" if steps else "no checkpoints"
 
     def path(self, step: int) -> Path:
-        """Return the path that the checkpoint of a step has or would have. Raises ValueError if it is negative."""
+        """Return the path of a step's checkpoint, which may not exist.
+
+        Raises:
+            ValueError: If the step is negative.
+            TypeError: If the step is no integer.
+        """
         try:
             step = operator.index(step)
         except TypeError:
@@ -190,12 +195,12 @@ class CheckpointManager:
     # chooses no other.
 
     def _given_up(self, step: int) -> Path | None:
-        """Return the checkpoint whose blocks the save of ``step`` may write over, or None."""
+        """Return the checkpoint whose file the save of ``step`` may overwrite, or None."""
         others = [other for other in self.steps() if other != step]
         return self.path(others[0]) if len(others) >= self.keep > 1 else None
 
     def _remove_surplus(self, step: int) -> None:
-        """Remove the checkpoints of the lowest steps other than ``step`` that are beyond ``keep``."""
+        """Remove checkpoints beyond ``keep``: those of the lowest steps, except for the one of ``step``."""
         steps = self.steps()
         for other in [other for other in steps if other != step][: max(len(steps) - self.keep, 0)]:
             try:

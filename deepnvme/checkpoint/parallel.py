@@ -25,10 +25,10 @@ Result = TypeVar("Result")
 
 
 class Description(NamedTuple):
-    """What a rank sends to the others about its serialised checkpoint before all write one file."""
+    """What a rank tells the others of its part of the file, so that all can check that they save the same object."""
 
     digest: str
-    """Hash of everything but the tensors' bytes."""
+    """Hash of everything in the file but the tensors' bytes."""
     nbytes: int
     """Size of the file in bytes."""
     held: list[int]
@@ -36,7 +36,7 @@ class Description(NamedTuple):
 
 
 class CollectiveSteps:
-    """Run steps on all ranks of a group, each step together and only if all ranks have completed the one before.
+    """Steps that all ranks of a group run together, each only after all ranks have completed the previous one.
 
     Args:
         group: Process group of ``torch.distributed``.
@@ -62,8 +62,8 @@ class CollectiveSteps:
         If a step fails on any rank, every rank calls ``undo``, and raises after all have called it.
 
         Args:
-            step: Its result must pickle.
-            undo: Called if a rank failed. Must not raise.
+            step: Returns a result that can be pickled.
+            undo: Called if ``step`` failed on any rank. Must not raise.
 
         Raises:
             RuntimeError: On ranks whose own step succeeded, naming the ranks that failed and why.
@@ -97,8 +97,8 @@ def save_together(
 ) -> None:
     """Write the image that each rank makes into one file, which rank 0 creates and publishes. Collective. Blocks.
 
-    On an error nothing is published, and the temporary file is removed before any rank raises. The exception is an error of
-    ``Destination.end``, which follows publication and says so.
+    On an error nothing is published, and the temporary file is removed before any rank raises. Only after an error of
+    ``Destination.end``, which is called after publication, the new file is in place; the message says so.
 
     Args:
         destination: Where rank 0 publishes the file.
@@ -108,7 +108,8 @@ def save_together(
         group: Process group of ``torch.distributed``.
 
     Raises:
-        ValueError: On all ranks, if their images differ, naming the ranks; or if they do not hold each byte of a DTensor once.
+        ValueError: On all ranks, if their images differ, naming the ranks; or if together they do not hold each byte of a
+            DTensor exactly once.
         RuntimeError: If another rank failed.
         Exception: Whatever a step raises on this rank.
     """
@@ -117,7 +118,7 @@ def save_together(
     mine: list[tuple[FileImage, Engine, BufferPool]] = []
 
     def prepare() -> Description:
-        """Make this rank's image, and return what the ranks compare of it."""
+        """Make this rank's image, and return the description of it that the ranks compare."""
         raise_unseen()
         image = make()
         mine.append((image, destination.engine(), buffer_pool() if pool is None else pool))
@@ -131,7 +132,7 @@ def save_together(
     temporary = ""
 
     def start() -> str:
-        """Create the temporary file on rank 0 and return its path for the others."""
+        """Create the temporary file on rank 0, and return its path, so that the other ranks can open it."""
         if new is None:
             return ""
         wait_for_saves(path)
@@ -150,7 +151,7 @@ def save_together(
             raise
 
     def publish() -> None:
-        """Give the file its name, on rank 0."""
+        """Rename the temporary file to its final name, on rank 0."""
         if new is not None:
             new.publish()
             destination.end()
@@ -197,7 +198,7 @@ def bytes_held(image: FileImage) -> list[int]:
 
 
 def own_share(image: FileImage, rank: int, size: int) -> list[Span]:
-    """Return the ranges that this rank writes of the bytes that all ranks hold."""
+    """Return the ranges that this rank writes of the bytes outside DTensors, which every rank has."""
     common: list[Span] = []
     at = 0
     for first, last in [*image.spread, (image.nbytes, image.nbytes)]:

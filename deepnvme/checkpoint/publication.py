@@ -2,13 +2,14 @@
 
 Invariants:
 
-1. The path names the old file, or no file, until all bytes of the new file are written, with ``fsync`` until they are stable.
-2. A temporary file ends in ``.deepnvme-tmp`` and is locked by ``flock`` while its process lives. A file of such a name that is
-   not locked is a leftover, and any process may remove it.
-3. The lock is taken before anything else is done with a temporary file, and the name is compared with the descriptor after that:
+1. The path names the old file, or no file, until all bytes of the new file are written, with ``fsync`` until they are
+   on stable storage.
+2. A temporary file ends in ``.deepnvme-tmp`` and is locked by ``flock`` while its process lives. A file of such a
+   name that is not locked is a leftover of a dead process, and any process may remove it.
+3. A process first locks a temporary file, and then checks that the name still refers to the file that it has open:
    another process may have removed the file as a leftover in between.
-4. A recycled file loses its old name, durably with ``fsync``, before a byte of it is written over, and is written over only if no
-   other descriptor, mapping or name refers to it.
+4. A file that is recycled loses its old name, durably with ``fsync``, before a byte of it is overwritten. It is
+   overwritten only if no other descriptor, mapping or name refers to it.
 """
 
 from __future__ import annotations
@@ -43,32 +44,34 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 SUFFIX = ".deepnvme-tmp"
-"""Ends the names of temporary files. Those being written are locked; those left by a dead process are not."""
+"""Suffix of the names of temporary files. A temporary file that is being written is locked; one of a dead process is not."""
 _LONGEST_NAME = 255 - len(SUFFIX) - 10
-"""Bytes of the final name that the temporary name repeats: a name may have 255 bytes."""
+"""Most bytes of the final name that the temporary name repeats: a name may have 255 bytes in all."""
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where and how a file is published, with the steps before it is written and after it has its name."""
+    """Where and how a file is published, with callbacks before it is written and after it has its final name."""
 
     path: Path
     """Final path. If it is a symbolic link, the link stays and its target is replaced."""
     fsync: bool = True
     """Whether the file is flushed to stable storage before the rename, and the directory after it."""
     one_of_many: bool = False
-    """For callers that publish many files into a directory: they call :func:`remove_leftovers` before the first and
-    ``sync_directory`` after the last, because each of these handles the whole directory."""
-    recycle: Callable[[], Path | None] = lambda: None
-    """Called before the file is written. Returns a file in the same directory that becomes the temporary file, so that its blocks
-    are written over, or None.
+    """Whether the caller publishes many files into one directory.
 
-    It loses its name then. It is removed instead, and a new file made, if it has another name, if any process has it open or
-    mapped, if that cannot be determined, or if it may not be written to. It is left alone if it is no regular file or may not be
-    renamed.
+    The caller then calls :func:`remove_leftovers` before the first file and ``sync_directory`` after the last, because
+    each of these handles the whole directory.
+    """
+    recycle: Callable[[], Path | None] = lambda: None
+    """Called before the file is written. Returns a file in the same directory to overwrite in place, or None.
+
+    The returned file is renamed to the temporary name. It is removed instead, and a new file made, if it has another
+    name, if any process has it open or mapped, if that cannot be determined, or if it may not be written to. It is left
+    alone if it is no regular file or may not be renamed.
     """
     end: Callable[[], object] = lambda: None
-    """Called after publication. An error of it says that the file is saved."""
+    """Called after publication. If it raises, the message has to say that the file is saved."""
     config: AioConfig | None = None
     """Settings of the engine; None for the profile of the drive."""
 
@@ -77,7 +80,7 @@ class Destination:
         return shared_engine(self.path, self.config)
 
     def publish(self, engine: Engine, nbytes: int, write: Callable[[File], None]) -> None:
-        """Write a file and give it its name when it is whole. Blocks.
+        """Write a temporary file, and rename it to its final name when it is complete. Blocks.
 
         Args:
             engine: Engine that opens and flushes the file.
@@ -102,12 +105,12 @@ class Publication:
     ...     engine.write(tensor, new.file).result()
     ...     new.publish()
 
-    Nothing is created before ``with`` is entered. Leaving ``with`` without :meth:`publish` removes the temporary file. Entering
-    it also removes the temporary files that dead processes have left in the directory.
+    Nothing is created before ``with`` is entered. Leaving ``with`` without :meth:`publish` removes the temporary file.
+    Entering ``with`` also removes the temporary files that dead processes have left in the directory.
 
-    Entering ``with`` raises OSError naming the path: IsADirectoryError; FileNotFoundError or PermissionError from the
-    directory; or ENOSPC with the bytes needed and the bytes free. An OSError that names the temporary file names the path when
-    it leaves ``with``.
+    Entering ``with`` raises OSError naming the final path: IsADirectoryError; FileNotFoundError or PermissionError from
+    the directory; or ENOSPC with the bytes needed and the bytes free. If the block raises an OSError that names the
+    temporary file, it is changed to name the final path.
 
     Args:
         destination: Where and how the file is published.
@@ -158,7 +161,7 @@ class Publication:
             raise OSError(error.errno, error.strerror, self._name) from error
 
     def publish(self) -> None:
-        """Rename the temporary file to its final path, replacing the file that has it. Blocks.
+        """Rename the temporary file to its final path, replacing the file at that path if there is one. Blocks.
 
         With ``fsync`` the file is flushed before the rename, and the directory after it.
 
@@ -263,7 +266,7 @@ def _start(path: Path) -> io.FileIO:
 
 
 def _recycled(path: Path, recycle: Path, durably: bool) -> io.FileIO | None:
-    """Return ``recycle`` as a locked temporary file for ``path``, or None if a new file has to be created."""
+    """Rename ``recycle`` to a temporary name for ``path`` and return it locked; None if a new file has to be created."""
     temporary = _temporary_name(path)
     try:
         if not stat.S_ISREG(os.lstat(recycle).st_mode):
@@ -273,7 +276,7 @@ def _recycled(path: Path, recycle: Path, durably: bool) -> io.FileIO | None:
         return None
 
     def is_unshared(file: io.FileIO) -> bool:
-        """Return whether the file may be written over, once its old name is durably gone."""
+        """Return whether nothing else uses the file, so that it may be overwritten; first make its renaming durable."""
         if durably:  # otherwise, after a power cut, its old name could refer to the new bytes
             sync_directory(path.parent)
         return _is_ours_alone(file.fileno())
@@ -289,13 +292,14 @@ def _recycled(path: Path, recycle: Path, durably: bool) -> io.FileIO | None:
 
 
 def _open_locked(name: str, mode: str, is_usable: Callable[[io.FileIO], bool]) -> io.FileIO | None:
-    """Open a temporary file, lock it and return it. It is removed instead if it is not usable, and after an error.
+    """Open and lock a temporary file and return it. Remove the file instead if it is not usable, or after an error.
 
     Returns:
-        None if it was removed, here or before it was locked: by another process, as a leftover.
+        None if the file was removed: here, or by another process as a leftover, before it was locked.
 
     Raises:
-        OSError: If it cannot be opened or locked, or is not usable and cannot be removed: it takes space that the save needs.
+        OSError: If the file cannot be opened or locked, or is not usable and cannot be removed. Such a file takes space
+            that the save needs.
     """
     file = io.FileIO(name, mode)
     try:
@@ -314,7 +318,7 @@ def _open_locked(name: str, mode: str, is_usable: Callable[[io.FileIO], bool]) -
 
 
 def _temporary_name(path: Path) -> str:
-    """Return a new name beside the path for a temporary file."""
+    """Return a new, random path for a temporary file in the directory of ``path``."""
     name = os.fsencode(path.name)[:_LONGEST_NAME]
     return str(path.parent / os.fsdecode(b".%s.%s%s" % (name, secrets.token_hex(4).encode(), SUFFIX.encode())))
 
@@ -334,7 +338,7 @@ def _is_ours_alone(descriptor: int) -> bool:
 
 
 def _is(descriptor: int, path: str) -> bool:
-    """Return whether the path is a name of the open file."""
+    """Return whether the path refers to the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

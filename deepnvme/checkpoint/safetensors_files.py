@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
 
 Choice = Callable[[Mapping[str, Elements]], Mapping[str, Elements]]
-"""Returns the entries to load, by name, of all those of a file."""
+"""Function that selects the entries to load from all entries of a file, both by name."""
 
 
 def save_file(
@@ -42,9 +42,9 @@ def save_file(
 ) -> None:
     """Save tensors to a safetensors file. Blocks.
 
-    The file appears under its name when it is whole, as with :func:`deepnvme.save`. Conjugate and negative views are saved with
-    their own values; safetensors saves the values of the tensors that they view. Memory beyond the tensors: 16 MiB leased from
-    ``pool``.
+    The file appears under its name when it is whole, as with :func:`deepnvme.save`. Of a conjugate or negative view, the
+    values of the view are saved; the safetensors library saves the values of the viewed tensor. Memory beyond the
+    tensors: 16 MiB leased from ``pool``.
 
     Args:
         tensors: By name: contiguous, dense tensors on the CPU or CUDA devices, none overlapping another.
@@ -56,7 +56,7 @@ def save_file(
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
-        Exception: First of all, the error of an earlier :func:`deepnvme.async_save` that nobody has seen.
+        Exception: First of all, the error of an earlier :func:`deepnvme.async_save` that was not reported yet.
         ValueError: If a tensor is not contiguous or not dense.
         KeyError: If the format does not have a tensor's dtype.
         NotImplementedError: If a tensor is on the meta device. This is a RuntimeError too.
@@ -113,10 +113,10 @@ def load_entries(
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Load chosen tensors of a safetensors file, or of all shards of an index, and read only their bytes. Blocks.
 
-    The arguments and errors are those of :func:`load_file`, and besides:
+    The other arguments and the errors are those of :func:`load_file`.
 
     Args:
-        choose: What to load of each file.
+        choose: Selects the tensors to load from the entries of each file.
     """
     target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     pool = buffer_pool() if pool is None else pool
@@ -143,14 +143,16 @@ def save_model(
 ) -> None:
     """Save the ``state_dict`` of a model to a safetensors file. Blocks.
 
-    If several names stand for one tensor (tied weights), only the first name that covers the whole storage is saved. The others
-    are recorded in the metadata as ``{"other": "first"}``, unless the metadata already have that name.
+    If several names stand for one tensor (tied weights), only the alphabetically first name that covers the whole storage
+    is saved. Each other name is recorded in the metadata as ``{"other": "first"}``, unless the metadata already have an
+    entry of that name.
 
     Args:
         model: The model.
         filename: As for :func:`save_file`.
         metadata: As for :func:`save_file`.
-        force_contiguous: Save copies of tensors that are not contiguous, which takes memory. If False they raise ValueError.
+        force_contiguous: Save contiguous copies of tensors that are not contiguous, which takes memory. If False, such
+            tensors raise ValueError.
         fsync: As for :func:`deepnvme.save`.
         pool: As for :func:`deepnvme.save`.
         progress: As for :func:`deepnvme.save`.
@@ -184,7 +186,7 @@ def load_model(
     progress: ProgressOption = None,
     config: AioConfig | None = None,
 ) -> tuple[set[str], list[str]]:
-    """Load a safetensors file, or shards by their index, into a model. Blocks.
+    """Load a safetensors file, or all shards of an index, into a model. Blocks.
 
     Args:
         model: The model whose tensors are overwritten.
@@ -197,12 +199,13 @@ def load_model(
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
-        (missing, unexpected): the names of the model that nothing was loaded for, and the names of the file that the model does
-        not have. A name that is tied to a name in the file is neither.
+        (missing, unexpected): the names of the model that the file lacks, and the names of the file that the model lacks.
+            A name
+        that is tied to a name in the file is in neither.
 
     Raises:
-        RuntimeError: If shapes differ; or, with ``strict``, if names are missing or unexpected. The other tensors are loaded by
-            then.
+        RuntimeError: If shapes differ; or, with ``strict``, if names are missing or unexpected. The other tensors are
+            loaded by then.
         Exception: Any error of :func:`load_file`.
     """
     loaded = load_file(filename, device, backend=backend, pool=pool, progress=progress, config=config)
@@ -234,7 +237,10 @@ def _load(
 
 
 def _storage(entry: Elements, device: torch.device) -> torch.UntypedStorage:
-    """Return a new storage for a tensor of the file. On the CPU it suits direct reads, if the tensor's offset suits its dtype."""
+    """Return a new storage for a tensor of the file.
+
+    On the CPU, direct I/O needs no copy into it if the tensor's offset in the file is a multiple of its element size.
+    """
     if device.type == "cpu" and entry.offset % entry.dtype.itemsize == 0:
         return memory_for(entry.nbytes, entry.offset)
     return empty_storage(entry.nbytes, device)
@@ -255,11 +261,11 @@ def save_sharded(
     """Save tensors to several safetensors files with an index, or to a single file if one is enough. Blocks.
 
     The files are ``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``; a single file is
-    ``model.safetensors``. Each file appears when it is whole, the index last. Saving over existing shards of the same number is
-    not atomic as a whole: use a new directory.
+    ``model.safetensors``. Each file appears when it is whole, the index last. Saving over existing shards of the same
+    number is not atomic as a whole: use a new directory.
 
     Args:
-        tensors: As for :func:`save_file`. The shards are filled in this order.
+        tensors: As for :func:`save_file`. The shards are filled in the order of the dict.
         directory: Created if it is missing.
         metadata: As for :func:`save_file`, for each shard.
         max_shard_size: Bytes, or a size such as "5GB" (5 * 10**9 bytes) or "5GiB". A larger tensor gets a shard of its own.
@@ -273,7 +279,7 @@ def save_sharded(
         The paths of the files.
 
     Raises:
-        TypeError, ValueError: If ``max_shard_size`` is no positive size.
+        TypeError, ValueError: If ``max_shard_size`` is not a positive size.
         Exception: Any error of :func:`save_file`.
     """
     most = byte_count(max_shard_size, "max_shard_size", least=1)
@@ -301,7 +307,7 @@ def save_sharded(
 
 
 def _split(tensors: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
-    """Return the names of each shard, filled in order up to ``most`` bytes."""
+    """Divide the tensors into shards in their order, each of at most ``most`` bytes. Returns the names of each shard."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -317,10 +323,10 @@ def _split(tensors: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
 
 
 def _left_out(tensors: Mapping[str, torch.Tensor], preferred: Collection[str] = ()) -> dict[str, str]:
-    """Return the names that are left out, each with the name that is saved in its place.
+    """Return the names of tied weights that are not saved, each with the name that is saved in its place.
 
-    Of the names that share memory, the alphabetically first is kept that covers the whole storage, or the first of
-    ``preferred`` among these.
+    Of the names that share memory, the alphabetically first that covers the whole storage is saved, or the first such name in
+    ``preferred``.
 
     Args:
         tensors: All tensors by name.

@@ -50,15 +50,16 @@ def save(
     Any ``torch.load`` reads the file, also with ``mmap=True``. The file appears under its name when it is whole: after any
     error, kill or power cut the name refers to the old file or to the new one.
 
-    The arguments of ``torch.save`` have the same names and order, so ``torch.save = deepnvme.save`` works. Left to
-    ``torch.save`` are file objects, the format before torch 1.6, and files without the byte order record. On these ``fsync``,
-    ``pool``, ``progress`` and ``config`` have no effect.
+    The arguments of ``torch.save`` have the same names and order, so ``torch.save = deepnvme.save`` works. ``torch.save``
+    itself is called for file objects, the format before torch 1.6, and files without the byte order record. ``fsync``,
+    ``pool``, ``progress`` and ``config`` then have no effect.
 
-    With a ``group`` the save is collective: every rank calls it with the same object, in which each DTensor has the rank's
-    shard. The ranks write one ordinary file together, each the same number of bytes. It has the whole tensor for a DTensor, and
-    CUDA devices are numbered in the order in which they occur in the object. The ranks compare the structure of their objects,
-    the sizes and the values that are not tensors, but not the bytes of tensors. If one rank fails, all raise: the failed rank
-    its own error, the others RuntimeError naming it. See docs/checkpoints-ranks.md for file systems shared by several machines.
+    With a ``group`` the save is collective: every rank calls it with the same object, in which each DTensor has the
+    rank's shard. The ranks write one ordinary file together, each the same number of bytes. The file has the whole tensor
+    for a DTensor, and CUDA devices are numbered in the order in which they occur in the object. The ranks compare the
+    structure of their objects, the sizes and the values that are not tensors, but not the bytes of tensors. If one rank
+    fails, all raise: the failed rank its own error, the others RuntimeError naming it. See docs/checkpoints-ranks.md for
+    file systems shared by several machines.
 
     Memory beyond the object: 16 MiB leased from ``pool``.
 
@@ -67,27 +68,28 @@ def save(
         f: Path, or a file object.
         pickle_module: As for ``torch.save``.
         pickle_protocol: As for ``torch.save``.
-        _use_new_zipfile_serialization: As for ``torch.save``. False is left to ``torch.save``.
-        _disable_byteorder_record: As for ``torch.save``. True is left to ``torch.save``.
-        fsync: Flush the file to stable storage before it gets its name. Without this, a power cut can leave less than a whole
-            file.
-        checksum: Whether the file has the CRC-32 of each tensor, for :func:`verify`, ``unzip -t`` and others, or 0 in its place.
-            None: CRC-32 of tensors on the CPU, computed during writing; 0 for tensors on devices and with ``group``. True: all
-            tensors; those on devices, and all with ``group``, are computed first. False: 0 for all. After
-            ``torch.serialization.set_crc32_options(False)``, None means 0 for all, and for the pickle too, as in torch.save.
+        _use_new_zipfile_serialization: As for ``torch.save``, which is called if this is False.
+        _disable_byteorder_record: As for ``torch.save``, which is called if this is True.
+        fsync: Flush the file to stable storage before it gets its name. Without this, a power cut can leave less than a
+            whole file.
+        checksum: Whether the file has the CRC-32 of each tensor, for :func:`verify`, ``unzip -t`` and others, or 0 in its
+            place. None: CRC-32 of tensors on the CPU, computed during writing; 0 for tensors on devices and with
+            ``group``. True: all tensors; those on devices, and all with ``group``, are computed first. False: 0 for all.
+            After ``torch.serialization.set_crc32_options(False)``, None means 0 for all, and for the pickle too, as in
+            torch.save.
         pool: Pool of the pinned buffers. None is the process's pool.
-        progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
-            for one from the beginning, False for none; or a function called with (bytes written, bytes of the file).
+        progress: None shows a progress bar on stderr after two seconds, if stderr is a terminal or a notebook's; True
+            shows one from the beginning, False shows none; a function is called with (bytes written, bytes of the file).
         group: Process group of ``torch.distributed`` whose ranks write the file together.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         Exception: Whatever pickling raises, before anything is created; or, first of all, the error of an earlier
-            :func:`async_save` that nobody has seen.
+            :func:`async_save` that was not reported yet.
         OSError: From writing, naming the file. ENOSPC is raised before a byte is written.
         OutOfBuffers: If the pool's budget does not allow the buffers.
-        ValueError: If the ranks' objects differ or a DTensor is Partial; if ``checksum`` is given for an object with DTensors;
-            or if ``checksum`` or ``group`` is given for what is left to ``torch.save``.
+        ValueError: If the ranks' objects differ or a DTensor is Partial; if ``checksum`` is given for an object with
+            DTensors; or if ``checksum`` or ``group`` is given where ``torch.save`` is called.
         RuntimeError: If another rank failed.
         TypeError: If ``config`` is something else than an AioConfig.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deepnvme.ops.aio.async_io_op.checkpoint import Checksums
 
 _LARGEST = 32 << 20
-"""Most bytes of a chunk: enough for two threads to share the copying, few compared with a model's state."""
+"""Most bytes of a chunk: enough for two threads to share the copying, and little compared with a model's state."""
 
 
 class Cancelled(Exception):
@@ -30,14 +30,14 @@ class Cancelled(Exception):
 
 
 class Snapshot:
-    """A file image as it is now, copied by one thread and written by another.
+    """A file image with the values that it has now, copied by one thread and written by another.
 
-    The copied chunks pass through a queue in the order of the file, so that writing begins with the first chunk. CUDA memory is
-    copied after the work that the current streams of the creating thread have been given so far.
+    The copied chunks pass through a queue in the order of the file, so that writing begins with the first chunk. CUDA
+    memory is copied after the work that is now queued on the current streams of the creating thread.
 
-    The first thread calls :meth:`ensure_memory` and then :meth:`stage` or :meth:`leave`, once. It may call :meth:`cancel`. The
-    second thread calls :meth:`write`, which also copies what the first has left, and always :meth:`close`. After
-    :meth:`cancel`, ``write`` raises Cancelled.
+    The first thread calls :meth:`ensure_memory` and then either :meth:`stage` or :meth:`leave`. It may call
+    :meth:`cancel`. The second thread calls :meth:`write`, which also copies the chunks that the first thread has not
+    copied; and, in any case, :meth:`close`. After :meth:`cancel`, ``write`` raises Cancelled.
 
     Args:
         image: Bytes of the file. Not used any more once ``staged`` is set.
@@ -57,14 +57,14 @@ class Snapshot:
         """Offset of the first byte that is not copied yet."""
         self._chunks: queue.SimpleQueue[_StagedChunk | None] = queue.SimpleQueue()
         self._left = False
-        """Whether the writing thread has seen that the first thread is done."""
+        """Whether the writing thread has taken the end marker of the queue: the first thread copies no more chunks."""
         self._stopped = False
         self._cancelled = False
 
     def ensure_memory(self) -> None:
-        """Raise OutOfBuffers if the memory for the first chunk is held by this thread or can never be leased.
+        """Raise OutOfBuffers if the memory for the first chunk can never be leased, or this thread holds it.
 
-        The writing thread would wait for that memory, and this thread possibly for the writing thread.
+        If this thread held it, the writing thread would wait for this thread, and this thread possibly for the writing thread.
         """
         self._pool.ensure_possible(self._size(self._at))
 
@@ -85,7 +85,7 @@ class Snapshot:
             self.leave()
 
     def leave(self) -> None:
-        """Leave the chunks that are not copied yet to :meth:`write`."""
+        """Hand over to the writing thread: :meth:`write` copies the chunks that are not copied yet."""
         if self._at == self.nbytes:
             self._drop_image()
         self._chunks.put(None)
@@ -131,7 +131,7 @@ class Snapshot:
         self._drop_image()
 
     def _all(self) -> Iterator[_StagedChunk]:
-        """Yield the staged chunks, then copy and yield the rest."""
+        """Yield the chunks of the queue, then copy and yield the chunks that the first thread has not copied."""
         while (chunk := self._next()) is not None:
             yield chunk
         while self._at < self.nbytes and not self._cancelled:
@@ -143,8 +143,9 @@ class Snapshot:
     def _leases(self) -> list[Lease]:
         """Return leases for the whole image, or for as much of it as the pool has memory for now.
 
-        All are leased before the first is copied into, so that every save leases the same amount. Otherwise memory written
-        meanwhile would be reused, more of it or less each time, and save after save would pin some more.
+        All are leased before the first is filled, so that every save leases the same amount. If chunks were leased one by
+        one, a varying number of them would reuse memory that was written meanwhile, and the pinned memory would grow from
+        save to save.
         """
         leases: list[Lease] = []
         at = self._at
@@ -154,7 +155,7 @@ class Snapshot:
         return leases
 
     def _size(self, at: int) -> int:
-        """Return the bytes of the chunk that begins at this offset."""
+        """Return the size in bytes of the chunk that begins at byte ``at`` of the file."""
         return min(self._chunk, self.nbytes - at)
 
     def _copied(self, lease: Lease) -> _StagedChunk:
@@ -166,7 +167,7 @@ class Snapshot:
         return chunk
 
     def _next(self) -> _StagedChunk | None:
-        """Return the next chunk from the queue, or None when the first thread is done."""
+        """Return the next chunk from the queue, or None if the first thread adds no more. Blocks."""
         chunk = None if self._left else self._chunks.get()
         self._left = chunk is None
         return chunk
@@ -178,7 +179,7 @@ class Snapshot:
 
 
 class _StagedChunk:
-    """Copied bytes of the file. Their lease is released after the chunk is done: written, or known never to be."""
+    """A copied part of the file in leased memory. The lease is released once the chunk is written, failed or given up."""
 
     def __init__(self, begin: int, buffer: torch.Tensor) -> None:
         self._begin = begin
@@ -186,7 +187,7 @@ class _StagedChunk:
         self._future: Future | None = None
 
     def add_checksums(self, checksums: Checksums) -> None:
-        """Compute checksums over the chunk, the next of the file, and write the checksums that belong into the chunk."""
+        """Compute checksums over the chunk, and fill in those that are stored in it. Called in the order of the file."""
         assert self._buffer is not None
         try:
             add_checksums(checksums, self._begin, self._buffer)
@@ -212,5 +213,5 @@ class _StagedChunk:
         return self._buffer is None and (self._future is None or self._future.done())
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until a write that was started has ended, and return its error, or None."""
+        """Wait until the write has ended, and return its error, or None if it succeeded or was not started."""
         return None if self._future is None else self._future.exception(timeout)

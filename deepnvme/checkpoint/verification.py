@@ -1,4 +1,4 @@
-"""Check whether a file holds what was saved: its structure, and the contents as far as it has checksums of them."""
+"""Check whether a checkpoint file is undamaged: its structure, and its contents if the file has checksums for them."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ class Report:
     tensors: int
     """Number of storages in a .pt file, or of tensors in a safetensors file."""
     nbytes: int
-    """Bytes of these storages or tensors together."""
+    """Bytes of all these storages or tensors."""
     checksums: int
-    """Number of storages that have a checksum, with which their contents were compared."""
+    """Number of storages that have a checksum and were compared with it."""
     problems: tuple[str, ...]
     """What is wrong: which storage, what was expected, what was found. Empty if nothing is wrong."""
     compressed: bool = False
     """Whether records are deflated. torch.save never writes such files, but torch.load reads them."""
     checked_nbytes: int = 0
-    """Bytes of the storages that have a checksum. A change of other bytes of the contents cannot be seen."""
+    """Bytes of the storages that have a checksum. Damage to the bytes of other storages cannot be detected."""
     unchecked: str = ""
-    """Why nothing of the file could be checked: its format has nothing to do it by. Empty if something was."""
+    """Why nothing in the file could be checked: a format without a checkable structure or checksums. Empty otherwise."""
 
     @property
     def ok(self) -> bool:
-        """Return whether nothing was found to be wrong: with the structure, and with the contents as far as they were checked."""
+        """Whether no problem was found in the structure, or in the contents that have checksums."""
         return not self.problems
 
     @property
     def contents_checked(self) -> bool:
-        """Return whether there was a checksum for every byte of the contents."""
+        """Whether every byte of the contents was compared with a checksum."""
         return not self.unchecked and self.checked_nbytes == self.nbytes
 
     def checked(self) -> str:
-        """Return what was checked, in words."""
+        """Return a text that says what was checked, such as "structure, and checksums of all 12 storages, 4096 bytes"."""
         if self.unchecked:
             return self.unchecked
         things = "storages" if self.format == "pt" else "tensors"
@@ -87,13 +87,13 @@ class Report:
 def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, config: AioConfig | None = None) -> Report:
     """Check a .pt file, a .safetensors file, or a .safetensors.index.json with all of its shards. Blocks.
 
-    Checked is the structure: that the file is whole, and that its directory, its pickle and its storages fit together. Contents
-    are compared with their checksums as far as the file has some: :attr:`Report.checked_nbytes` says for how many bytes. .pt
-    files of this package and of torch have checksums unless they were saved without, see :func:`deepnvme.save`; .safetensors
-    files have none.
+    The structure is checked: that the file is whole, and that its directory, its pickle and its storages fit together.
+    Contents are compared with the checksums that the file has: :attr:`Report.checked_nbytes` says for how many bytes. .pt
+    files of this package and of torch have checksums unless they were saved without, see :func:`deepnvme.save`;
+    .safetensors files have none.
 
-    Reads the pickle and every record that has a checksum, at the speed of the drive. At most 16 MiB are leased. Of a
-    file with deflated records only the checksums are compared, by Python's zipfile.
+    Reads the pickle and every record that has a checksum, at the speed of the drive. At most 16 MiB are leased. If
+    records are deflated, only the checksums are compared, by Python's zipfile.
 
     Args:
         path: The file.
@@ -130,7 +130,7 @@ def verify(path: str | os.PathLike[str], *, pool: BufferPool | None = None, conf
 
 
 def _old(path: str) -> Report:
-    """Return the report of a file that begins as a pickle, as torch.save wrote before torch 1.6."""
+    """Return the report of a file that begins like a pickle: a file of torch before 1.6, which cannot be checked."""
     other = guess_format(path)
     if other is None:
         return Report(path, "pt", 0, 0, 0, (), unchecked=_TOO_OLD)
@@ -158,7 +158,7 @@ def _safetensors(path: str) -> Report:
 
 
 def _pickle_problems(scan: PickleScan, found: PtRecords) -> list[str]:
-    """Return messages for storages that the pickle refers to and the file lacks, or has with another size."""
+    """Return messages for storages that the pickle refers to and that the file lacks, or has with another size."""
     try:
         scan.load()
     except (OSError, MemoryError):
@@ -175,7 +175,7 @@ def _pickle_problems(scan: PickleScan, found: PtRecords) -> list[str]:
 
 @clearing_frames
 def _checksum_problems(path: str | os.PathLike[str], found: PtRecords, pool: BufferPool, config: AioConfig | None) -> list[str]:
-    """Return messages for records whose bytes do not match their checksum. Reads some chunks ahead of the computation."""
+    """Return messages for records whose bytes do not match their checksum. Computes checksums while later chunks are read."""
     engine = shared_engine(path, config)
     records = [found.pickle, *found.others, *found.storages]
     located = list(zip(records, pt_records.data_offsets(path, records), strict=True))
@@ -189,7 +189,7 @@ def _checksum_problems(path: str | os.PathLike[str], found: PtRecords, pool: Buf
     with engine.open(os.fspath(path), "r") as file:
 
         def start(part: tuple[Record, int, int, int], chunk: torch.Tensor) -> Future:
-            """Start reading a part of a record."""
+            """Start reading a part of a record into a chunk."""
             _, offset, at, nbytes = part
             return started(engine, chunk[:nbytes], file, offset + at)
 
@@ -201,7 +201,7 @@ def _checksum_problems(path: str | os.PathLike[str], found: PtRecords, pool: Buf
 
 
 def verify_records(path: str | os.PathLike[str]) -> None:
-    """Verify all records that have a checksum of any zip archive, deflated or not. Blocks.
+    """Compare the records of a zip archive, deflated or not, with the checksums that they have. Blocks.
 
     Reads through the page cache, because torch is about to read the file that way.
 
@@ -231,14 +231,18 @@ def _record_problems(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, CorruptCheckpoint, *pt_records.DAMAGE)
-"""What zipfile raises for archives that it cannot read: later versions, encrypted ones, and damage that it does not check for."""
+"""Types of the errors that zipfile raises for archives that it cannot read.
+
+These are newer versions of the format, encrypted archives, and damage that zipfile does not check for.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``deepnvme verify``.
 
-    Exits with status 0 if nothing is wrong with any file as far as it was checked, 1 if something is or a file cannot be read,
-    and 2 for wrong arguments. With ``--require-checksums``, 3 if nothing is wrong, but a file has no checksums of some contents.
+    Exits with status 0 if no problem was found in any file, 1 if a file has a problem or cannot be read, and 2 for wrong
+    arguments. With ``--require-checksums``, the status is 3 if no problem was found, but a file has no checksums for some
+    of its contents.
 
     Args:
         arguments: Command line without the program's name. None is that of the process.

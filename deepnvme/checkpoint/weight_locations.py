@@ -1,4 +1,4 @@
-"""Where weights are read from, one by one: modules, checkpoint files or mappings."""
+"""Sources of weights that are read one by one: modules, checkpoint files and mappings."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ from .formats.safetensors_header import indexed, read_header, shards_of
 from .unpickling import UnreadStorages, unpickle
 
 _OPEN_FILES = 16
-"""Most files that are open at a time. More shards of a checkpoint are rarely in use together; and fewer than any limit of
-descriptors, also if each weight has a file of its own."""
+"""Most files that are open at a time.
+
+More shards of a checkpoint are rarely read together. The limit of descriptors is higher on every system, so that each weight
+may have a file of its own.
+"""
 
 
 _PART_BYTES = 16 << 20
-"""Bytes that are read at a time of a weight most of whose span in the file is not its own: columns of a larger one."""
+"""Bytes read at a time of a weight that fills less than half of its span in the file, such as columns of a matrix."""
 
 
 class Pending(Protocol):
@@ -42,37 +45,37 @@ class Pending(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """Protocol for weights that :meth:`WeightStore.build` reads one by one, so that they need not be in memory all at once."""
+    """Protocol of weights that :meth:`WeightStore.build` reads one by one, so that they need not all be in memory at once."""
 
     def names(self) -> Iterable[str]:
-        """Return the names of all weights; of tied weights all names."""
+        """Return the names of all weights, including every name of a tied weight."""
 
     def info(self, name: str) -> WeightInfo:
-        """Return dtype and shape of a weight."""
+        """Return the dtype and shape of a weight."""
 
     def ties(self) -> Mapping[str, str]:
-        """Return the first name of each tied weight by its further names, all of them among ``names``."""
+        """Return a mapping from each further name of a tied weight to its first name. All are among ``names``."""
 
     def read_into(self, name: str, out: torch.Tensor) -> Pending:
         """Start reading a weight into ``out``.
 
         Args:
             name: Name of the weight.
-            out: As many bytes (uint8) as the weight has. It must not be touched until ``Pending.result`` has returned.
+            out: uint8 tensor with as many bytes as the weight. It must not be touched until ``Pending.result`` has returned.
         """
 
 
 class Location(NamedTuple):
-    """A weight that lies in a file: just as it does in memory, contiguous, if only the first three fields are given."""
+    """The place of a weight in a file. With the first three fields only, the weight is contiguous there, as in memory."""
 
     path: str
     """Path of the file."""
     offset: int
     """Where the weight's first element is, in bytes from the start of the file."""
     info: WeightInfo
-    """Dtype and shape in memory."""
+    """Dtype and shape that the weight has in memory."""
     elements: Elements | None = None
-    """Dtype, shape and strides in the file, and the offset once more; None if they are as in memory."""
+    """Offset, dtype, shape and strides in the file; None if the weight is contiguous there, with the dtype of ``info``."""
     conj: bool = False
     """Whether the values in the file are to be conjugated. Only with ``elements``."""
     neg: bool = False
@@ -80,7 +83,7 @@ class Location(NamedTuple):
 
 
 class OpenFiles:
-    """Reads files, each of which is opened once. They stay open until :meth:`close`; of very many, only the last 16 opened.
+    """Files that stay open for reading until :meth:`close`. If there are more than 16, only the 16 opened last stay open.
 
     Not thread-safe.
     """
@@ -104,7 +107,7 @@ class OpenFiles:
         return started(self._engine, out, file, offset)
 
     def close(self) -> None:
-        """Close all files. Reads under way go on. May be repeated, for example after an interrupt."""
+        """Close all files. Reads in flight continue. Idempotent, so it can be repeated after an interrupt."""
         while self._files:
             self._files.popitem()[1].close()
 
@@ -117,7 +120,8 @@ class Weights:
         files: Reads the files.
 
     Raises:
-        TypeError: If a name is not a str, or a value is of another type, or a tensor that is not dense or has no data.
+        TypeError: If a name is not a str; or if a value is neither a tensor nor a :class:`Location`, or is a tensor that
+            is not dense or has no data.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor | Location], files: OpenFiles) -> None:
@@ -135,21 +139,22 @@ class Weights:
         return self._weights
 
     def info(self, name: str) -> WeightInfo:
-        """Return dtype and shape of a weight."""
+        """Return the dtype and shape of a weight."""
         weight = self._weights[name]
         return weight.info if isinstance(weight, Location) else WeightInfo(weight.dtype, tuple(weight.shape))
 
     def ties(self) -> Mapping[str, str]:
-        """Return the first name of each tied weight by its further names.
+        """Return a mapping from each further name of a tied weight to its first name.
 
-        Weights are tied if they are the same memory, or the same place in a file, seen with the same dtype, shape and strides.
+        Weights are tied if they are the same memory, or the same place in a file, with the same dtype, shape and strides.
         """
         return ties_of(self._weights, _place_of)
 
     def read_into(self, name: str, out: torch.Tensor) -> Pending:
-        """Start reading a weight; see :meth:`Source.read_into`. Blocks until a tensor is copied.
+        """Start reading a weight; see :meth:`Source.read_into`. For a tensor in memory, blocks until it is copied.
 
-        A weight that lies in the file differently than in memory is rearranged by ``Pending.result``, through memory of its own.
+        If a weight's layout or dtype in the file differs from memory, it is read into a temporary buffer, from which
+        ``Pending.result`` copies the elements into ``out``.
         """
         weight = self._weights[name]
         if isinstance(weight, torch.Tensor):
@@ -166,7 +171,7 @@ class Weights:
             return reading
 
         def rearrange() -> None:
-            """Copy the weight from the span of the file to where it is wanted."""
+            """Wait for the read, and copy the weight's elements from the temporary buffer into ``out``."""
             reading.result()
             values = span.view(elements.dtype).as_strided(elements.shape, elements.stride)
             values = values.conj() if weight.conj else values
@@ -176,7 +181,7 @@ class Weights:
         return _Read(rearrange)
 
     def _read_in_parts(self, weight: Location, elements: Elements, out: torch.Tensor) -> None:
-        """Read a weight in parts along the dimension that takes it farthest. Blocks."""
+        """Read a weight in parts, divided along the dimension that has the largest stride in the file. Blocks."""
         farthest = max(range(len(elements.shape)), key=lambda each: elements.stride[each])
         count = max(_PART_BYTES // (elements.stride[farthest] * elements.dtype.itemsize), 1)
         values = out.view(weight.info.dtype).view(weight.info.shape)
@@ -190,18 +195,18 @@ class Weights:
             place.copy_(read.view(part.info.dtype).view(part.info.shape))
 
     def check_unchanged(self) -> None:
-        """Raise CorruptCheckpoint if a file was written to or replaced since this source was made."""
+        """Raise CorruptCheckpoint if a file was written to or replaced since this object was created."""
         for path, version in self._versions.items():
             if file_version(path) != version:
                 raise pt_records.CorruptCheckpoint(path, "it was changed while its weights were read: read all of them again")
 
 
 def part_of(weight: torch.Tensor | Location, slices: Sequence[slice]) -> torch.Tensor | Location:
-    """Return a part of a weight, which is read by itself.
+    """Return a part of a weight, which can be read without reading the rest.
 
     Args:
         weight: The weight.
-        slices: One for each of its dimensions, without steps.
+        slices: One for each dimension of the weight, without steps.
     """
     if isinstance(weight, torch.Tensor):
         return weight[tuple(slices)]
@@ -214,14 +219,15 @@ def part_of(weight: torch.Tensor | Location, slices: Sequence[slice]) -> torch.T
 
 
 def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | Location]:
-    """Return where the weights of a checkpoint lie, by name. Only headers are read, not the weights.
+    """Return where the weights of a checkpoint lie, by name. Reads only headers, not the weights.
 
     Args:
-        checkpoint: Path of a .safetensors file, of a file that torch.save wrote of a mapping of tensors, of the index.json of
-            several such files, or of a directory with one of these.
+        checkpoint: Path of a .safetensors file; of a file in which torch.save wrote a mapping of names to tensors; of the
+            index.json of several such files; or of a directory with one of these.
 
     Returns:
-        Weights in files; and tensors, for those without elements or of a kind that a store refuses.
+        The location of each weight in its file. A tensor instead, for a weight without elements or of a kind that
+        :class:`WeightStore` refuses.
 
     Raises:
         CorruptCheckpoint: If a file is no checkpoint, is cut off, or lacks a tensor that the index lists.
@@ -243,12 +249,12 @@ def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | L
 def weights_in_index(
     index: Mapping[str, Mapping[str, Any]], folder: str | os.PathLike[str] | None
 ) -> dict[str, torch.Tensor | Location]:
-    """Return where the weights of accelerate's offload index lie, by name. Only headers are read, not the weights.
+    """Return where the weights of accelerate's offload index lie, by name. Reads only headers, not the weights.
 
     Args:
-        index: Entries by the weight's name in the model. An entry has either ``safetensors_file``, the ``weight_name`` in that
-            file and optionally the ``dtype`` that the weight is to have; or the ``dtype`` and ``shape`` of the raw bytes in
-            ``<folder>/<name>.dat``. Accelerate writes such entries, and transformers passes them to it.
+        index: Entries by the weight's name in the model, as accelerate writes them and transformers passes them on. An
+            entry has either ``safetensors_file``, the ``weight_name`` in that file and optionally the ``dtype`` that the
+            weight is to have in memory; or the ``dtype`` and ``shape`` of the raw bytes in ``<folder>/<name>.dat``.
         folder: Directory of the raw files; None if there are none.
 
     Raises:
@@ -277,7 +283,7 @@ def weights_in_index(
 
 
 def _raw(name: str, entry: Mapping[str, Any], folder: str | os.PathLike[str] | None) -> Location:
-    """Return where the weight of an entry without a safetensors file lies, after checking the file's size."""
+    """Return the location of a weight in its raw file, ``<folder>/<name>.dat``, after checking the file's size."""
     if folder is None:
         raise ValueError(f"the index says that {name!r} lies in a folder, and none is given")
     info = WeightInfo(dtype_named(entry["dtype"]), tuple(entry["shape"]))
@@ -296,7 +302,7 @@ _KINDS = (
 
 
 def _chosen(directory: Path) -> str:
-    """Return the path of the checkpoint in a directory."""
+    """Return the path of the checkpoint in a directory. Raises FileNotFoundError for none, ValueError for several."""
     for pattern in _KINDS:
         found = sorted(str(path) for path in directory.glob(pattern))
         if len(found) > 1:
@@ -307,7 +313,7 @@ def _chosen(directory: Path) -> str:
 
 
 def _in_file(path: str) -> dict[str, torch.Tensor | Location]:
-    """Return where the weights of a file of any of the formats lie."""
+    """Return where the weights of a checkpoint file lie, whatever its format."""
     if pt_records.is_zip(path):
         return _in_archive(path)
     if pt_records.is_pickle(path):
@@ -349,7 +355,7 @@ def _in_archive(path: str) -> dict[str, torch.Tensor | Location]:
 
 
 def _state_dict(path: str, loaded: object) -> Mapping[str, torch.Tensor]:
-    """Return what was loaded if it is a mapping to tensors; raise ValueError otherwise."""
+    """Return ``loaded`` if it is a mapping of names to tensors; raise ValueError for anything else."""
     if isinstance(loaded, Mapping) and all(isinstance(value, torch.Tensor) for value in loaded.values()):
         return loaded
     text = f"'{path}' holds {type(loaded).__name__}, and no mapping of names to tensors, such as a state_dict"
@@ -360,7 +366,10 @@ def _state_dict(path: str, loaded: object) -> Mapping[str, torch.Tensor]:
 
 
 def _place_of(weight: torch.Tensor | Location) -> object:
-    """Return a key that is equal for weights that are the same memory seen alike; None for a weight without elements."""
+    """Return a key that is equal for tied weights: the same bytes with the same dtype, shape and strides.
+
+    None for a weight without elements.
+    """
     if isinstance(weight, Location):
         return weight if weight.info.nbytes else None
     if not weight.numel():
@@ -370,21 +379,21 @@ def _place_of(weight: torch.Tensor | Location) -> object:
 
 
 class _Read(NamedTuple):
-    """A read that has ended, or that something has to be done after: what ``result`` does."""
+    """A pending read whose ``result`` calls a function, for example one that rearranges the weight. May be completed already."""
 
     result: Callable[[], None]
 
 
 def source_of(given: Any, files: OpenFiles) -> Source:
-    """Return the :class:`Source` for what :meth:`WeightStore.build` was given.
+    """Return the :class:`Source` for the argument of :meth:`WeightStore.build`.
 
     Args:
         given: A module, a checkpoint's path, a mapping of names to tensors or weights in files, or a source.
         files: Reads the files.
 
     Raises:
-        TypeError: If it is none of these.
-        Exception: What :func:`weights_in` raises.
+        TypeError: If ``given`` is none of these.
+        Exception: Any error of :func:`weights_in`.
     """
     if isinstance(given, nn.Module):
         given = weights_by_name(given)

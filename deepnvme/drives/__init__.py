@@ -1,4 +1,4 @@
-"""The drive that a path is on, the engine settings stored for it, and DeepSpeed's ``aio`` block, in which settings are given."""
+"""The drive that a path is on, the engine settings stored for it, and DeepSpeed's ``aio`` block with such settings."""
 
 from deepnvme._lazy import public_names
 

@@ -19,7 +19,7 @@ __all__ = ["AioConfig"]
 __dir__ = public_names(__name__)
 
 _WORKERS = ("intra_op_parallelism", "thread_count", "num_threads")
-"""Names of the setting that says how many workers there are."""
+"""Names under which an ``aio`` block may give the number of workers."""
 
 
 class AioConfig(BaseModel):
@@ -36,29 +36,29 @@ class AioConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     block_size: int = Field(default=1048576, ge=512, le=1 << 30)
-    """Most bytes of one block. A size such as "1MiB" or "512K" is accepted, too, and kept as a number."""
+    """Most bytes of one I/O block. A size such as "1MiB" or "512K" is accepted, too, and kept as a number."""
     queue_depth: int = Field(default=8, ge=1, le=4096)
-    """Most blocks under way at a time, for each worker."""
+    """Most I/O blocks in flight at a time, for each worker."""
     intra_op_parallelism: int = Field(default=1, ge=1, le=256, validation_alias=AliasChoices(*_WORKERS))
     """Number of workers for each drive."""
     single_submit: bool = False
-    """Make one system call for each block."""
+    """Whether each I/O block is submitted by a system call of its own."""
     overlap_events: bool = True
     """Accepted and reported, but without effect: the engine always overlaps."""
     use_gds: bool = False
-    """Whether DeepSpeed is to use the ``gds`` op instead. Not an argument of ``aio_handle``."""
+    """Whether DeepSpeed uses its ``gds`` op instead of ``async_io``. Not an argument of ``aio_handle``."""
     backend: Backend = "auto"
-    """Use only this backend of the engine. Not a DeepSpeed setting: DeepSpeed ignores it."""
+    """The only backend that the engine may use; "auto" for the best available one. DeepSpeed ignores this setting."""
 
     @property
     def in_flight_bytes(self) -> int:
-        """Most bytes in flight: what the settings cost in memory, besides CPU time."""
+        """Most bytes in flight for each drive: block size times queue depth times number of workers."""
         return self.block_size * self.queue_depth * self.intra_op_parallelism
 
     @model_validator(mode="before")
     @classmethod
     def _one_name_for_the_workers(cls, block: Any) -> Any:
-        """Refuse a block that gives the number of workers under several names."""
+        """Raise ValueError if the ``aio`` block gives the number of workers under several names."""
         if isinstance(block, Mapping):
             given = [name for name in _WORKERS if name in block]
             if len(given) > 1:
@@ -81,8 +81,10 @@ class AioConfig(BaseModel):
             config: The configuration as a mapping, or the path of its JSON file.
 
         Raises:
-            OSError: If the file cannot be read. json.JSONDecodeError: If the file is no JSON.
-            ValueError: If the configuration is no JSON object. pydantic.ValidationError: If the block is not valid.
+            OSError: If the file cannot be read.
+            json.JSONDecodeError: If the file is not JSON. A ValueError.
+            ValueError: If the configuration is not a JSON object.
+            pydantic.ValidationError: If the block is not valid. A ValueError.
         """
         if not isinstance(config, Mapping):
             with open_regular(config) as file:
@@ -95,13 +97,13 @@ class AioConfig(BaseModel):
     def to_deepspeed(self) -> dict[str, dict[str, Any]]:
         """Return ``{"aio": block}`` for a DeepSpeed JSON, from which :meth:`from_deepspeed` makes an equal configuration.
 
-        The keys ``use_gds`` and ``backend`` appear only if they are set. Without these, the block is also keyword arguments of
-        ``aio_handle``, both DeepSpeed's and this package's.
+        The keys ``use_gds`` and ``backend`` appear only if they differ from their defaults. Without them, the block can also be
+        passed as keyword arguments to DeepSpeed's and this package's ``aio_handle``.
         """
         return {"aio": self.model_dump(exclude=self._unset({"use_gds", "backend"}))}
 
     def handle_arguments(self) -> dict[str, Any]:
-        """Return keyword arguments for ``aio_handle``. DeepSpeed's takes them too, unless ``backend`` is set."""
+        """Return the settings as keyword arguments for ``aio_handle``; DeepSpeed's takes them too, unless ``backend`` is set."""
         return self.model_dump(exclude={"use_gds"} | self._unset({"backend"}))
 
     def engine_arguments(self) -> dict[str, Any]:
@@ -110,5 +112,5 @@ class AioConfig(BaseModel):
         return {"num_threads": self.intra_op_parallelism, **self.model_dump(include=same)}
 
     def _unset(self, names: set[str]) -> set[str]:
-        """Return those of the named settings that have their defaults."""
+        """Return the settings among ``names`` that have their default value."""
         return names - self.model_dump(exclude_defaults=True).keys()

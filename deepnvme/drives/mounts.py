@@ -1,4 +1,4 @@
-"""The drive that a directory is on: its mount, its disks, and of what kind they are."""
+"""Find the drive that a directory is on: its mount, its disks, and the kind of the disks."""
 
 from __future__ import annotations
 
@@ -34,13 +34,17 @@ MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 MOUNTS = Path("/proc/self/mountinfo")
 BLOCK_DEVICES = Path("/sys/dev/block")
 _VIRTUAL_VENDORS = ("QEMU", "VBOX", "VMware", "Msft")
-"""What the vendor or model of SCSI and SATA disks of QEMU, VirtualBox, VMware and Hyper-V contains. They often say that they are
-rotational, whatever the host has."""
+"""Parts of the vendor or model by which SCSI and SATA disks of QEMU, VirtualBox, VMware and Hyper-V are recognised.
+These disks often report that they are rotational, whatever the host has.
+"""
 
 Kind = Literal["nvme", "ssd", "rotational", "virtual", "memory", "unknown"]
-"""Kinds of drives. "nvme", "ssd", "rotational": what the disks say they are. "virtual": virtio and Xen disks, and disks of
-hypervisors that claim to be rotational, as the medium behind them is not known. "memory": no disk, but tmpfs or ramfs. "unknown":
-a network file system, an overlay, or several kinds in one RAID."""
+"""Kinds of drives.
+
+"nvme", "ssd" and "rotational" are what the disks report. "virtual": virtio and Xen disks, and disks of hypervisors
+that report that they are rotational, since the medium behind them is not known. "memory": no disk, but tmpfs or
+ramfs. "unknown": a network file system, an overlay, or several kinds in one RAID.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Mount:
     """A mounted filesystem, as /proc/self/mountinfo describes it."""
 
     point: str
-    """Directory on which it is mounted."""
+    """Directory on which the filesystem is mounted."""
     filesystem: str
     """Type of the filesystem, such as "ext4"."""
     source: str
@@ -59,20 +63,20 @@ class Mount:
 
 @dataclass(frozen=True)
 class Drive:
-    """What stores the files of a directory."""
+    """The mounted file system that has a directory's files, and the disks below it."""
 
     mount: Mount | None
-    """The mounted file system; None if it cannot be found out."""
+    """The mounted file system; None if it cannot be determined."""
     disks: tuple[Path, ...]
-    """The /sys directories of the disks: several below RAID or LVM, none if it is on no block device."""
+    """The /sys directories of the disks: several below RAID or LVM, none for a file system that is on no block device."""
     kind: Kind
-    """Of what kind the disks are."""
+    """Kind of the disks; "unknown" if they are of several kinds."""
 
     @property
     def models(self) -> str:
-        """The disks' models, such as "2 x Samsung SSD 990 PRO 4TB"; if one of them has none, the source of the mount.
+        """The models of the disks, such as "2 x Samsung SSD 990 PRO 4TB"; if a disk reports none, the source of the mount.
 
-        Models stay the same when the kernel numbers the disks in another order, as it may after each start. Reads /sys.
+        Models stay the same when the kernel numbers the disks in another order after a restart. Reads /sys.
         """
         models = ["".join(lines_of(disk / "device/model")).strip() for disk in self.disks]
         if not models or not all(models):
@@ -82,10 +86,10 @@ class Drive:
 
 
 def drive_of(path: Path) -> Drive:
-    """Return the drive that a file or directory is on. If it does not exist yet, the one that it would be made on.
+    """Return the drive that a file or directory is on, or would be created on if it does not exist yet. Blocks.
 
-    Symbolic links are followed; a link that leads in a circle counts as what does not exist. Blocks. The drives of the last few
-    directories are remembered: finding one takes a quarter of a millisecond, or more where there are many mounts.
+    Symbolic links are followed; a link that leads in a circle counts as a missing path. The drives of the last 64
+    directories are cached: finding one takes a quarter of a millisecond, or longer if there are many mounts.
 
     Raises:
         OSError: If the path cannot be reached, for another reason than that it does not exist.
@@ -101,10 +105,10 @@ def drive_of(path: Path) -> Drive:
 
 @functools.lru_cache(maxsize=64)
 def _look_up(place: Path, device: int, mounts_hash: int, mounts: Path, block_devices: Path) -> Drive:
-    """Return the drive of an existing path: a directory, unless a file is mounted by itself.
+    """Return the drive of an existing directory, or of a file on which a file system is mounted.
 
-    The other arguments are only part of what is remembered: the path's device number, the hash of all mounts (the number may be
-    given to another file system when something is mounted), and where mounts and disks are described.
+    All other arguments are only keys of the cache: the path's device number; the hash of all mounts, since another mount
+    may get that number; and the paths where the kernel describes mounts and disks.
     """
     mount = mount_of(place)
     block = block_device(place)
@@ -133,9 +137,10 @@ def unescaped(field: str) -> str:
 
 
 def block_device(path: Path) -> Path | None:
-    """Return the /sys directory of the whole disk that holds ``path``; None if it is on no block device.
+    """Return the /sys directory of the whole disk that holds ``path``; None if the path is on no block device.
 
-    btrfs has a device number of its own for each subvolume, which is no block device: there, it is the disk that was mounted.
+    On btrfs, the device number of a subvolume is not that of a block device. There, the disk of the mounted device is
+    returned.
     """
     if disk := _disk_numbered(path.stat().st_dev):
         return disk
@@ -144,13 +149,13 @@ def block_device(path: Path) -> Path | None:
 
 
 def _disk_numbered(number: int) -> Path | None:
-    """Return the /sys directory of the whole disk with a device number; None if it is no block device's."""
+    """Return the /sys directory of the whole disk for a device number; None if it is not the number of a block device."""
     place = (BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}").resolve()
     return _disk_of(place) if place.exists() else None
 
 
 def _disk_of(device: Path) -> Path:
-    """Return the /sys directory of the disk that a device is a partition of, or the device itself."""
+    """Return the /sys directory of the whole disk for that of a partition; a whole disk is returned as it is."""
     return device.parent if (device / "partition").exists() else device
 
 
@@ -172,12 +177,12 @@ def _kind_of(mount: Mount | None, disks: tuple[Path, ...]) -> Kind:
 
 
 def _vendor_and_model(disk: Path) -> str:
-    """Return the vendor and model of a disk; an empty string if it does not tell them."""
+    """Return the vendor and model that a disk reports, as one text."""
     return " ".join("".join(lines_of(disk / "device" / name)) for name in ("vendor", "model"))
 
 
 def _kind_of_disk(disk: Path) -> Kind:
-    """Return what a disk says it is, unless a hypervisor says so whatever its host has."""
+    """Return the kind that a disk reports; "virtual" for disks of hypervisors that always report to be rotational."""
     if disk.name.startswith("nvme"):
         return "nvme"
     if disk.name.startswith(("vd", "xvd")):  # these say that they are rotational, whatever the host has

@@ -1,7 +1,7 @@
-"""Drive profiles: the settings that ``ds_nvme_tune`` has found for a drive, and engines that have them.
+"""Drive profiles: the settings that ``ds_nvme_tune`` has found for a drive, and engines that use them.
 
-Engines that this package makes for a file or directory get their settings from :func:`settings_for`. Only DeepSpeed's handles and
-swappers do not: they are given the ``aio`` block of its JSON.
+All engines that this package makes for a file or directory get their settings from :func:`settings_for`, except for
+DeepSpeed's handles and swappers, which are given the ``aio`` block of DeepSpeed's JSON.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ AnyPath = str | os.PathLike[str]
 PROFILE_VARIABLE = "DEEPNVME_PROFILE"
 """The environment variable that switches profiles off (``off``) or on (``on``, the default)."""
 _MIN_QUEUE_DEPTH = 128
-"""Of engines whose settings the user has not given: see docs/tuning.md for why."""
+"""Smallest queue depth of an engine whose settings the user has not given; docs/tuning.md has the reason."""
 _MAX_FILE_BYTES = 1 << 16
-"""Most bytes that the file of a profile may have."""
+"""Most bytes of a profile's file."""
 
 
 class DriveProfile(BaseModel):
     """Settings for files on one drive, stored as a JSON file of its own.
 
-    A drive is identified by its mount point, the type of its file system and the models of its disks. Without models (virtio has
-    none) it is the mounted device, such as ``/dev/vda1``, whose name may change when the machine starts.
+    A drive is identified by its mount point, the type of its file system and the models of its disks. If a disk reports
+    no model, as with virtio, the mounted device takes the place of the models, such as ``/dev/vda1``; its name may change
+    after a restart.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)  # what a newer version has noted besides does no harm
@@ -65,11 +66,11 @@ class DriveProfile(BaseModel):
     disk_models: str
     """Models of the disks; the source of the mount if one of them has none."""
     settings: AioConfig
-    """The settings. Without effect: ``use_gds`` and ``overlap_events``."""
+    """Settings of engines for the drive. ``use_gds`` and ``overlap_events`` have no effect."""
     read_gb_per_second: float | None = None
-    """10^9 bytes per second that were read with them; None if it was not measured."""
+    """Read speed measured with these settings, in 10^9 bytes per second; None if it was not measured."""
     write_gb_per_second: float | None = None
-    """10^9 bytes per second that were written with them; None if it was not measured."""
+    """Write speed measured with these settings, in 10^9 bytes per second; None if it was not measured."""
     measured_at: str = ""
     """Date and time of the measurement, as ISO 8601; empty if unknown."""
 
@@ -82,7 +83,7 @@ class DriveProfile(BaseModel):
         write_gb_per_second: float | None = None,
         measured_at: str = "",
     ) -> DriveProfile:
-        """Return a profile of a drive. The arguments are its fields.
+        """Return a profile of a drive, which is not stored yet. The other arguments are fields of the profile.
 
         Raises:
             ValueError: If the drive's mount is not known, or its mount point or name is not printable UTF-8.
@@ -106,7 +107,7 @@ class DriveProfile(BaseModel):
 
     @property
     def path(self) -> Path:
-        """The file that the profile is stored in."""
+        """Path of the file that the profile is stored in."""
         return _path_of(self.mount, self.filesystem, self.disk_models)
 
     def save(self) -> Path:
@@ -134,7 +135,7 @@ def profile_directory() -> Path:
 
 
 def profiles_enabled() -> bool:
-    """Return whether profiles are used: unless the environment variable DEEPNVME_PROFILE is ``off``.
+    """Return whether profiles are used: True unless the environment variable DEEPNVME_PROFILE is ``off``.
 
     Raises:
         ValueError: If the variable is neither ``on`` nor ``off`` nor empty.
@@ -146,11 +147,11 @@ def profiles_enabled() -> bool:
 
 
 def profile_of(drive: Drive) -> DriveProfile | None:
-    """Return the stored profile of a drive, whether or not profiles are used; None if there is none.
+    """Return the stored profile of a drive, even if profiles are switched off; None if none is stored.
 
     Raises:
-        ValueError: If its file cannot be read, is damaged, or has settings that this version does not know. The message says what
-            to do.
+        ValueError: If the profile cannot be read, is damaged, or has settings that this version does not know. The
+            message says what to do.
     """
     if drive.mount is None:
         return None
@@ -180,7 +181,7 @@ def profile_of(drive: Drive) -> DriveProfile | None:
 
 
 def default_settings(drive: Drive, concurrent_drives: int = 1) -> AioConfig:
-    """Return settings that suit the kind of drive, for one that was not tuned.
+    """Return the settings for a drive without a profile, by its kind and number of disks.
 
     Args:
         drive: The drive.
@@ -195,11 +196,12 @@ def default_settings(drive: Drive, concurrent_drives: int = 1) -> AioConfig:
 
 
 def settings_for(paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = None) -> AioConfig:
-    """Return the settings of the engine that files or directories get.
+    """Return the settings of an engine for files or directories: ``config``, or else from the profiles of their drives.
 
-    These are ``config``, or otherwise each drive's profile, or the default for its kind. An engine has one set of settings, which
-    it applies to each drive separately. If drives' settings differ, these are the largest block size, queue depth and number of
-    workers, the backend if all have the same (otherwise "auto"), and the options that all have.
+    A drive without a profile has the default settings of its kind. An engine has one set of settings, which it applies to
+    each drive separately. If the settings of the drives differ, the engine gets the largest block size, queue depth and
+    number of workers, the backend if all drives have the same (otherwise "auto"), and ``single_submit`` if all drives
+    have it.
 
     Args:
         paths: A file or directory, or several. They may not exist yet.
@@ -233,10 +235,10 @@ def settings_for(paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = 
 def engine_for(
     paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = None, in_flight_bytes: ByteCount | None = None
 ) -> Engine:
-    """Return a new engine with the settings that files or directories get by :func:`settings_for`.
+    """Return a new engine for files or directories, with the settings of :func:`settings_for`.
 
-    It has queues and workers for each drive, whatever their number. A backend that a profile names, and that does not work any
-    more, is replaced by ``auto``, with a RuntimeWarning.
+    The engine has separate queues and workers for each drive that it is used with. If a backend that a profile names does
+    not work any more, the engine uses "auto" and a RuntimeWarning is issued.
 
     >>> with deepnvme.engine_for(["/mnt/nvme0", "/mnt/nvme1"]) as engine:
     ...     engine.write(tensor, "/mnt/nvme0/tensor").result()
@@ -244,15 +246,15 @@ def engine_for(
     Args:
         paths: A file or directory, or several. They may not exist yet.
         config: Settings that are used instead of profiles and defaults. Without effect: ``use_gds`` and ``overlap_events``.
-        in_flight_bytes: Most bytes in flight for each worker, or a size such as "8MiB"; ignored with ``config``.
-            A limit lets transfers end one after the other, for a caller that waits for the first of them. None for no limit
-            besides the settings.
+        in_flight_bytes: Most bytes in flight for each worker, or a size such as "8MiB"; ignored with ``config``. With a
+            limit, transfers end one after the other, which suits a caller that waits for the first of them. None for no
+            limit besides the settings.
 
     Raises:
         TypeError: If ``config`` is something else than an AioConfig.
         ValueError: If no path is given, or DEEPNVME_PROFILE has an unknown value.
-        OSError: If a path cannot be reached, for another reason than that it does not exist; or if the kernel refuses the backend
-            that ``config`` names.
+        OSError: If a path cannot be reached, for another reason than that it does not exist; or if the kernel refuses the
+            backend that ``config`` names.
         RuntimeError: If the op cannot be built.
     """
     in_flight = None if in_flight_bytes is None else byte_count(in_flight_bytes, "in_flight_bytes", least=None)
@@ -260,15 +262,15 @@ def engine_for(
 
 
 def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | None = None) -> Engine:
-    """Return a new engine with settings.
+    """Return a new engine from settings, adapted to small transfers unless the user has given the settings.
 
-    Profiles and defaults are tuned for large transfers. So unless the settings are the user's, the engine has their bytes in
-    flight (block size times queue depth, for each worker), but a queue of at least 128 for small transfers.
+    Profiles and defaults are tuned for large transfers. An engine from such settings keeps their limit of bytes in flight
+    (block size times queue depth, for each worker), but has a queue depth of at least 128, for small transfers.
 
     Args:
         settings: The settings.
-        from_user: Whether the user gave them: then a backend that does not work is an error. Otherwise "auto" is used instead,
-            with a RuntimeWarning.
+        from_user: Whether the user has given the settings: then a backend that does not work is an error. Otherwise
+            "auto" is used instead, with a RuntimeWarning.
         in_flight_bytes: Most bytes in flight for each worker; ignored with ``from_user``. None for no further
             limit.
 
@@ -293,7 +295,7 @@ def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | N
 
 
 def _profile_settings(drive: Drive) -> AioConfig | None:
-    """Return the settings of a drive's profile; None if it has none or profiles are off. Warns of one that is not usable."""
+    """Return the settings of a drive's profile; None if there is none or profiles are off. Warns of an unusable profile."""
     if not profiles_enabled():
         return None
     try:
@@ -305,7 +307,7 @@ def _profile_settings(drive: Drive) -> AioConfig | None:
 
 
 def _path_of(mount: str, filesystem: str, disk_models: str) -> Path:
-    """Return the path of a drive's profile: readable by its beginning, distinct by its end."""
+    """Return the path of a drive's profile. The name has the mount's name, for people, and a hash that identifies the drive."""
     digest = hashlib.sha256("\0".join((mount, filesystem, disk_models)).encode(errors="surrogateescape")).hexdigest()[:16]
     readable = os.path.basename(mount).encode(errors="ignore")[:64].decode(errors="ignore")
     return profile_directory() / f"{readable or 'root'}-{digest}.json"

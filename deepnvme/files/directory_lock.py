@@ -1,11 +1,14 @@
 """A lock that gives a directory one owner at a time.
 
-The kernel releases it when its holder dies, and the lock file names the holder. Within a process, each lock is held for an object
-of the user's. Garbage is collected before a lock is refused. An object whose class allows it (``OffloadedOptimizer``) is closed
-when another of its class is made on the directory; every other is kept, and the error names it.
+The kernel releases the lock when the process that holds it dies, and the lock file names that process. Within a
+process, each lock is held for one of the user's objects. Before a lock is refused because of an object of the same
+process, garbage is collected, which may free the object. If the object is still there, is of the same class as the
+new owner, and its class allows it (``OffloadedOptimizer``), it is closed for the new owner. Any other object keeps
+the directory, and the error names it.
 
 1. A process owns a directory while it has an exclusive flock of the lock file, and the path still refers to that file.
-2. The lock file is unlinked only while it is locked. Whoever locks it afterwards finds that the path refers to another file.
+2. The lock file is unlinked only while it is locked. Whoever locks it afterwards finds that the path refers to
+   another file.
 3. A forked child closes its copy of the file, so that the lock ends with the parent.
 """
 
@@ -37,15 +40,15 @@ _NAMED_WITHIN = 1.0  # seconds: a new owner writes its name right after it has t
 
 
 class StoreLocked(OSError):
-    """The directory has an owner, or is to have one while it still has readers (EBUSY). The message names the owner."""
+    """The directory is in use (EBUSY): it has an owner, or it has readers when an owner wants it. Names the holder."""
 
     holder = "an unknown process"
-    """The owner, as text, where it is known."""
+    """A description of the owner, if it is known."""
 
 
 @dataclass(frozen=True)
 class LockOwner:
-    """The process that holds a lock."""
+    """The process that holds the lock of a directory, as written in the lock file."""
 
     pid: int
     host: str
@@ -62,7 +65,10 @@ class LockOwner:
 
 
 CloseForSuccessor = Callable[["DirectoryOwner", Path], None]
-"""Closes an object for a new one on the same directory. Raises RuntimeError or OSError if the object cannot be closed now."""
+"""Function that closes an object so that a new owner can have its directory.
+
+Called with the new owner and the directory. Raises RuntimeError or OSError if the object cannot be closed now.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,43 +76,46 @@ class DirectoryOwner:
     """The object of this process that a directory is locked for. Errors name it."""
 
     kind: str
-    """Its class, as its user knows it."""
+    """Name of the object's class, as the user knows it."""
     remedy: str = "call its close()"
-    """What its user can do to free the directory."""
+    """What the user can do to free the directory, for error messages."""
     close_for_successor: weakref.WeakMethod[CloseForSuccessor] | None = None
-    """Called when another object of this kind is made on the directory, by the same thread or after the end of that thread.
-    None if the object refuses that."""
+    """Method that closes the object when another of its kind is made on the directory.
+
+    It is called only if the same thread makes the other object, or the thread of this one has ended. None if the object is never
+    closed for another.
+    """
     made_at: str = field(default_factory=caller)
-    """Where in the user's program it was made."""
+    """File and line of the user's program where the object was made."""
     thread: threading.Thread = field(default_factory=threading.current_thread)
-    """The thread that has made it."""
+    """The thread that made the object."""
     failures: list[str] = field(default_factory=list)
-    """Why it could not be made, once that is so. Others may have been closed for it before."""
+    """Error of the object's constructor, if it failed. Another object may have been closed for this one before."""
 
     def __str__(self) -> str:
         return f"the {self.kind} of this process ({os.getpid()}) that was made at {self.made_at}"
 
     @property
     def of_other_thread(self) -> bool:
-        """Whether another thread, which still runs, has made the object."""
+        """Whether the object was made by another thread that is still running."""
         return self.thread is not threading.current_thread() and self.thread.is_alive()
 
 
 class DirectoryLock:
     """The lock of a directory, held from construction to :meth:`release`. The directory is created if it is missing.
 
-    A child forked meanwhile does not share the lock.
+    A child that is forked while the lock is held does not share it.
 
-    If an object of this process has the lock, garbage is collected first. If the object is still there, it is closed, if it is of
-    the new owner's kind and allows that.
+    If an object of this process has the lock, garbage is collected first. If that does not free the lock, the object is
+    closed, provided that it is of the new owner's kind and allows that.
 
     Args:
         directory: The directory.
-        owner: For whom it is locked; None for whoever makes this object.
+        owner: The object that the directory is locked for, as errors name it; None to name this lock itself.
         collect: Whether to collect garbage.
 
     Raises:
-        StoreLocked: If another owner, in this process or any other, has it.
+        StoreLocked: If another owner, in this process or any other, has the directory.
         OSError: If the directory or the lock cannot be created.
     """
 
@@ -136,7 +145,7 @@ class DirectoryLock:
             raise
 
     def _take(self) -> None:
-        """Take the lock and write who has it into the lock file. Raises StoreLocked."""
+        """Take the lock, and write the owner into the lock file. Raises StoreLocked if another owner keeps it."""
         path = self.directory / LOCK_NAME
         while not self._locked:
             with with_filename(path):
@@ -187,10 +196,10 @@ class DirectoryLock:
         return refers_to(self.directory / LOCK_NAME, self._file.fileno())
 
     def check(self) -> None:
-        """Check that the lock is intact.
+        """Raise an error unless the lock is intact; see :meth:`intact`.
 
         Raises:
-            FileNotFoundError: If it is not.
+            FileNotFoundError: If the lock is not intact.
             OSError: If the system cannot tell.
         """
         if not self.intact():
@@ -226,7 +235,10 @@ class DirectoryLock:
 
 
 def _closing_of(holder: DirectoryOwner | None, owner: DirectoryOwner, directory: Path) -> CloseForSuccessor:
-    """Return what closes the object that has a directory, for another one. Raises StoreLocked if it does not allow that."""
+    """Return the function that closes the object ``holder``, which has the directory, for the object ``owner``.
+
+    Raises StoreLocked if ``holder`` may not be closed for ``owner``.
+    """
     if holder is not None and holder.close_for_successor is not None and holder.kind == owner.kind and not holder.of_other_thread:
         close = holder.close_for_successor()
         if close is not None:
@@ -235,10 +247,10 @@ def _closing_of(holder: DirectoryOwner | None, owner: DirectoryOwner, directory:
 
 
 def lock_directories(directories: Iterable[Path], owner: DirectoryOwner, locks: list[DirectoryLock]) -> None:
-    """Lock directories for one object, and append each lock to ``locks`` when it is held, in any order.
+    """Lock directories for one object, and append each lock to ``locks`` as soon as it is held, in any order.
 
-    Directories that objects of this process have locked come last, and only if all of these objects can be closed. So no object
-    is closed for a new one that then fails to lock another directory.
+    Directories that objects of this process have locked come last, and only if all of these objects can be closed. So no
+    object is closed for a new one that then fails to lock another directory.
 
     Raises:
         StoreLocked: If a directory has another owner.
@@ -264,18 +276,18 @@ _owners: weakref.WeakKeyDictionary[io.FileIO, DirectoryOwner | None] = weakref.W
 
 
 def lock_for(owner: DirectoryOwner, file: io.FileIO, kind: int, path: Path, *, collect: bool = True) -> None:
-    """Take a lock on an open file for an object. Never blocks for others.
+    """Lock an open file for an object of this process. Does not wait for other holders of the lock.
 
     Args:
         owner: The object.
         file: The file, which keeps the lock until it is closed.
         kind: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
         path: Names the file in errors.
-        collect: Whether to collect garbage, and try again, if an object of this process has the lock. It may be in a cycle that
-            nobody has any more.
+        collect: Whether to collect garbage and try once more if an object of this process has the lock: that object may be
+            part of a reference cycle that is not used any more.
 
     Raises:
-        BlockingIOError: If others have the lock.
+        BlockingIOError: If the file is locked by another process or object.
         OSError: If the file system has no locks.
     """
     try:
@@ -289,7 +301,11 @@ def lock_for(owner: DirectoryOwner, file: io.FileIO, kind: int, path: Path, *, c
 
 
 def owners_of(file: io.FileIO | Path) -> list[DirectoryOwner]:
-    """Return for whom this process has a file locked, given open or by its path: several objects if they read it."""
+    """Return the objects for which this process has locked a file: several if they share the lock as readers.
+
+    Args:
+        file: The file, open or by its path. There are no owners of a file that does not exist.
+    """
     try:
         status = os.stat(str(file)) if isinstance(file, Path) else os.fstat(file.fileno())
     except OSError:  # there is no such file
@@ -310,12 +326,12 @@ def is_locked_here(directory: Path) -> bool:
 
 
 def close_in_children(file: io.FileIO) -> None:
-    """Have a forked child close a locked file: it would keep the lock after the parent has ended."""
+    """Close a locked file in every child that is forked: the child would keep the lock after the parent has ended."""
     _owners[file] = None
 
 
 def _close_inherited() -> None:
-    """Close all locked files, in a forked child."""
+    """Close all files given to :func:`close_in_children`. Called in each forked child."""
     for reference in _owners.keyrefs():
         file = reference()
         if file is not None:
@@ -326,15 +342,15 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 def lock(descriptor: int, kind: int, path: Path) -> None:
-    """Take a lock on an open file. Never blocks.
+    """Lock an open file with ``flock``. Does not wait for other holders of the lock.
 
     Args:
-        descriptor: The file.
+        descriptor: Descriptor of the file.
         kind: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
         path: Names the file in the error.
 
     Raises:
-        BlockingIOError: If others have the lock.
+        BlockingIOError: If the file is locked through another descriptor.
         OSError: If the file system has no locks.
     """
     try:
@@ -347,7 +363,7 @@ def lock(descriptor: int, kind: int, path: Path) -> None:
 
 
 def unlock_and_close(file: io.FileIO, path: Path) -> None:
-    """Unlock and close a file. Idempotent. If it raises OSError, the file is closed all the same."""
+    """Unlock and close a file. Idempotent. The file is closed even if unlocking raises OSError."""
     with with_filename(path):
         try:
             if not file.closed:
@@ -357,11 +373,11 @@ def unlock_and_close(file: io.FileIO, path: Path) -> None:
 
 
 def locked_error(directory: Path, owner: DirectoryOwner | None = None) -> StoreLocked:
-    """Return the error that names a directory's owner.
+    """Return the error for a locked directory, which names the directory's owner.
 
     Args:
         directory: The directory.
-        owner: The object of this process that has it; None if that is not known. Then the lock file says whose it is.
+        owner: The object of this process that has the directory. None to read the owner from the lock file.
     """
     if owner is not None:
         holder = f"{owner}, in another thread ({owner.thread.name!r})" if owner.of_other_thread else str(owner)
@@ -381,7 +397,7 @@ def locked_error(directory: Path, owner: DirectoryOwner | None = None) -> StoreL
 
 
 def _owner(descriptor: int) -> LockOwner | None:
-    """Return the owner that the lock file names, or None if none is written for a second. Blocks until then."""
+    """Return the owner that the lock file names. Waits for the name for up to a second; None if it is still missing."""
     deadline = time.monotonic() + _NAMED_WITHIN
     while time.monotonic() < deadline:
         try:
@@ -392,7 +408,7 @@ def _owner(descriptor: int) -> LockOwner | None:
 
 
 def refers_to(path: Path, descriptor: int) -> bool:
-    """Return whether the path still is that of the open file. Raises OSError if the system cannot tell."""
+    """Return whether the path refers to the open file. Raises OSError if the system cannot tell."""
     with with_filename(path):
         try:
             there = os.stat(str(path))

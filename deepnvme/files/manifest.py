@@ -1,8 +1,8 @@
-"""Read manifests without trusting them, and check what they say.
+"""Read manifests, which may be damaged or not trusted, and check their content.
 
-A manifest is a small JSON file that says what other files hold. A store's manifest, and that of weights in a store, is two lines:
-the first has format, version and the CRC-32 of the second, which has the fields. A table's is a single object.
-``deepnvme.files.replacing.replace_durably`` writes manifests.
+A manifest is a small JSON file that lists what other files contain. A store's manifest, and that of weights in a
+store, has two lines: the first has format, version and the CRC-32 of the second, which has the fields. A table's
+manifest is a single object. ``deepnvme.files.replacing.replace_durably`` writes manifests.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from deepnvme.files.regular_files import read_regular
 
 Parsed = TypeVar("Parsed")
 LONGEST_LINE = 64 << 10
-"""Most bytes of the first line of a manifest with two lines."""
+"""Most bytes of the first line of a manifest that has two lines."""
 
 
 def read_manifest(path: Path, most: int, parse: Callable[[bytes], Parsed], corrupt: Callable[[Path, str], OSError]) -> Parsed:
-    """Return what ``parse`` makes of a manifest.
+    """Read a manifest, parse it with ``parse`` and return the result. Blocks.
 
     Args:
         path: The manifest.
-        most: Most bytes that it may have.
-        parse: Returns the content. Raises ValueError, which pydantic's ValidationError is, or RecursionError if it is damaged.
-        corrupt: Returns the error to raise then, from the path and the reason.
+        most: Most bytes that the manifest may have.
+        parse: Returns the content. Raises RecursionError or ValueError (such as pydantic's ValidationError) for damaged
+            bytes.
+        corrupt: Returns the error to raise if the manifest is damaged, from its path and the reason.
 
     Raises:
         FileNotFoundError: If there is no manifest.
-        OSError: From reading; what ``corrupt`` returns if the manifest is damaged, too large or no regular file.
+        OSError: From reading; or what ``corrupt`` returns if the manifest is damaged, too large or not a regular file.
     """
     try:
         return parse(read_regular(path, most))
@@ -69,28 +70,31 @@ def checked_fields(kind: tuple[str, int], data: bytes) -> Any:
 
 
 def string(value: Any) -> str:
-    """Return a value of JSON that has to be a string. Raises TypeError if it is something else."""
+    """Return a value from JSON that has to be a string. Raises TypeError for any other value."""
     if type(value) is not str:
         raise TypeError(f"expected a string, got {type(value).__name__}")
     return value
 
 
 def numbers(value: Any) -> tuple[int, ...]:
-    """Return a list of JSON as numbers. Raises TypeError if it is not a list of integers, each at least 0."""
+    """Return a list from JSON as a tuple of integers. Raises TypeError unless it is a list of integers of at least 0."""
     if type(value) is not list:
         raise TypeError(f"expected a list, got {type(value).__name__}")
     return tuple(map(number, value))
 
 
 def number(value: Any) -> int:
-    """Return a value of JSON that has to be an integer, not negative. Raises TypeError if it is something else."""
+    """Return a value from JSON that has to be an integer of at least 0. Raises TypeError for any other value."""
     if type(value) is not int or value < 0:
         raise TypeError(f"expected an integer of at least 0, got {value!r:.100}")
     return value
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """Return the JSON object in one line. Raises ValueError or RecursionError."""
+    """Return the JSON object in one line.
+
+    Raises ValueError if the line is too long or has something else, RecursionError if the JSON is nested too deeply.
+    """
     if len(line) > LONGEST_LINE:
         raise ValueError(f"its first line has {len(line)} bytes, at most {LONGEST_LINE} are allowed")
     fields = json.loads(line)

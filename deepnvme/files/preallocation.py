@@ -1,4 +1,4 @@
-"""Preallocating the space of a file before it is written."""
+"""Preallocate the space of a file before it is written."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_
 
 
 def preallocate(descriptor: int, begin: int, end: int, path: str, remedy: str) -> None:
-    """Preallocate the bytes [begin, end) of a file that ends at ``begin``, as zeros.
+    """Extend a file from ``begin`` to ``end`` bytes, all zeros, and reserve the space on the drive.
 
-    Where the file system cannot preallocate, the file is only made longer.
+    If the file system cannot preallocate, the file is only made longer.
 
     Args:
         descriptor: The file, open for writing.
@@ -26,7 +26,7 @@ def preallocate(descriptor: int, begin: int, end: int, path: str, remedy: str) -
         remedy: Added to the error if there is too little space.
 
     Raises:
-        OSError: With the bytes wanted and the bytes free. The file is then as it was before.
+        OSError: With the bytes wanted and the bytes free. The file then has its former size.
     """
     nbytes = end - begin
     if nbytes <= 0:
@@ -51,14 +51,17 @@ def preallocate(descriptor: int, begin: int, end: int, path: str, remedy: str) -
 
 
 def free_bytes(descriptor: int, path: str) -> int:
-    """Return how many bytes the file's file system has free for this user. Raises OSError naming ``path``."""
+    """Return how many bytes this user can still write on the file system of the file. Raises OSError naming ``path``."""
     with with_filename(path):
         status = os.fstatvfs(descriptor)
     return status.f_bavail * status.f_frsize
 
 
 def _free_as_text(descriptor: int, path: str, wanted: int) -> str:
-    """Return what the file's file system has free, and what is reserved if ``wanted`` bytes would have fitted with that."""
+    """Describe the free space of the file's file system, for an error ("4096 free, and 8192 reserved for root ...").
+
+    Reserved space is mentioned if ``wanted`` bytes would have fitted with it.
+    """
     with with_filename(path):
         status = os.fstatvfs(descriptor)
     free, reserved = status.f_bavail * status.f_frsize, (status.f_bfree - status.f_bavail) * status.f_frsize

@@ -1,4 +1,4 @@
-"""Read small files that may not be regular ones (an unpacked archive can contain links and FIFOs), and the kernel's own files."""
+"""Read small files that may not be regular ones, since an unpacked archive may have links and FIFOs; and files of the kernel."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .replacing import with_filename
 
 
 class NotARegularSmallFile(ValueError):
-    """A file is not a regular one, or is larger than allowed; the message says which."""
+    """A file is not a regular one, or is larger than allowed. The message says which."""
 
 
 def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
     """Read a whole regular file of at most ``most`` bytes.
 
     Blocks only for the drive: FIFOs without a writer and devices without an end are refused, not read. A symbolic link is
-    followed. If the file grows meanwhile, only the bytes that it had when it was opened are returned.
+    followed. If the file grows while it is read, the bytes that it had when it was opened are returned.
 
     Args:
         path: The file to read.
         most: Most bytes that the file may have.
 
     Raises:
-        NotARegularSmallFile: If it is no regular file, or has more than ``most`` bytes.
+        NotARegularSmallFile: If it is not a regular file, or has more than ``most`` bytes.
         OSError: From opening and reading, naming the file: FileNotFoundError, IsADirectoryError and so on.
     """
     with with_filename(path), open(path, "rb", opener=open_without_waiting) as file:
@@ -39,10 +39,10 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a file for reading that a user has named. Never waits for a FIFO's writer.
+    """Open a regular file that a user has named for reading. Never waits for a FIFO's writer.
 
     Raises:
-        OSError: From opening. EINVAL for a FIFO, a device or a socket; IsADirectoryError.
+        OSError: From opening. EINVAL for a FIFO, a device or a socket; IsADirectoryError for a directory.
     """
     file = open(path, "rb", opener=open_without_waiting)  # noqa: SIM115  the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -52,9 +52,9 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def lines_of(file: Path) -> list[str]:
-    """Return the lines of one of the kernel's files, in /proc or /sys, without empty ones; none if it cannot be read.
+    """Return the lines of a file in /proc or /sys, without empty ones. An empty list if the file cannot be read.
 
-    Lines end at line feeds only: names in them can have other characters that ``str.splitlines`` takes for ends.
+    Only line feeds end a line: names in these files can have other characters that ``str.splitlines`` treats as line ends.
     """
     try:
         return [line for line in os.fsdecode(file.read_bytes()).split("\n") if line]

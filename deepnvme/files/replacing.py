@@ -1,4 +1,4 @@
-"""Errors that name their file, files replaced atomically, and directories flushed to stable storage."""
+"""Replace files atomically, flush directories to stable storage, and add the file's name to errors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from deepnvme._interrupts import defer_interrupts
 
 @contextlib.contextmanager
 def with_filename(path: str | os.PathLike[str], instead: bool = False) -> Iterator[None]:
-    """Add ``path`` to an OSError raised in this block that names no file, such as one of a call on a descriptor.
+    """Add ``path`` to an OSError that the ``with`` block raises without a filename, for example from a call on a descriptor.
 
     Args:
         path: The file.
-        instead: Also in place of what the error names, such as a temporary file beside this one.
+        instead: Whether ``path`` also replaces a filename that the error has, such as that of a temporary file.
     """
     try:
         yield
@@ -30,7 +30,9 @@ def with_filename(path: str | os.PathLike[str], instead: bool = False) -> Iterat
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], new: str | os.PathLike[str]) -> Iterator[None]:
-    """Replace a file atomically by a new one, which is written in this block. If that fails, the new one is removed.
+    """Replace a file atomically by a new one, which the ``with`` block writes.
+
+    If the block or the renaming fails, the new file is removed.
 
     Args:
         path: The file to replace; it may not exist.
@@ -69,7 +71,7 @@ def replace_durably(path: Path, data: bytes) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush the names in the directory to stable storage. Blocks. Raises OSError naming the directory."""
+    """Flush a directory, with the names in it, to stable storage. Blocks. Raises OSError naming the directory."""
     with with_filename(directory, instead=True), defer_interrupts():  # no object would close the descriptor after a Ctrl-C
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -1,7 +1,7 @@
-"""Adapters for other projects. Each module is named after the project that it imports; ``metrics`` serves several.
+"""Adapters for other projects. Each module is named after the project that it adapts; ``metrics`` serves several projects.
 
-The modules are attributes of this package without an import of their own. One whose project is missing raises
-AttributeError then, and ImportError where it is imported; the message names what to install.
+The modules are attributes of this package and need no import of their own. If a module's project is not installed, accessing
+the attribute raises AttributeError, and importing the module raises ImportError; the message names what to install.
 """
 
 from __future__ import annotations

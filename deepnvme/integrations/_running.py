@@ -1,4 +1,4 @@
-"""Runs a program in this process as Python itself would: for the launchers of integrations."""
+"""Runs a program in this process as the ``python`` command would. Used by the launchers of integrations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def run_program(program: Sequence[str], is_module: bool) -> None:
     """Run a script or module as ``__main__``. Blocks until the program ends. Raises what the program raises.
 
     Args:
-        program: Its ``sys.argv``: the script's path, or the module's name, and the arguments.
-        is_module: Whether it is a module's name, as with ``python -m``.
+        program: ``sys.argv`` of the program: the script's path or the module's name, then the arguments.
+        is_module: Whether the program is given by a module's name, as with ``python -m``.
     """
     sys.argv = list(program)
     if is_module:

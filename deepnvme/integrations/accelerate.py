@@ -51,7 +51,7 @@ STORE = "deepnvme"
 
 
 class _StreamOptions(NamedTuple):
-    """The arguments of the last call of :func:`enable`, which describes them."""
+    """The arguments of the last call of :func:`enable`, where they are described."""
 
     memory_budget: MemoryBudget
     prefetch: int
@@ -64,12 +64,12 @@ _changing = threading.Lock()
 
 
 def enable(*, memory_budget: MemoryBudget = 0, prefetch: int = 2, config: AioConfig | None = None) -> None:
-    """Stream models that accelerate offloads to the disk from now on.
+    """Stream models that accelerate offloads to the disk, from now on.
 
     May be called before or after transformers is imported. Idempotent; the options of the last call count.
 
-    A device map that also names accelerators, or a call without an offload folder for the store, is still served by accelerate
-    itself, with a RuntimeWarning.
+    If a device map also names accelerators, or a call gives no offload folder for the store, accelerate offloads the model
+    itself, and a RuntimeWarning says so.
 
     Args:
         memory_budget: Bytes of weights to keep in memory, or "8GB", "50%", "auto": see :func:`deepnvme.streaming.stream`. If
@@ -106,11 +106,12 @@ def disk_offload(model: nn.Module, offload_dir: Any, execution_device: Any = Non
     """Replace ``accelerate.disk_offload``: stream all weights of the model, or call accelerate's own after :func:`disable`.
 
     Args:
-        model: The model. Weights on the meta device have to be in ``offload_dir``.
-        offload_dir: The store is built in its subdirectory :data:`STORE`. It may hold weights that accelerate wrote before.
+        model: The model. Weights on the meta device must be in ``offload_dir``.
+        offload_dir: Folder of the store, which is built in its subdirectory :data:`STORE`. It may have weights that accelerate
+            wrote before.
         execution_device: Where the model runs; by default the device of its first parameter.
-        *arguments: Further arguments of ``accelerate.disk_offload``, which only accelerate's own function uses.
-        **options: The same.
+        *arguments: Further arguments, which only accelerate's own function uses.
+        **options: Further options, which only accelerate's own function uses.
 
     Raises:
         ValueError: If weights are on the meta device and not in ``offload_dir``.
@@ -138,18 +139,18 @@ def dispatch_model(
     *arguments: Any,
     **options: Any,
 ) -> nn.Module:
-    """Replace ``accelerate.dispatch_model``: stream the model if the map names the disk and otherwise only the CPU.
+    """Replace ``accelerate.dispatch_model``: stream a model whose map names the disk and no other device than the CPU.
 
-    Otherwise, and after :func:`disable`, calls accelerate's own function. If weights go to the disk, but the map also names other
-    devices or ``offload_dir`` is None, this warns with RuntimeWarning and calls accelerate's own function, too.
+    Calls accelerate's own function for other device maps, and after :func:`disable`. If weights go to the disk, but the map
+    also names other devices or ``offload_dir`` is None, a RuntimeWarning says why they are not streamed.
 
     Args:
-        model: The model, whose weights on the disk may be on the meta device. Changed in place, and returned.
+        model: The model. Weights that the map sends to the disk may be on the meta device. Changed in place, and returned.
         device_map: Where each module goes: its name -> "disk", "cpu" or another device.
         main_device: Where the streamed model computes; None, "cpu" or "disk" for the CPU.
-        state_dict: Values of weights by name. Those that are read from the disk are not taken from here.
-        offload_dir: The offload folder. The store is made in it; without an index, its index says which weights it has.
-        offload_index: Where accelerate finds weights on the disk, by name; None for the index in ``offload_dir``.
+        state_dict: Values of weights by name. Not used for weights that are read from the disk.
+        offload_dir: The offload folder, in which the store is made.
+        offload_index: Where each weight is on the disk, by name; None for the index that accelerate wrote to ``offload_dir``.
         arguments: Used by accelerate's own function only.
         options: Used by accelerate's own function only.
 
@@ -195,12 +196,15 @@ class _Hook:
     folder: Any
     """The offload folder."""
     kept: Mapping[str, torch.Tensor] | None
-    """Weights by name. Those that are in memory are used, even if the index has them too. None once they were used, so that the
-    hook does not keep them alive: after the offload was undone, the model itself has the weights."""
+    """Weights by name. A weight that is in memory is used even if the index has it too.
+
+    Set to None once the weights are used, so that the hook does not keep them alive: after the offload is undone, the model
+    itself has them.
+    """
     device: Any
     """Where the model runs; None for the CPU."""
     options: _StreamOptions
-    """As given to :func:`enable`."""
+    """Options of :func:`enable`."""
     on_cpu: Sequence[str] = ()
     """Names of the weights that may stay in memory."""
 
@@ -210,7 +214,7 @@ class _Hook:
         self._streaming: Streaming | None = None
 
     def attach(self, model: nn.Module) -> nn.Module:
-        """Stream the model, make this its hook, and return it. Remembers where its weights are, to restore them later."""
+        """Stream the model, set this hook on it, and return it. Records the device of each weight, to restore them later."""
         self._before = {name: (tensor.device, tensor.requires_grad) for name, tensor in _tensors(model).items()}
         try:
             self.init_hook(model)
@@ -228,7 +232,7 @@ class _Hook:
         return module
 
     def _offload(self, model: nn.Module) -> Streaming:
-        """Build or open the store, and stream the model."""
+        """Build or open the store, and start streaming the model from it."""
         kept, self.kept = self.kept, None
         index = self.index
         if hasattr(model, "_get_dtype_plan"):  # a model of transformers
@@ -268,18 +272,18 @@ class _Hook:
             raise
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call of the model as they are."""
+        """Return the arguments of a forward call unchanged."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return the result of a call of the model as it is."""
+        """Return the output of a forward call unchanged."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """End the stream, close the store, and restore the model's weights.
+        """End streaming, close the store, and restore the model's weights. Returns the model. Blocks.
 
-        Weights that were in memory before are read back to the device they were on, and require grad if they did. The others
-        are on the meta device then. If reading raises OSError, the model is still streamed and has its hook. May be repeated
+        Weights that were in memory before are read back to their device, and require grad if they did. All other weights are on
+        the meta device afterwards. If reading raises OSError, the model is still streamed and keeps this hook. Can be repeated
         after an interrupt.
         """
         streaming = self._streaming or streaming_of(module)  # the latter if init_hook was interrupted
@@ -322,10 +326,10 @@ def _remove_hooks(model: nn.Module) -> None:
 
 
 def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return facts that identify the weights, to tell whether an existing store was built from the same ones.
+    """Return facts that identify the weights, to check whether an existing store was built from the same weights.
 
-    These are size and modification time of a checkpoint's files, and checksums of weights in memory. Files in the offload folder
-    are checksummed as well, because they are written anew, with a new time, whenever a model is loaded.
+    The facts are size and modification time of a checkpoint's files, and checksums of weights in memory. Files in the offload
+    folder are checksummed as well, because they are rewritten, with a new time, whenever a model is loaded.
     """
     facts: dict[str, Any] = {}
     for name, entry in index.items():
@@ -341,7 +345,7 @@ def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Ten
 
 
 def _crc32(path: str) -> int:
-    """Return the CRC-32 of a file's bytes, read a part at a time."""
+    """Return the CRC-32 of a file's bytes. The file is read in parts of 1 MiB."""
     crc = 0
     with open_regular(path) as file:
         while part := file.read(1 << 20):
@@ -357,7 +361,7 @@ def _index_in(folder: Any) -> Mapping[str, Any]:
 
 
 def _device_of(name: str, device_map: Mapping[str, Any]) -> str:
-    """Return the device that the map gives for the weight, or for the innermost module that contains it and is in the map."""
+    """Return the device that the map gives for a weight, or for the innermost of its modules that is in the map."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return str(device_map.get(name))
@@ -369,16 +373,16 @@ def _options() -> _StreamOptions | None:
 
 
 def _is_there(weight: torch.Tensor) -> bool:
-    """Return whether a weight is a buffer in memory: buffers are loaded there, and accelerate does not read them from disk."""
+    """Return whether a tensor is a buffer in memory, since accelerate loads buffers there and never reads them from disk."""
     return not isinstance(weight, nn.Parameter) and not weight.is_meta
 
 
 _OURS: dict[str, Callable[..., nn.Module]] = {"disk_offload": disk_offload, "dispatch_model": dispatch_model}
-"""The functions that replace accelerate's own, by name."""
+"""This module's replacements of accelerate's functions, by name."""
 
 
 def _replace(functions: Mapping[str, Callable[..., Any]], others: Mapping[str, Callable[..., Any]]) -> None:
-    """Set the other function of the same name wherever an imported module has one of these functions."""
+    """Replace each of the functions by the one of the same name in ``others``, in all imported modules that have it."""
     for path in ("accelerate", "accelerate.big_modeling", "transformers.integrations.accelerate"):
         module = sys.modules.get(path)
         for name, function in functions.items():

@@ -1,4 +1,4 @@
-"""GraphBolt's ``Feature``: node or edge features in a table on the drive. DGL itself is not needed."""
+"""GraphBolt's ``Feature`` interface for node or edge features in a table on the drive. DGL itself is not needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __dir__ = public_names(__name__)
 
 
 class _Rows:
-    """A read under way, with the ``wait`` that GraphBolt's futures have."""
+    """Rows that are being read, with the ``wait`` method that GraphBolt's futures have."""
 
     def __init__(self, future: RowsFuture, device: torch.device) -> None:
         self._future, self._device = future, device
@@ -27,13 +27,13 @@ class _Rows:
 
 
 class TableFeature:
-    """The rows of a table as a ``dgl.graphbolt.Feature``: it has the same methods, so that feature stores and caches take it.
+    """A table's rows as a ``dgl.graphbolt.Feature``. It has the same methods, so GraphBolt's feature stores and caches accept it.
 
     >>> store = gb.BasicFeatureStore({("node", None, "feat"): TableFeature(Table.open("/mnt/nvme/features.npy"))})
 
     Args:
-        table: The features: ``table.row_shape`` for each node or edge.
-        metadata: What :meth:`metadata` returns.
+        table: The features: one row, of shape ``table.row_shape``, for each node or edge.
+        metadata: What :meth:`metadata` returns; None for an empty dict.
     """
 
     def __init__(self, table: Table, metadata: dict[str, Any] | None = None) -> None:
@@ -41,13 +41,17 @@ class TableFeature:
         self._metadata = dict(metadata or {})
 
     def read(self, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the features of ids, on their device; None for those of all, which then have to fit into memory. Blocks."""
+        """Return features, on the device of ``ids``. Blocks.
+
+        Args:
+            ids: Numbers of the nodes or edges; None for all of them, whose features must then fit into memory.
+        """
         if ids is None:
             ids = torch.arange(self.table.rows)
         return self.table.read_async(ids).result().to(ids.device)
 
     def read_async(self, ids: torch.Tensor) -> Iterator[_Rows]:
-        """Start reading the features of ids: yields once, a future whose ``wait()`` returns them."""
+        """Start reading the features with these ids. Yields one future, whose ``wait()`` returns them."""
         yield _Rows(self.table.read_async(ids), ids.device)
 
     def read_async_num_stages(self, ids_device: torch.device) -> int:
@@ -59,7 +63,7 @@ class TableFeature:
         return torch.Size(self.table.row_shape)
 
     def count(self) -> int:
-        """Return how many features there are."""
+        """Return the number of features."""
         return self.table.rows
 
     def metadata(self) -> dict[str, Any]:
@@ -67,11 +71,11 @@ class TableFeature:
         return self._metadata
 
     def update(self, value: torch.Tensor, ids: torch.Tensor | None = None) -> None:
-        """Raise NotImplementedError: features are not trained. :meth:`Table.write` changes rows."""
+        """Raise NotImplementedError, since features are not trained. To change rows, use :meth:`Table.write`."""
         raise NotImplementedError("features on the drive are only read: change the rows of the table by Table.write")
 
     def pin_memory_(self) -> TableFeature:
-        """Do nothing: no feature is in memory but for the table's cache."""
+        """Do nothing, since features stay on the drive. Only the table's cache is in memory."""
         return self
 
     def is_pinned(self) -> bool:

@@ -5,8 +5,8 @@
         train(batch)
         log_metrics(writer, step, optimizer.report())
 
-Every report and every object of statistics of this package has ``as_dict()``, which gives its numbers by name. None of these
-projects is needed to import this module.
+Every report and statistics object of this package has ``as_dict()``, which returns its numbers by name. This module can be
+imported without any of these projects.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ PREFIX = "deepnvme/"
 
 
 def log_metrics(writer: Any, step: int, report: ReportFigures, *, prefix: str = PREFIX) -> None:
-    """Log all numbers of a report.
+    """Log all numbers of a report with a logger of another project.
 
     Args:
-        writer: Has one of these methods, as the objects named have them:
+        writer: An object with one of these methods:
             ``add_scalar(name, value, step)``: TensorBoard's ``SummaryWriter``;
             ``log_metrics(numbers, step)``: a logger of Lightning;
-            ``log(numbers)``: a run of Weights & Biases, or the module ``wandb``. The step is one of the numbers there,
-            ``deepnvme/global_step``, since wandb's own steps count its calls, and it drops what comes for an earlier one.
+            ``log(numbers)``: a run of Weights & Biases, or the module ``wandb``. Here the step is logged as a number,
+            ``deepnvme/global_step``, because wandb's own step counts its calls, and wandb drops values for an earlier step.
         step: Number of the step.
-        report: For instance that of ``optimizer.report()``, ``training.report()``, or ``engine.stats()``.
+        report: A report, for instance from ``optimizer.report()``, ``training.report()``, or ``engine.stats()``.
         prefix: Put in front of all names.
 
     Raises:
@@ -54,16 +54,16 @@ def log_metrics(writer: Any, step: int, report: ReportFigures, *, prefix: str = 
 
 
 def log_with_trainer(trainer: Any, report: Callable[[], ReportFigures], *, prefix: str = PREFIX) -> None:
-    """Have the logs of a ``Trainer`` of transformers include the numbers of a report: wherever ``report_to`` sends them.
+    """Add the numbers of a report to the logs of a transformers ``Trainer``, which go wherever ``report_to`` sends them.
 
     >>> training = deepnvme.integrations.transformers.offload_training(trainer, "/mnt/nvme/training")
     >>> log_with_trainer(trainer, training.report)
 
-    They are in the logs of training steps, not in those of evaluations and of the end. ``trainer.state.log_history``, which the
-    trainer writes before it asks anybody, does not have them.
+    The numbers are added to logs of training steps, but not to those of evaluations or of the end of training. They are missing
+    in ``trainer.state.log_history``, which the trainer writes before it calls any callback.
 
     Args:
-        trainer: A ``transformers.Trainer``, or one of TRL.
+        trainer: A ``transformers.Trainer``, or a trainer of TRL.
         report: Returns the report, such as ``optimizer.report``. Called for each log.
         prefix: Put in front of all names.
 
@@ -73,9 +73,10 @@ def log_with_trainer(trainer: Any, report: Callable[[], ReportFigures], *, prefi
     base: Any = importlib.import_module("transformers").TrainerCallback
 
     class ReportCallback(base):  # type: ignore[misc]
-        """Adds the numbers to what others log."""
+        """Callback that adds the report's numbers to the trainer's logs, before other callbacks write them."""
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            """Add the report's numbers to the logs of a training step."""
             if logs is not None and "loss" in logs:
                 logs.update(report().as_dict(prefix))
 
@@ -102,13 +103,14 @@ def lightning_callback(report: Callable[[], ReportFigures], *, every: int = 50, 
     base: Any = _lightning().Callback
 
     class ReportCallback(base):  # type: ignore[misc]
-        """Logs the numbers after each ``every`` steps."""
+        """Callback that logs the report's numbers after every ``every`` optimizer steps."""
 
         def __init__(self) -> None:
             super().__init__()
             self._logged = 0
 
         def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+            """Log the report's numbers if ``every`` optimizer steps are done."""
             step = trainer.global_step  # batches whose gradients are accumulated make one step
             if step > self._logged and step % every == 0:
                 self._logged = step

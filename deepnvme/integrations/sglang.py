@@ -36,16 +36,16 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
     Pass it to SGLang's ``set_offloader`` before SGLang creates a model, or use :func:`enable`.
 
     While the model is created and loaded, the layers' weights are in unnamed files in ``path``, mapped into memory, so that the
-    kernel needs memory only for weights that are being written. When all are loaded, :meth:`post_init` builds a store from them
-    in ``path``/weights and streams from it.
+    kernel needs memory only for weights that are being written. When all weights are loaded, :meth:`post_init` builds a store
+    from them in ``path``/weights and streams from it.
 
     Start SGLang with ``--disable-cuda-graph``: a replayed graph uses recorded addresses and would not read any weights.
 
     Args:
-        path: A directory on a drive with room for the weights twice; a different one for each rank. Made if missing.
-        prefetch: See :func:`deepnvme.streaming.stream`.
-        memory_budget: See :func:`deepnvme.streaming.stream`.
-        reuse: Stream from the store that an earlier run built in ``path``. The weights SGLang loads are ignored, so
+        path: A directory on a drive with room for twice the weights; a different one for each rank. Created if missing.
+        prefetch: Number of extents to read ahead: see :func:`deepnvme.streaming.stream`.
+        memory_budget: Weights to keep in memory: see :func:`deepnvme.streaming.stream`.
+        reuse: Stream from the store that an earlier run built in ``path``. The weights that SGLang loads are ignored, so
             ``--load-format dummy`` saves loading them. Only shapes and dtypes are compared with the model's.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
     """
@@ -78,8 +78,8 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
     ) -> list[nn.Module]:
         """Move each layer's weights to files as the layer is created. Called by SGLang when it creates a model.
 
-        All weights are streamed. The arguments that select a part are ignored: they are for offloaders that keep the other part
-        on the device.
+        All weights are streamed. The arguments that select weights are ignored: they are for offloaders that keep the other
+        weights on the device.
 
         Args:
             all_modules_generator: Creates the layers, one at a time.
@@ -103,12 +103,13 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
     def post_init(self) -> None:
         """Build the store from the loaded weights, or open it, and start streaming. Called by SGLang after loading. Blocks.
 
+        After any exception the offloader is closed.
+
         Raises:
             ValueError: For weights that are not contiguous, whose strides the store would not keep.
             FileExistsError: If there is a store in ``path`` and ``reuse`` is False.
             OSError: From the drive.
-
-        What :func:`deepnvme.streaming.stream` raises is raised, too. After any exception the offloader is closed.
+            Exception: Any other exception of :func:`deepnvme.streaming.stream`.
         """
         strided = [name for name, weight in self._layers.named_parameters() if not weight.is_contiguous()]
         if strided:
@@ -138,13 +139,13 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
     # Called by users
 
     def report(self) -> StreamReport:
-        """Return timings and bytes of streaming so far. Raises RuntimeError before :meth:`post_init`."""
+        """Return timings and bytes of the streaming so far. Raises RuntimeError before :meth:`post_init`."""
         if self._streaming is None:
             raise RuntimeError("nothing is streamed yet: SGLang calls post_init() when the weights are loaded")
         return self._streaming.report()
 
     def close(self) -> None:
-        """End streaming. The layers have no weights afterwards; the store's files are kept. Idempotent."""
+        """Stop streaming. The layers have no weights afterwards; the store's files are kept. Idempotent."""
         streaming = self._streaming or streaming_of(self._layers)  # the latter if post_init() was interrupted
         if streaming is not None:
             streaming.close()
@@ -152,7 +153,7 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
             self._store.close()
 
     def _park(self, layer: nn.Module) -> None:
-        """Move a layer's weights to file mappings, which the kernel can write to the drive when it needs the memory."""
+        """Move a layer's weights to mapped files, so that the kernel can write them to the drive when it needs the memory."""
         for weight in layer.parameters():
             if weight.is_meta or weight.numel() == 0:
                 continue
@@ -180,7 +181,7 @@ def enable(
     offloader.
 
     Args:
-        path: A directory on a drive, with room for the weights of all ranks twice.
+        path: A directory on a drive, with room for twice the weights of all ranks.
         prefetch: See :class:`StreamingOffloader`.
         memory_budget: See :class:`StreamingOffloader`.
         reuse: See :class:`StreamingOffloader`.
@@ -201,6 +202,6 @@ def enable(
 
 
 def _refuse_graphs(module: nn.Module, arguments: Any) -> None:
-    """Raise RuntimeError if a CUDA graph is being captured; a forward pre-hook."""
+    """Raise RuntimeError if a CUDA graph is being captured. Used as a forward pre-hook of each layer."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("streamed weights cannot be captured in a CUDA graph: start SGLang with --disable-cuda-graph")

@@ -3,12 +3,12 @@
     import deepnvme.integrations.tensornvme as d
     d.enable()                                  # ``import tensornvme`` then imports these classes
 
-``python -m deepnvme.integrations.tensornvme [-m] SCRIPT [ARGUMENTS]`` runs a program after that, unchanged.
+``python -m deepnvme.integrations.tensornvme [-m] SCRIPT [ARGUMENTS]`` enables them and then runs an unchanged program.
 
 TensorNVMe need not be installed, and is never imported. Contract: hpcaitech/TensorNVMe at commit cb5c3a9f.
 
-A transfer's error is raised, and its callback called, by the method that waits for it. If that method is interrupted or raises,
-the transfers that it has not reached stay under way, for the next call to finish. No class is thread-safe.
+The method that waits for a transfer raises the transfer's error, or calls its callback. If the method raises or is interrupted,
+it does not wait for the remaining transfers: they stay in flight, and the next call waits for them. No class is thread-safe.
 """
 
 from __future__ import annotations
@@ -49,44 +49,47 @@ _BACKENDS = {"uring": "io_uring", "aio": "libaio", "pthread": "threads"}
 
 
 def get_backends() -> set[str]:
-    """Return the names of the backends that work here, of ``uring``, ``aio`` and ``pthread``.
+    """Return which of the backends ``uring``, ``aio`` and ``pthread`` work on this machine.
 
-    TensorNVMe returns the backends that it was compiled with, whether or not the kernel accepts them.
+    TensorNVMe instead returns the backends that it was compiled with, whether or not the kernel accepts them.
     """
     return {name for name in _BACKENDS if probe_backend(name)}
 
 
 def probe_backend(backend: str) -> bool:
-    """Return whether a backend works here; False for an unknown name."""
+    """Return whether a backend works on this machine; False for an unknown name."""
     return backend in _BACKENDS and load_async_io().backends()[_BACKENDS[backend]] is None
 
 
 class _Stored(NamedTuple):
-    """The tensors of one key in the file."""
+    """Where the tensors of one key are in the file."""
 
     offsets: list[int]
-    """Where each tensor begins in the file, in bytes: a multiple of the page size."""
+    """Offset of each tensor in the file, in bytes: a multiple of the page size."""
     sizes: list[int]
     """Bytes of each tensor."""
     storages: list[torch.UntypedStorage]
-    """A DiskOffloader's freed storages. Kept, since their addresses are the key, and a new storage could get the same one."""
+    """The freed storages of a DiskOffloader's tensors.
+
+    They are kept because their addresses are the key: a new storage could get the address of a storage that is gone.
+    """
 
 
 class _Transfer(NamedTuple):
-    """One write or read of an offloader. It has no reference to the offloader, which would keep that after its last user's."""
+    """One write or read in flight. It has no reference to its offloader, so that it does not keep an unused offloader alive."""
 
     future: Future
     reading: bool
     key: Hashable
-    """What it is stored under; of an AsyncFileWriter whether it is from a tensor's own memory, and not a copy."""
+    """Key of the tensors. For an AsyncFileWriter: True if the tensor's own memory is written, False if a copy is."""
     storages: list[torch.UntypedStorage]
-    """The storages of its tensors."""
+    """Storages of the tensors that are written or read."""
     callback: Callback | None = None
-    """The user's function, called once after a success."""
+    """The user's function, called once after the transfer has succeeded; None for none."""
 
 
 class _Transfers:
-    """Transfers under way, oldest first."""
+    """Base class with the transfers in flight, oldest first."""
 
     def __init__(self, backend: str | None) -> None:
         if backend is not None and backend not in _BACKENDS:
@@ -98,9 +101,9 @@ class _Transfers:
         self._finish(lambda transfer: True)
 
     def _finish(self, chosen: Callable[[_Transfer], bool]) -> None:
-        """Wait for the chosen transfers, oldest first, and for chosen transfers that callbacks start. Raises the first error.
+        """Wait for the transfers that ``chosen`` selects, oldest first, and call their callbacks. Raises the first error.
 
-        Ctrl-C interrupts only the waiting and the callbacks.
+        Also waits for selected transfers that callbacks start. Ctrl-C interrupts only the waiting and the callbacks.
         """
         while (transfer := next(filter(chosen, self._transfers), None)) is not None:
             error = transfer.future.exception()
@@ -113,14 +116,14 @@ class _Transfers:
                 transfer.callback()
 
     def _end(self, reading: bool, key: Hashable, storages: Sequence[torch.UntypedStorage], succeeded: bool) -> None:
-        """Called once at the end of each transfer. The base does nothing."""
+        """Update the records at the end of a transfer. Called once for each transfer. The base class does nothing."""
 
 
 class _TensorFile(_Transfers):
-    """Base of both offloaders: a file of tensors, each list of them kept under a key until it is read."""
+    """Base of both offloaders: a file in which each tensor, or list of tensors, is stored under a key until it is read."""
 
     _frees = False
-    """Whether a tensor's storage is freed when it is written, and allocated when it is read."""
+    """Whether a tensor's storage is freed after it is written, and allocated again before it is read."""
 
     def __init__(self, filename: AnyPath, n_entries: int, backend: str = "aio") -> None:
         super().__init__(backend)
@@ -141,13 +144,13 @@ class _TensorFile(_Transfers):
         self._finish(lambda transfer: transfer.reading)
 
     def close(self) -> None:
-        """Synchronize, then remove the file with all that is in it. Idempotent.
+        """Wait for all transfers, call their callbacks, and remove the file. Idempotent.
 
-        Dropping the last reference, and the interpreter's exit, wait and remove the file, but call no callbacks. Not in
-        TensorNVMe, which leaves it to ``del``.
+        The offloader also waits and removes the file, but calls no callbacks, when its last reference is dropped or the
+        interpreter exits. TensorNVMe has no such method and removes the file only on ``del``.
 
         Raises:
-            OSError: The error of a transfer; the file is removed all the same.
+            OSError: The error of a transfer. The file is removed all the same.
         """
         try:
             self.synchronize()
@@ -155,7 +158,10 @@ class _TensorFile(_Transfers):
             self._finalizer()
 
     def _start(self, reading: bool, tensors: Sequence[torch.Tensor], key: Hashable, callback: Callback | None) -> _Transfer:
-        """Start a transfer, and return it. Blocks only for earlier ones that conflict. See the methods of the classes."""
+        """Start a transfer, and return it. Waits only for earlier transfers that use the same key or memory and conflict.
+
+        Raises what :meth:`async_write` and :meth:`async_read` of the derived classes document.
+        """
         fit = (each.layout is torch.strided and each.is_cpu and each.is_contiguous() and not each.is_conj() for each in tensors)
         if not tensors or not all(fit):
             raise RuntimeError("tensors must be dense, contiguous, on the CPU, one at least: copy by resolve_conj().contiguous()")
@@ -203,7 +209,11 @@ class _TensorFile(_Transfers):
         self._finish(lambda transfer: transfer is started)
 
     def _end(self, reading: bool, key: Hashable, storages: Sequence[torch.UntypedStorage], succeeded: bool) -> None:
-        """Forget a key that was read or could not be written. Free storages that were written or could not be read."""
+        """Update the records at the end of a transfer.
+
+        A key is forgotten after it was read or its write failed. In an offloader that frees storages, they are freed after a
+        write, or after a failed read.
+        """
         if reading == succeeded:
             self._forget(key)
         elif self._frees:
@@ -211,34 +221,35 @@ class _TensorFile(_Transfers):
                 storage.resize_(0)
 
     def _forget(self, key: Hashable) -> None:
-        """Free the space of a key. Does nothing for an unknown key."""
+        """Forget a key, and free its space in the file. Does nothing for an unknown key."""
         stored = self._stored.pop(key, None)
         for offset, size in zip(stored.offsets, stored.sizes, strict=True) if stored is not None else ():
             self._extents.give_back(offset, padded(size))
 
 
 class Offloader(_TensorFile):
-    """Tensors in one file, each or each list of them under a key. Contract: ``tensornvme._C.Offloader``.
+    """Stores tensors, or lists of tensors, in one file, each under a key. Contract: ``tensornvme._C.Offloader``.
 
-    An existing file is overwritten. The file is removed by :meth:`close`, with the last reference, or when the interpreter exits.
+    An existing file is overwritten. The file is removed by :meth:`close`, with the last reference, or when the interpreter
+    exits.
 
     Args:
         filename: The file.
-        n_entries: Accepted without effect: the settings of the drive say how many blocks are under way.
-        backend: ``uring``, ``aio`` or ``pthread``. Accepted and checked; the settings of the drive say which backend is used.
+        n_entries: Accepted without effect: the settings of the drive determine how many I/O blocks are in flight.
+        backend: ``uring``, ``aio`` or ``pthread``. Checked, but the settings of the drive determine the backend.
 
     Raises:
         RuntimeError: For an unknown backend.
-        OSError: If the file cannot be made.
+        OSError: If the file cannot be created.
     """
 
     def async_write(self, tensor: torch.Tensor, key: str, callback: Callback | None = None) -> None:
-        """Start writing a tensor under a key, in place of an earlier one. Do not change the tensor before the write has ended.
+        """Start writing a tensor under a key, in place of an earlier tensor. Do not change the tensor before the write has ended.
 
         Args:
             tensor: Contiguous CPU tensor.
             key: The key.
-            callback: Called without arguments when the write is waited for, if it succeeded.
+            callback: Called without arguments after the write has succeeded, by the method that waits for it.
 
         Raises:
             RuntimeError: If the tensor is not contiguous, not on the CPU or empty.
@@ -253,10 +264,10 @@ class Offloader(_TensorFile):
         Args:
             tensor: Contiguous CPU tensor of as many bytes as were written. Not to be touched until the read is waited for.
             key: The key.
-            callback: Called without arguments when the read is waited for, if it succeeded.
+            callback: Called without arguments after the read has succeeded, by the method that waits for it.
 
         Raises:
-            RuntimeError: As for :meth:`async_write`; if nothing is stored under the key, or something of another size.
+            RuntimeError: As for :meth:`async_write`; or if the key is unknown, or its tensor has another size.
             OSError: The error of an earlier transfer of this key or tensor.
             ValueError: If the offloader is closed.
         """
@@ -275,7 +286,7 @@ class Offloader(_TensorFile):
         self._start(False, tensors, key, callback)
 
     def async_readv(self, tensors: Sequence[torch.Tensor], key: str, callback: Callback | None = None) -> None:
-        """Start reading the tensors that are under one key, in the order that they were written, as :meth:`async_read` does."""
+        """Start reading the tensors of one key, in the order of writing, as :meth:`async_read` does one tensor."""
         self._start(True, tensors, key, callback)
 
     def sync_writev(self, tensors: Sequence[torch.Tensor], key: str) -> None:
@@ -288,24 +299,24 @@ class Offloader(_TensorFile):
 
 
 class DiskOffloader(_TensorFile):
-    """Moves tensors to a file and back: when a write has succeeded, the tensor's memory is freed; reading brings it back.
+    """Moves tensors to a file and back: after a successful write, the tensor's memory is freed; reading allocates it again.
 
-    A tensor is known by its storage. All of the storage is moved, so tensors that share it come and go together, and any of them
-    reads it. Contract: ``tensornvme.DiskOffloader``.
+    A tensor is identified by its storage. The whole storage is moved, so tensors that share a storage are written and read
+    together, and reading any one of them reads all. Contract: ``tensornvme.DiskOffloader``.
 
     >>> offloader = DiskOffloader("/mnt/nvme/offload")
     >>> offloader.sync_write(x)     # x has no memory now
     >>> offloader.sync_read(x)
 
     Args:
-        dir_name: Directory, made if missing, for the file ``offload-UUID``. The file is removed by :meth:`close`, with the last
-            reference, or when the interpreter exits.
-        n_entries: Accepted without effect: the settings of the drive say how many blocks are under way.
-        backend: ``uring``, ``aio`` or ``pthread``. Accepted and checked; the settings of the drive say which backend is used.
+        dir_name: Directory for the file ``offload-UUID``, created if missing. The file is removed by :meth:`close`, with the
+            last reference, or when the interpreter exits.
+        n_entries: Accepted without effect: the settings of the drive determine how many I/O blocks are in flight.
+        backend: ``uring``, ``aio`` or ``pthread``. Checked, but the settings of the drive determine the backend.
 
     Raises:
         RuntimeError: For an unknown backend.
-        OSError: If the directory or the file cannot be made.
+        OSError: If the directory or the file cannot be created.
     """
 
     _frees = True
@@ -315,29 +326,29 @@ class DiskOffloader(_TensorFile):
         super().__init__(os.path.join(dir_name, f"offload-{uuid.uuid4().hex}"), n_entries, backend)
 
     def async_write(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
-        """Start writing a tensor. Its memory is freed when the write is waited for, if it succeeded.
+        """Start writing a tensor. If the write succeeds, the tensor's memory is freed when the write is waited for.
 
         Args:
             tensor: Contiguous CPU tensor, whose storage torch can resize. Not to be changed until the write is waited for.
             callback: Called without arguments when the memory is freed.
 
         Raises:
-            RuntimeError: If the tensor is not contiguous, not on the CPU, of a storage that cannot be resized, or has no memory
-                because it has been offloaded already or is empty.
+            RuntimeError: If the tensor is not contiguous, not on the CPU, has a storage that cannot be resized, or has no
+                memory because it is empty or already offloaded.
             OSError: If the drive has too little room (ENOSPC); or the error of an earlier transfer of this tensor.
             ValueError: If the offloader is closed.
         """
         self._start(False, [tensor], None, callback)
 
     def async_read(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
-        """Start reading a tensor, into new memory. Reading it frees its space in the file.
+        """Start reading a tensor into new memory. Reading frees the tensor's space in the file.
 
         Args:
             tensor: A tensor that was written alone, not in a list. Not to be touched until the read is waited for.
-            callback: Called without arguments when the read is waited for, if it succeeded.
+            callback: Called without arguments after the read has succeeded, by the method that waits for it.
 
         Raises:
-            RuntimeError: As for :meth:`async_write`; if the tensor was not written, or has been read since.
+            RuntimeError: As for :meth:`async_write`; or if the tensor was not written, or has been read since.
             OSError: The error of an earlier transfer of this tensor.
             ValueError: If the offloader is closed.
         """
@@ -352,11 +363,11 @@ class DiskOffloader(_TensorFile):
         self._run(True, [tensor])
 
     def async_writev(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
-        """Start writing several tensors together, as :meth:`async_write` does one. They can only be read together."""
+        """Start writing several tensors, as :meth:`async_write` does one. They can only be read together, in the same order."""
         self._start(False, tensors, None, callback)
 
     def async_readv(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
-        """Start reading tensors that were written together, in the same order, as :meth:`async_read` does one."""
+        """Start reading tensors that were written together, in the same order, as :meth:`async_read` does one tensor."""
         self._start(True, tensors, None, callback)
 
     def sync_writev(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -369,7 +380,7 @@ class DiskOffloader(_TensorFile):
 
 
 def _close(process: int, transfers: list[_Transfer], file: File, path: str | None = None) -> None:
-    """Wait for all transfers, close the file, and remove it if its path is given; nothing in a forked child.
+    """Wait for all transfers, close the file, and remove it if its path is given. Does nothing in a forked child.
 
     Raises the first error.
     """
@@ -383,23 +394,23 @@ def _close(process: int, transfers: list[_Transfer], file: File, path: str | Non
 
 
 class AsyncFileWriter(_Transfers):
-    """Writes one file from its start, in the background, each piece directly after the one before.
+    """Writes one file from its start, in the background. Each write begins where the previous one ended.
 
-    The errors of writes are raised by :meth:`synchronize`, or :meth:`sync_before_step`. If the writer is dropped, or the
+    The errors of writes are raised by :meth:`synchronize` or :meth:`sync_before_step`. If the writer is dropped, or the
     interpreter exits, without synchronizing, all writes are waited for and an error is only reported on stderr. Bytes are on
-    stable storage after an ``fsync`` of the file, not before. Contract: ``tensornvme.async_file_io``.
+    stable storage only after an ``fsync`` of the file. Contract: ``tensornvme.async_file_io``.
 
     Args:
         path: Path of the file, which is created or emptied. File objects, which older versions of TensorNVMe took, are refused.
-        n_entries: Accepted without effect: the settings of the drive say how many blocks are under way.
-        backend: ``uring``, ``aio``, ``pthread`` or None. Accepted and checked; the settings of the drive say which is used.
+        n_entries: Accepted without effect: the settings of the drive determine how many I/O blocks are in flight.
+        backend: ``uring``, ``aio``, ``pthread`` or None. Checked, but the settings of the drive determine the backend.
         n_tasks: Accepted without effect.
 
     Attributes:
-        offset: Where the next piece is written, in bytes from the start of the file.
+        offset: Where the next write begins, in bytes from the start of the file.
 
     Raises:
-        TypeError: If it is given a file object.
+        TypeError: If ``path`` is a file object.
         RuntimeError: For an unknown backend.
         OSError: If the file cannot be opened.
     """
@@ -413,7 +424,7 @@ class AsyncFileWriter(_Transfers):
             weakref.finalize(self, _close, os.getpid(), self._transfers, self._file)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Start writing bytes, and return how many. A bytearray or memoryview is copied first: it may be changed at once."""
+        """Start writing bytes, and return how many. A bytearray or memoryview is copied first and may be changed at once."""
         kept = data if isinstance(data, bytes) else bytes(memoryview(data))
         self.write_raw(kept, ctypes.cast(ctypes.c_char_p(kept), ctypes.c_void_p).value or 0, len(kept), self.offset)
         return len(kept)
@@ -422,10 +433,10 @@ class AsyncFileWriter(_Transfers):
         """Start writing host memory, given by its address, and advance :attr:`offset` by ``n_bytes``.
 
         Args:
-            py_ref: What the memory belongs to. Kept until it is written, and not to be changed until then.
+            py_ref: Owner of the memory. Kept alive, and not to be changed, until the write has ended.
             buffer: Address of the memory.
             n_bytes: Bytes to write.
-            offset: Bytes from the start of the file.
+            offset: Where to write, in bytes from the start of the file.
 
         Raises:
             ValueError: If ``py_ref`` is a tensor on a device.
@@ -442,7 +453,7 @@ class AsyncFileWriter(_Transfers):
         """Start writing a tensor. It may be changed after :meth:`sync_before_step`.
 
         Args:
-            tensor: CPU or CUDA tensor of any dtype. One that is not contiguous is copied.
+            tensor: CPU or CUDA tensor of any dtype. A tensor that is not contiguous is copied.
             pinned: CPU tensor of the same shape and dtype. The tensor is copied to it before this returns, and the copy is
                 written: the tensor may be changed at once, ``pinned`` only after :meth:`synchronize`.
 
@@ -459,10 +470,10 @@ class AsyncFileWriter(_Transfers):
         self.offset += tensor.nbytes
 
     def register_h2d(self, num_tensors: int) -> None:
-        """Accept the number of tensors that will be written. No effect: they are counted as they come."""
+        """Ignore the number of tensors that will be written: it need not be known in advance."""
 
     def sync_before_step(self) -> None:
-        """Wait until all tensors given to :meth:`write_tensor` may be changed: until those without ``pinned`` are written.
+        """Wait until all tensors passed to :meth:`write_tensor` may be changed: until those without ``pinned`` are written.
 
         Raises:
             OSError: The error of the first write that failed.
@@ -470,17 +481,20 @@ class AsyncFileWriter(_Transfers):
         self._finish(lambda transfer: transfer.key is True)
 
     def flush(self) -> None:
-        """Do nothing: for ``torch.save`` and others that flush what they write to."""
+        """Do nothing. ``torch.save`` and other code that writes to a file object calls it."""
 
     def _write(self, tensor: torch.Tensor, offset: int, uncopied: bool) -> None:
-        """Start writing a tensor, and note the write."""
+        """Start writing a tensor, and record the write.
+
+        ``uncopied``: whether the write uses the user's own memory, which :meth:`sync_before_step` waits for.
+        """
         with defer_interrupts():
             future = self._engine.write(tensor, self._file, offset)
             self._transfers.append(_Transfer(future, False, uncopied, []))
 
 
 _modules: dict[str, ModuleType] = {}
-"""The modules that :func:`enable` has made; none while it is disabled."""
+"""The modules that :func:`enable` has made, by name; empty while disabled."""
 
 
 def enable() -> None:
@@ -512,7 +526,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Remove the modules. Classes that were imported from them stay usable. Idempotent."""
+    """Undo :func:`enable`: remove its modules. Classes imported from them stay usable. Idempotent."""
     for name, module in _modules.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]

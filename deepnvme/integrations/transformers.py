@@ -1,18 +1,21 @@
-"""Send the activations of transformers' ``Trainer`` to a drive: what autograd saves in the forward, until the backward wants it.
+"""Keep the activations of transformers' ``Trainer`` on a drive, from the forward that saves them to the backward that uses them.
 
     import deepnvme.integrations.transformers as integration
     integration.enable("/mnt/nvme/activations", memory_budget="8GB")
     trainer.train()
 
 After that, each forward that a ``Trainer`` computes for training runs in a :class:`deepnvme.offload.save_on_disk`, entered by
-``Trainer.compute_loss_context_manager``. A training step uses that method for its forward only, so that nothing goes out that a
-backward saves while activation checkpointing computes layers again. It is also what subclasses rarely override: those with a
-``compute_loss`` or ``training_step`` of their own still call it. An evaluation, without gradients, saves nothing.
+``Trainer.compute_loss_context_manager``. A training step uses that method for its forward only, so tensors that activation
+checkpointing saves while it recomputes layers in the backward stay in memory. Subclasses rarely override that method:
+subclasses with a ``compute_loss`` or ``training_step`` of their own still call it. An evaluation, without gradients, saves
+nothing.
 
-``Trainer.log`` is replaced as well, and adds what went out to the logs of training steps: a callback would get them too late.
+``Trainer.log`` is replaced as well, and adds what was written and read to the logs of training steps. A callback would get the
+logs too late.
 
-Two options that would offload to the memory of the CPU instead, since the innermost such context counts, offload to the drive:
-``activation_offloading`` of TRL's trainers, and ``offload`` among the ``activation_checkpointing_kwargs`` of transformers.
+Two options would offload to CPU memory instead, since the innermost context for saved tensors counts. They are redirected to
+the drive: ``activation_offloading`` of TRL's trainers, and ``offload`` among the ``activation_checkpointing_kwargs`` of
+transformers.
 """
 
 from __future__ import annotations
@@ -45,10 +48,10 @@ __dir__ = public_names(__name__)
 
 
 class _Offload:
-    """Where the activations go, since a call of :func:`enable`.
+    """The offloading of activations that a call of :func:`enable` sets up.
 
     Args:
-        options: The arguments of that call.
+        options: The arguments of the call.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -60,7 +63,7 @@ class _Offload:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Have autograd save on the drive, in this thread."""
+        """Have autograd save tensors on the drive in this context, in this thread."""
         self.forwards += 1
         with self._context:
             _thread.depth += 1
@@ -71,11 +74,11 @@ class _Offload:
             self._saved = self._saved or self.report().saved_bytes > 0  # in the context, so that no other thread begins a step
 
     def report(self) -> ActivationReport:
-        """Return what the last forward and backward have saved, written and read. Creates no files."""
+        """Return what the last forward and backward have saved, written and read. Creates no files on the drive."""
         return self._context.report()
 
     def logged(self) -> dict[str, float]:
-        """Return the report as values of a log. Warns once if no forward has saved anything."""
+        """Return the report as values for a log. Warns once, with RuntimeWarning, if no forward has saved anything."""
         report = self.report()
         if not self._saved and not self._warned:
             self._warned = True
@@ -92,22 +95,25 @@ class _Offload:
         }
 
     def close(self) -> None:
-        """Wait for transfers, and remove the files from the drive."""
+        """Wait for transfers in flight, and remove the files from the drive."""
         self._context.close()
 
 
 class _Thread(threading.local):
     depth = 0
-    """Number of contexts of :meth:`_Offload.forward` that this thread is in."""
+    """Number of :meth:`_Offload.forward` contexts that this thread is in."""
 
 
 _thread = _Thread()
 _enabled: _Offload | None = None
 _changing = threading.Lock()
 _originals: dict[str, Callable[..., Any]] = {}
-"""What :data:`_OURS` replace. Never removed: somebody may still have one of ours."""
+"""The functions that :data:`_OURS` replaces, by name. Kept after :func:`disable`, for replacements that are still called."""
 _replaced: dict[str, Any] = {}
-"""Where ours are in place, perhaps inside of a wrapper of somebody else's: the class or module, by their names."""
+"""The class or module of each function that is replaced, by the function's name.
+
+A function stays in this dict after :func:`disable` if another project's wrapper around the replacement is still in place.
+"""
 
 
 def enable(
@@ -117,12 +123,12 @@ def enable(
     min_bytes: ByteCount = 1 << 20,
     config: AioConfig | None = None,
 ) -> None:
-    """Send the activations of trainers to a drive from now on.
+    """Send the activations of trainers to a drive, from now on.
 
-    Holds for trainers that exist and for new ones, with activation checkpointing or without: with it, autograd saves little more
-    than the inputs of layers, and only those go out. Logs of training steps then have values of the last forward and backward in
-    this process: ``activations_saved_gb``, ``activations_written_gb``, ``activations_read_gb``, ``activations_peak_gb`` (most in
-    memory at a time; all four in 10**9 bytes) and ``activations_waiting_s`` (seconds of waiting for the drive).
+    Applies to existing and new trainers. With activation checkpointing, autograd saves little more than the inputs of layers,
+    and only those are written. Logs of training steps then have values of the last forward and backward in this process:
+    ``activations_saved_gb``, ``activations_written_gb``, ``activations_read_gb``, ``activations_peak_gb`` (most in memory at a
+    time; all four in 10**9 bytes) and ``activations_waiting_s`` (seconds of waiting for the drive).
 
     Idempotent; the options of the last call count. Not to be called while a training step runs.
 
@@ -131,8 +137,8 @@ def enable(
         memory_budget: Bytes of activations to keep in memory, or "8GB", "25%", "auto": see
             :class:`deepnvme.offload.save_on_disk`.
         min_bytes: Smaller tensors stay in memory; bytes, or a size such as "1MiB". The input of a layer, which activation
-            checkpointing keeps, has ``batch * sequence * hidden`` elements: with small models, choose no more than their bytes.
-            If no tensor is large enough, the first log warns with RuntimeWarning.
+            checkpointing keeps, has ``batch * sequence * hidden`` elements: with small models, choose at most the size of that
+            input. If no tensor is large enough, the first log warns with RuntimeWarning.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
@@ -161,7 +167,7 @@ def enable(
 
 
 def disable() -> None:
-    """Have trainers keep activations in memory again, and remove the files. Idempotent.
+    """Keep the activations of trainers in memory again, and remove the files from the drive. Idempotent.
 
     Not to be called while a training step runs.
     """
@@ -180,7 +186,7 @@ def report() -> ActivationReport:
     """Return what the last forward and backward of a trainer have saved, written and read so far.
 
     Raises:
-        RuntimeError: If not enabled.
+        RuntimeError: If :func:`enable` was not called.
     """
     enabled = _enabled
     if enabled is None:
@@ -189,7 +195,7 @@ def report() -> ActivationReport:
 
 
 def _compute_loss_context_manager(trainer: Any) -> Any:
-    """Replace ``Trainer.compute_loss_context_manager``: the same contexts, and in training, that of the drive as well."""
+    """Replace ``Trainer.compute_loss_context_manager``: add the context that saves on the drive if gradients are enabled."""
     contexts = _originals["compute_loss_context_manager"](trainer)
     enabled = _enabled
     if enabled is not None and torch.is_grad_enabled() and not hasattr(trainer, "offloaded_training"):  # has its own
@@ -198,7 +204,7 @@ def _compute_loss_context_manager(trainer: Any) -> Any:
 
 
 def _log(trainer: Any, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-    """Replace ``Trainer.log``: logs of training steps have the values of the report as well."""
+    """Replace ``Trainer.log``: add the report's values to the logs of training steps."""
     enabled = _enabled
     if enabled is not None and "loss" in logs:
         logs.update(enabled.logged())
@@ -206,12 +212,15 @@ def _log(trainer: Any, logs: dict[str, float], *arguments: Any, **options: Any) 
 
 
 def _save_on_cpu(*arguments: Any, **options: Any) -> Any:
-    """Replace transformers' name for ``torch.autograd.graph.save_on_cpu``, which would win over the context it is entered in."""
+    """Replace ``torch.autograd.graph.save_on_cpu`` in transformers: do nothing while activations go to the drive.
+
+    Otherwise the context would keep the tensors in memory, because the innermost context for saved tensors counts.
+    """
     return contextlib.nullcontext() if _thread.depth else _originals["save_on_cpu"](*arguments, **options)
 
 
 def _get_act_offloading_ctx_manager(*arguments: Any, **options: Any) -> Any:
-    """Replace the function of the same name of TRL."""
+    """Replace TRL's ``get_act_offloading_ctx_manager``: return a context that saves on the drive while enabled."""
     original = _originals["get_act_offloading_ctx_manager"]
     if _enabled is None:
         return original(*arguments, **options)
@@ -219,10 +228,10 @@ def _get_act_offloading_ctx_manager(*arguments: Any, **options: Any) -> Any:
 
 
 class _EitherOffload:
-    """The context that TRL's trainers run their training steps in: that of the drive, or after :func:`disable`, TRL's own.
+    """Context for the training steps of TRL's trainers: saves on the drive, or, after :func:`disable`, as TRL itself does.
 
     Args:
-        make: Returns TRL's own, which needs an accelerator.
+        make: Returns TRL's own context, which needs an accelerator. Called only if that context is used.
     """
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
@@ -250,11 +259,14 @@ _OURS: dict[str, Callable[..., Any]] = {
     "save_on_cpu": _save_on_cpu,
     "get_act_offloading_ctx_manager": _get_act_offloading_ctx_manager,
 }
-"""What replaces functions of transformers and TRL, by their names."""
+"""This module's replacements of functions of transformers and TRL, by the functions' names."""
 
 
 def _owners() -> dict[str, Any]:
-    """Return the class or module that defines each of the functions that are replaced, as far as they are installed."""
+    """Return the class or module that defines each function to replace, by the function's name.
+
+    Functions of projects or versions that are not installed are left out.
+    """
     transformers = importlib.import_module("transformers")
     importlib.import_module("accelerate")
     owners: dict[str, Any] = {"compute_loss_context_manager": transformers.Trainer, "log": transformers.Trainer}
@@ -266,10 +278,10 @@ def _owners() -> dict[str, Any]:
 
 
 def _replace(owner: Any, function: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Set the other function where the owner, and modules of TRL that have imported it, have this one.
+    """Replace ``function`` by ``other`` in its owner, and in all modules of TRL that have imported it.
 
     Returns:
-        Whether the owner had it.
+        Whether the owner had ``function``.
     """
     name = next(name for name, each in _OURS.items() if each in (function, other))
     found = vars(owner).get(name) is function

@@ -1,13 +1,14 @@
-"""Have transformers' ``Trainer`` train a model whose parameters, gradients and optimizer states are on a drive.
+"""Make transformers' ``Trainer`` train a model whose parameters, gradients and optimizer states are on a drive.
 
     trainer = transformers.Trainer(model, arguments, train_dataset=data)
     offload_training(trainer, "/mnt/nvme/training", memory_budget="8GB")
     trainer.train()
 
-The loop stays that of transformers. The trainer gets a subclass of its class, made here, and an optimizer whose step is that of
-an :class:`deepnvme.offload.OffloadedTraining`. The loop gathers the batches of a step by ``get_batch_samples``, and
-calls ``training_step`` for each, which runs the forward and calls ``accelerator.backward``. Here the first of these calls runs
-the forwards and backwards of all batches of the step, so that a block is read once for all of them.
+The training loop is still that of transformers. The trainer's class becomes a subclass made here, and its optimizer becomes one
+that steps a :class:`deepnvme.offload.OffloadedTraining`. The loop gets the batches of a step from ``get_batch_samples``, and
+calls ``training_step`` for each batch, which runs the forward and calls ``accelerator.backward``. Here, the first call of
+``training_step`` runs the forwards and backwards of all batches of the step, so that each block of the model is read once for
+all of them.
 """
 
 from __future__ import annotations
@@ -51,34 +52,35 @@ _OVERRIDDEN = {
     "_load_best_model": (),
     "_load_optimizer_and_scheduler": ("checkpoint",),
 }
-"""Methods of ``Trainer``, with the names of their arguments that are used."""
+"""Methods of ``Trainer`` that are overridden, with the names of the arguments that are used."""
 
 
 def offload_training(
     trainer: Any, nvme_path: AnyPath | Sequence[AnyPath], *, blocks: Iterable[nn.Module | str] | None = None, **options: Any
 ) -> OffloadedTraining:
-    """Have a trainer train with its model's layers, their gradients and the optimizer's states on a drive, from now on.
+    """Make a trainer keep its model's layers, their gradients and the optimizer's states on a drive, from now on.
 
-    Losses, weights, logs and checkpoints are those of the trainer in memory, bit for bit; only that ``grad_norm`` is not logged
-    if gradients are not clipped, and that with gradient accumulation dropout draws other random numbers. After ``train()`` the
-    trainer's methods evaluate, save and train on as ever. The parameters are in memory again after ``close(restore=True)`` of
-    what is returned; the trainer cannot train any more then.
+    Losses, weights, logs and checkpoints are bit for bit those of the same training in memory, with two exceptions:
+    ``grad_norm`` is not logged if gradients are not clipped, and with gradient accumulation dropout draws other random numbers.
+    After ``train()`` the trainer can evaluate, save and train further as usual. To get the parameters back into memory, call
+    ``close(restore=True)`` of the returned training; the trainer cannot train after that.
 
     Args:
-        trainer: That has not trained yet, on the CPU. In several processes, as of ``torchrun``, each has a shard of the model on
-            its drive, and takes the place of ``DistributedDataParallel``: all have to call this, and what trains and saves.
-        nvme_path: As of :class:`deepnvme.offload.OffloadedTraining`.
-        blocks: As of :class:`deepnvme.offload.OffloadedTraining`.
-        **options: Others of :class:`deepnvme.offload.OffloadedTraining`: ``memory_budget``, ``activations``, ... The
-            optimizer and its options, ``micro_batches`` and ``max_norm`` are from the ``TrainingArguments``.
+        trainer: A trainer on the CPU that has not trained yet. With several processes, for example of ``torchrun``, each
+            process has a shard of the model on its drive, instead of the replica of ``DistributedDataParallel``. All processes
+            have to call this function, ``train()``, and the methods that save.
+        nvme_path: As for :class:`deepnvme.offload.OffloadedTraining`.
+        blocks: As for :class:`deepnvme.offload.OffloadedTraining`.
+        **options: Other options of :class:`deepnvme.offload.OffloadedTraining`: ``memory_budget``, ``activations``, ... The
+            optimizer and its options, ``micro_batches`` and ``max_norm`` are taken from the ``TrainingArguments``.
 
     Returns:
         The training, which is also ``trainer.offloaded_training``.
 
     Raises:
         ImportError: If transformers, or accelerate that its trainer needs, is not installed.
-        RuntimeError: If this version of transformers has another ``Trainer``, or the trainer is offloaded already.
-        ValueError: For a trainer, or an option of its, that cannot be offloaded. Nothing is changed then.
+        RuntimeError: If ``Trainer`` differs in this version of transformers, or the trainer is offloaded already.
+        ValueError: If the trainer, or one of its options, does not support offloading. Nothing is changed then.
         OSError: From the drive.
     """
     _check_version()
@@ -111,20 +113,23 @@ def offload_training(
 
 
 def _prepare_model(prepare: Callable[..., Any], ours: nn.Module, model: nn.Module, *arguments: Any, **options: Any) -> Any:
-    """Replace ``accelerator.prepare_model``: the training averages gradients, and not ``DistributedDataParallel``."""
+    """Replace ``accelerator.prepare_model``: do not wrap the offloaded model in ``DistributedDataParallel``.
+
+    The offloaded training averages gradients itself.
+    """
     if model is ours:  # whose parameters are not to be moved to "cpu:0" either, which makes copies
         return prepare(model, device_placement=False, evaluation_mode=True)
     return prepare(model, *arguments, **options)
 
 
 def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, state: _TrainerState) -> type:
-    """Return a subclass of a trainer's class, for that trainer."""
+    """Return a subclass of a trainer's class that trains with this offloaded training."""
 
     class OffloadedTrainer(base):  # type: ignore[misc]
-        """The trainer, with its batches run by the training, and states that are on the drive."""
+        """The trainer's class, with steps run by the offloaded training, and model and optimizer states saved from the drive."""
 
         def train(self, *arguments: Any, **options: Any) -> Any:
-            """Train as the trainer does. After an exception the model is as after the last completed step."""
+            """Train as the base class does. After an exception the model is as after the last completed step."""
             try:
                 return super().train(*arguments, **options)
             except BaseException:
@@ -134,18 +139,18 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, state: _Tr
                 raise
 
         def get_batch_samples(self, epoch_iterator: Any, num_batches: Any, device: Any) -> Any:
-            """Return the batches of the next step, and have the training know them."""
+            """Return the batches of the next step, after passing them to the offloaded training."""
             batches, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
             steps.begin(batches)
             return batches, num_items_in_batch
 
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            """Return the loss of a batch. The first call of a step runs all of its batches. Raises OSError."""
+            """Return the loss of a batch. The first call of a step runs all batches of the step. Raises OSError."""
             own = super().training_step
             return steps.loss_of(inputs, lambda batch: own(model, batch, num_items_in_batch))
 
         def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
-            """Save the model. All ranks call it; those that save write the files. Raises OSError, RuntimeError."""
+            """Save the model. Called by all ranks; those that the trainer lets save write files. Raises OSError, RuntimeError."""
             with state.gathered():
                 super().save_model(output_dir, _internal_call)
 
@@ -174,13 +179,13 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, state: _Tr
 
 
 class _TrainerState:
-    """The state of a training, as its trainer saves it: with whole tensors also in several processes.
+    """The state of an offloaded training, in the form in which a trainer saves it. Tensors are whole even with several processes.
 
     Args:
-        training: The training.
-        group: The processes that train together; None for one.
-        arguments: The trainer's: where the state is written while it is saved, in a directory that all processes share, and
-            whether this process saves.
+        training: The offloaded training.
+        group: The processes that train together; None for a single process.
+        arguments: The ``TrainingArguments``. ``output_dir``, which all processes share, gets a temporary file while the state
+            is saved; ``should_save`` says whether this process saves.
     """
 
     def __init__(self, training: OffloadedTraining, group: ProcessGroup | None, arguments: Any) -> None:
@@ -189,15 +194,18 @@ class _TrainerState:
         self._gathered: dict[str, Any] | None = None
 
     def current(self) -> dict[str, Any]:
-        """Return the state: the gathered one, if there is one, or else with tensors mapped from the drive. Raises OSError."""
+        """Return the training's state: the gathered one inside :meth:`gathered`, otherwise with tensors mapped from the drive.
+
+        Raises OSError.
+        """
         return self._training.state_dict() if self._gathered is None else self._gathered
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have :meth:`current` return whole tensors in this context, which all processes enter, where this process saves.
+        """Gather whole tensors on the processes that save: in this context, :meth:`current` returns them. All processes enter it.
 
-        They are mapped from a file. It is removed when no process needs it any more: one on another machine that has mapped it
-        from a network file system could not read it after that.
+        The tensors are mapped from a temporary file, which is removed when no process needs it any more. A process on another
+        machine that has mapped the file from a network file system could not read it after that.
 
         Raises:
             OSError: From the drive, or the directory.
@@ -233,15 +241,15 @@ class _TrainerState:
 
 class _Thread(threading.local):
     loss: torch.Tensor | None = None
-    """What the forward that runs in this thread has called ``accelerator.backward`` with."""
+    """Loss that the forward running in this thread has passed to ``accelerator.backward``; None if there is none yet."""
 
 
 class _Steps:
-    """Runs the batches of a trainer's step together, when the first of them is asked for.
+    """Runs all batches of a trainer's step together, when the loss of the first one is requested.
 
     Args:
-        training: Runs them.
-        max_norm: That it clips gradients to.
+        training: The offloaded training that runs them.
+        max_norm: Norm to which the training clips gradients; None for no clipping.
     """
 
     def __init__(self, training: OffloadedTraining, max_norm: float | None) -> None:
@@ -251,11 +259,11 @@ class _Steps:
         self._thread = _Thread()
 
     def begin(self, batches: Sequence[Any]) -> None:
-        """Take the batches of the next step."""
+        """Set the batches of the next step."""
         self._batches, self._losses = list(batches), []
 
     def loss_of(self, batch: Any, training_step: Callable[[Any], Any]) -> Any:
-        """Return what ``training_step`` has returned for a batch, the next one of the step. Raises OSError."""
+        """Return the result of ``training_step`` for a batch, which must be the next one of the step. Raises OSError."""
         if not self._batches or batch is not self._batches[0]:
             raise RuntimeError("training_step() is to be called with the batches of get_batch_samples(), one after the other")
         if not self._losses:
@@ -267,6 +275,7 @@ class _Steps:
         returned: list[Any] = [None] * len(self._batches)
 
         def forward(index: int, batch: Any) -> torch.Tensor:
+            """Run ``training_step`` for one batch, and return the loss that it passes to ``accelerator.backward``."""
             self._thread.loss = None
             returned[index] = training_step(batch)
             loss, self._thread.loss = self._thread.loss, None
@@ -278,16 +287,16 @@ class _Steps:
         return returned
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Replace ``accelerator.backward``: the training runs the backward when ``training_step`` has returned."""
+        """Replace ``accelerator.backward``: record the loss. The training runs the backward after ``training_step`` returns."""
         if self._thread.loss is not None or options:
             raise RuntimeError("training_step() may call accelerator.backward() once, with nothing but the loss")
         self._thread.loss = loss
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
-        """Replace ``accelerator.clip_grad_norm_``: the training clips gradients when it steps.
+        """Replace ``accelerator.clip_grad_norm_``: the training clips gradients during its step.
 
         Returns:
-            The norm; None if gradients are not clipped, since they are gone then.
+            The norm of the gradients; None if gradients are not clipped, because they have been freed by then.
         """
         if self._max_norm is None and math.isinf(max_norm):
             return None
@@ -297,7 +306,7 @@ class _Steps:
 
 
 class _StepsOnTheDrive(Optimizer):
-    """The optimizer of a trainer whose training is offloaded. Its state is as that of an optimizer in memory."""
+    """The optimizer of an offloaded trainer. Its state dict has the same form as that of an optimizer in memory."""
 
     _is_accelerate_prepared = True  # it has no gradients to be scaled, and no states to be moved to a device
     step_was_skipped = False
@@ -308,11 +317,15 @@ class _StepsOnTheDrive(Optimizer):
         self._training, self._trainer_state = training, trainer_state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Run the step for the micro-batches since the last one. Ignores ``closure``. Raises like OffloadedTraining.step."""
+        """Run the training's step for the micro-batches since the last step. Raises like OffloadedTraining.step.
+
+        Args:
+            closure: Ignored.
+        """
         self._training.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states and options, with tensors mapped from the drive. Raises OSError."""
+        """Return the optimizer's states and options, with tensors mapped from the drive. Raises OSError."""
         training_state = self._trainer_state.current()
         state = training_state["optimizer"]
         index_of = {name: index for index, name in enumerate(_names(state))}
@@ -324,7 +337,7 @@ class _StepsOnTheDrive(Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the states and options by those of an optimizer in memory, or of this one. Raises ValueError, OSError."""
+        """Replace the states and options by a state dict of this optimizer, or of one in memory. Raises ValueError, OSError."""
         now = self._training.state_dict()
         groups = now["optimizer"]["param_groups"]
         saved = state_dict["param_groups"]
@@ -337,13 +350,13 @@ class _StepsOnTheDrive(Optimizer):
 
 
 def _names(optimizer_state: Mapping[str, Any]) -> list[Any]:
-    """Return the parameters of all groups: names, or what an optimizer in memory numbers them with."""
+    """Return the parameters of all groups of an optimizer state: their names, or their numbers if it is from memory."""
     return [name for group in optimizer_state["param_groups"] for name in group["params"]]
 
 
 @contextlib.contextmanager
 def _states_on_the_drive(model: nn.Module, training: OffloadedTraining, state: _TrainerState) -> Iterator[None]:
-    """Have ``state_dict`` and ``load_state_dict`` of the model be of what is on the drive, unless the training is closed."""
+    """Make the model's ``state_dict`` and ``load_state_dict`` use the weights on the drive, unless the training is closed."""
     if training.closed:
         yield
         return
@@ -352,6 +365,7 @@ def _states_on_the_drive(model: nn.Module, training: OffloadedTraining, state: _
     params = dict(model.named_parameters(remove_duplicate=False))
 
     def load(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
+        """Load weights into the training, on the drive, with the arguments and result of ``Module.load_state_dict``."""
         missing = [name for name in now["model"] if name not in state_dict]
         unexpected = [name for name in state_dict if name not in now["model"]]
         if strict and (missing or unexpected):
@@ -372,13 +386,16 @@ def _states_on_the_drive(model: nn.Module, training: OffloadedTraining, state: _
 
 
 def _mapping_files() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which ``torch.load`` maps files, so that states need not fit into memory. torch 2.6 reads them."""
+    """Return a context in which ``torch.load`` maps files, so that states need not fit into memory.
+
+    With torch 2.6, which lacks the option, files are read into memory.
+    """
     serialization: Any = getattr(torch.utils, "serialization", None)
     return contextlib.nullcontext() if serialization is None else serialization.config.patch("load.mmap", True)
 
 
 def _optimizer_of(trainer: Any) -> tuple[type[Optimizer], dict[str, Any], list[dict[str, Any]]]:
-    """Return the class of a trainer's optimizer, its options and its parameter groups. Raises ValueError."""
+    """Return the class, options and parameter groups of a trainer's optimizer. Raises ValueError if it cannot be offloaded."""
     given = trainer.optimizer
     optimizer = trainer.create_optimizer()
     trainer.optimizer = given
@@ -395,7 +412,7 @@ def _optimizer_of(trainer: Any) -> tuple[type[Optimizer], dict[str, Any], list[d
 
 
 def _check_version() -> None:
-    """Raise ImportError without transformers, and RuntimeError if methods of ``Trainer`` are not as expected."""
+    """Raise ImportError if transformers is missing, and RuntimeError if its ``Trainer`` lacks an expected method or argument."""
     try:
         transformers = importlib.import_module("transformers")
         importlib.import_module("accelerate")
@@ -409,7 +426,7 @@ def _check_version() -> None:
 
 
 def _check(trainer: Any) -> None:
-    """Raise if a trainer cannot be offloaded."""
+    """Raise ValueError if a trainer's options do not support offloading, and RuntimeError if it is offloaded already."""
     if hasattr(trainer, "offloaded_training"):
         raise RuntimeError("the training of this trainer is offloaded already")
     arguments = trainer.args
@@ -428,7 +445,7 @@ def _check(trainer: Any) -> None:
 
 
 def _check_group(group: ProcessGroup | None, world_size: int) -> None:
-    """Raise ValueError if a group cannot train with a trainer that divides its batches over so many processes."""
+    """Raise ValueError if the process group's size differs from the number of processes that the trainer uses."""
     count = 1 if group is None else torch.distributed.get_world_size(group)
     if count != world_size:
         raise ValueError(

@@ -12,27 +12,27 @@ from deepnvme.telemetry.sizes import byte_count, parse_size, refuse_text
 from .system_memory import available_memory
 
 MemoryBudget: TypeAlias = int | str
-"""An amount of memory: a :data:`ByteCount`, or a share of what is available such as "50%", or "auto".
+"""An amount of memory: a :data:`ByteCount`, a share of the available memory such as "50%", or "auto".
 
-The share is of the memory that the machine and the process's control groups have available at the time of the call: see
-:func:`available_memory`. For memory of a CUDA device it is of what is free there. "auto" is half of it; where torchrun has
-started several processes on the machine, each process's part of that half.
+A share refers to the memory that the machine and the process's control groups have available at the time of the call (see
+:func:`available_memory`); for memory of a CUDA device, to the device's free memory. "auto" is half of the available
+memory. Where torchrun has started several processes on the machine, "auto" is each process's part of that half.
 """
 
 _SHARE = re.compile(r"(\d{1,24})(?:\.(\d{1,24}))?\s*%", re.ASCII)
 
 
 def budget_bytes(value: MemoryBudget, name: str, available: Callable[[], int] = available_memory) -> int:
-    """Return a budget of memory that a user has given in bytes.
+    """Return the bytes of a budget of memory that a user has given.
 
     Args:
         value: What the user gave.
         name: The name of the argument, for messages.
-        available: Returns the bytes of which a share is meant; only called for a share or "auto".
+        available: Returns the available bytes that a share refers to. Called only for a share or "auto".
 
     Raises:
-        TypeError: If it is neither a whole number nor a text.
-        ValueError: If it is negative, more than 100 %, or a text that is no budget.
+        TypeError: If ``value`` is neither a whole number nor a text.
+        ValueError: If ``value`` is negative, more than 100 %, or a text that is no budget.
     """
     if not isinstance(value, str):
         return byte_count(value, name)

@@ -1,4 +1,4 @@
-"""The chunks of pinned memory that a buffer pool owns: those that are lent, and those that are free for reuse."""
+"""The chunks of pinned memory that a buffer pool owns: chunks that are lent, and free chunks for reuse."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _SLACK = 8
 
 
 class LastView(weakref.ref[memoryview]):
-    """A weak reference to the memoryview that every tensor over a lease keeps alive. Its callback can be C code, as it has the
-    chunk."""
+    """A weak reference to the memoryview that every tensor over a lease keeps alive.
+
+    The reference stores the chunk, so its callback needs no Python code to find the chunk: it can be a C function.
+    """
 
     __slots__ = ("chunk",)
 
@@ -37,7 +39,7 @@ class PinnedChunk:
         self.caller = ""
         """Which module and thread leased the chunk, for errors."""
         self.last_view: LastView | None = None
-        """Returns None once no tensor over the lease is left."""
+        """Weak reference that returns None once no tensor over the lease is alive. None while the chunk is free."""
         self.returned = 0.0
         """When the chunk became free (``time.monotonic()``)."""
 
@@ -58,7 +60,7 @@ class ChunkList:
         return self.lent_bytes + self.free_bytes
 
     def set_budget(self, nbytes: int) -> None:
-        """Change the budget, and unpin free chunks that it has no room for any more."""
+        """Change the budget, and unpin the free chunks that exceed it."""
         self.budget = nbytes
         self.unpin_down_to(nbytes)
 
@@ -90,10 +92,10 @@ class ChunkList:
         return chunk
 
     def take_back(self, chunk: PinnedChunk) -> None:
-        """Move a lent chunk to the free ones, for reuse.
+        """Move a lent chunk to the free chunks, for reuse.
 
-        A chunk without pinned memory is dropped instead, and so is any chunk while more is pinned than the budget, which can have
-        been lowered.
+        The chunk is dropped instead if its memory was never pinned, or if more bytes are pinned than the budget allows,
+        because the budget was lowered.
         """
         kept = chunk.memory is not None and self.allocated <= self.budget
         self.lent.discard(chunk)

@@ -1,4 +1,4 @@
-"""Leases that grow: memory that is replaced where more is needed, and more than a user's setting has reckoned with."""
+"""Leases that grow: a lease replaced by a larger one, and leases beyond the limit that a user has set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .pool import BufferPool, Lease, OutOfBuffers
 
 
 class GrowableLease:
-    """Leased memory that is replaced where more is needed."""
+    """A lease that is replaced by a larger one when more bytes are needed."""
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
@@ -22,7 +22,10 @@ class GrowableLease:
         return 0 if self._lease is None else self._lease.nbytes
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` bytes with undefined contents, which replace what was taken before. May block, as a lease does."""
+        """Return ``nbytes`` bytes with undefined contents. Tensors from earlier calls may not be used any more.
+
+        Blocks if a larger lease is needed and the pool has no room, as :meth:`BufferPool.lease` does.
+        """
         if self._lease is None or self._lease.nbytes < nbytes:
             self.release()
             self._lease = self._pool.lease(max(nbytes, 1))
@@ -41,8 +44,8 @@ def lease_more(pool: BufferPool, nbytes: int, held: Iterable[Lease], shortage: s
     Args:
         pool: The pool to lease from.
         nbytes: Bytes to lease.
-        held: Leases that the caller does not release meanwhile, whichever thread leased them.
-        shortage: The beginning of the message of the OutOfBuffers below.
+        held: Leases that the caller keeps during the wait, whichever thread leased them.
+        shortage: Beginning of the OutOfBuffers message.
 
     Raises:
         OutOfBuffers: If the pool has no room: at once if no other thread has leases, else after waiting.

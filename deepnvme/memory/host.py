@@ -43,11 +43,11 @@ def empty_aligned(nbytes: int) -> torch.Tensor:
 
 
 def huge_pages(nbytes: int, skipped: int = 0) -> torch.Tensor:
-    """Return a new tensor of zeros on the CPU, on huge pages if the kernel has them. They are populated when they are touched.
+    """Return a new uint8 tensor of zeros on the CPU, on huge pages if the kernel has them. Pages are populated when touched.
 
     Args:
         nbytes: Bytes of the tensor.
-        skipped: Bytes from a page boundary to the start of the tensor and of its storage.
+        skipped: Bytes to leave unused between a page boundary and the start of the tensor and its storage.
     """
     return torch.frombuffer(private_mapping(skipped + nbytes), dtype=torch.uint8, offset=skipped)
 
@@ -110,11 +110,11 @@ def map_over(address: int, length: int, protection: int, flags: int, descriptor:
 def prefault(address: int, nbytes: int) -> None:
     """Have the kernel allocate and clear the pages of new memory now, in this thread. Blocks, without holding the GIL.
 
-    Pages that are already allocated stay as they are. Kernels before 5.14 cannot do this: they allocate pages when they are
+    Pages that are already allocated stay as they are. Before Linux 5.14 this has no effect: pages are allocated when they are
     touched.
 
-    A direct read into memory without pages waits for them block by block, and clears huge pages more than once: 2 GB took 4 times
-    as long, and 6 times the CPU time.
+    A direct read into memory without pages waits for the pages of each I/O block, and clears huge pages more than once:
+    reading 2 GB took 4 times as long, and 6 times the CPU time.
     """
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     _libc.madvise(begin, address + nbytes - begin, _MADV_POPULATE_WRITE)

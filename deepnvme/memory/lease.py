@@ -1,4 +1,4 @@
-"""Leases: pinned memory that a pool has lent, and what they can be released after."""
+"""Leases: pinned memory that a pool has lent, and the transfers after which a lease can be released."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 
 class Transfer(Protocol):
-    """A read, a write or a copy under way: ``deepnvme.Future``, ``concurrent.futures.Future`` and the like.
+    """A read, a write or a copy in progress: ``deepnvme.Future``, ``concurrent.futures.Future`` and the like.
 
-    ``done()`` must turn True without anybody waiting. If a lease is released after it, ``exception()`` is called only when it is
-    done, and only if it still keeps the memory alive.
+    ``done()`` must become True even if nobody waits. When a lease is released after a transfer, the pool calls
+    ``exception()`` only once ``done()`` is True, and only if the transfer still keeps the memory alive.
     """
 
     def done(self) -> bool:
-        """Return whether it has ended, well or not. Never blocks."""
+        """Return whether the transfer has ended, with or without an error. Never blocks."""
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return the error that it ended with, or None. Raises TimeoutError."""
+        """Wait until the transfer has ended, and return its error or None. Raises TimeoutError after ``timeout`` seconds."""
 
 
 class Lease:
-    """Pinned memory borrowed from a :class:`BufferPool` by :meth:`BufferPool.lease`. As a context manager, it releases itself.
+    """Pinned memory borrowed from a :class:`BufferPool` by :meth:`BufferPool.lease`. Usable as a context manager.
 
-    The memory is lent again only when the lease is released or dropped *and* no tensor over it is alive. So a view that was kept
-    stays valid, and counts against the budget until it is gone. A transfer of :class:`deepnvme.Engine` keeps the tensor's
-    storage, and so is never disturbed. Work that does not keep one, such as a copy that a device makes, must end before the
-    release, or be passed to :meth:`release` as ``after``.
+    The pool lends the memory again only when the lease is released or dropped *and* no tensor over the memory is alive. So a
+    view that is kept stays valid, and counts against the budget until it is gone. A transfer of :class:`deepnvme.Engine`
+    keeps the tensor's storage alive, so releasing the lease cannot disturb it. Work that does not keep a storage alive, such
+    as a copy by a device, must end before the release, or be passed to :meth:`release` as ``after``.
     """
 
     __slots__ = ("__weakref__", "_awaited", "_buffer", "_chunk", "nbytes")
@@ -44,7 +44,7 @@ class Lease:
         self._chunk = chunk
         self._awaited = awaited  # the pool's: what it takes chunks back after
         self.nbytes = buffer.nbytes
-        """Bytes, as asked for."""
+        """Bytes requested, without padding."""
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Lease:
             offset: Bytes from the start of the buffer; a multiple of the dtype's size.
 
         Raises:
-            ValueError: For another offset, a view that ends past the buffer, or after release.
+            ValueError: If ``offset`` is not such a multiple, if the view ends past the buffer, or after release.
         """
         sizes = (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(map(operator.index, shape))
         end = offset + math.prod(sizes) * dtype.itemsize
@@ -82,7 +82,7 @@ class Lease:
         May be called by any thread, and by finalizers.
 
         Args:
-            after: If given, the memory is given back when this has ended, well or not.
+            after: If given, the memory is given back when this transfer has ended, with or without an error.
         """
         if self._buffer is None:
             return
@@ -106,7 +106,7 @@ class Lease:
 
 
 class Computed:
-    """Done when a CUDA device's current stream has finished all work that was queued on it before this was made.
+    """A transfer that is done when a CUDA device has finished the work queued on its current stream before this was made.
 
     A lease can be released after it: see :meth:`Lease.release`.
 

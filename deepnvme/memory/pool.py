@@ -28,40 +28,44 @@ Result = TypeVar("Result")
 __all__ = ["BufferPool", "Lease", "OutOfBuffers", "buffer_pool", "set_buffer_budget"]
 
 LEASE_TIMEOUT_SECONDS = 30.0
-"""How long a lease waits for others to be released: far longer than any transfer takes."""
+"""Default seconds that a new lease waits for other leases to be released: far longer than any transfer takes."""
 _FIRST_POLL_SECONDS = 0.00005
-"""A waiting thread polls the pool after this, and then less often, at least each time that it has waited a sixteenth longer.
+"""Seconds until a waiting thread polls the pool for the first time.
 
-Measured with two threads, on a busy machine: released memory reaches the waiting thread after 0.05 ms where it waits 0.5 ms, and
-0.4 ms where it waits 10 ms. Polling each 1 ms took 0.6 and 1.2 ms, a condition variable 0.03 and 0.07 ms.
+Later intervals are longer by 1/16 of the time waited so far, up to TRANSFER_POLL_SECONDS. Measured with two threads, on a
+busy machine: released memory reaches the waiting thread after 0.05 ms where it waits 0.5 ms, and 0.4 ms where it waits 10
+ms. Polling each 1 ms took 0.6 and 1.2 ms, a condition variable 0.03 and 0.07 ms.
 """
 _CHECKED_FROM = 64 << 20
-"""From this many bytes on, a request is compared with the available memory first: 2 ms, beside 15 ms to clear the pages."""
+"""Bytes from which a request is first checked against the available memory. That takes 2 ms; clearing the pages takes 15 ms."""
 _GENERIC = ("deepnvme.memory.", "deepnvme.cache.", "deepnvme.transfer.")
-"""Modules that lease for others, which an error names instead."""
+"""Prefixes of modules that lease memory for their callers. Errors name the caller's module instead."""
 
 
 class OutOfBuffers(MemoryError):
-    """The budget has no room for a lease, and nobody has released enough memory in time."""
+    """The buffer pool has no room for a lease, and not enough memory was released in time.
+
+    Also raised if the system has too little memory to pin.
+    """
 
 
 class BufferPool:
-    """Leases pinned memory, and keeps what is in use or free for reuse within a budget.
+    """Leases pinned memory within a byte budget, and keeps released memory for reuse.
 
-    Pinning takes about 0.3 s for each GB. So released memory is kept for requests of about the same size, and unpinned when its
-    room is needed for others, or by :meth:`trim`.
+    Pinning takes about 0.3 s for each GB. So released memory stays pinned for requests of about the same size. It is unpinned
+    when the budget has no room for another request, or by :meth:`trim`.
 
-    Thread-safe. A process forked from this one must make its own pool: in it, every method of this one raises RuntimeError. Only
-    the leases that it inherited can be released, which has no effect.
+    Thread-safe. A process forked from this one must make its own pool: in the child, every method of the parent's pool raises
+    RuntimeError. Leases that the child inherited can be released, which has no effect.
 
     Args:
         budget: A :data:`MemoryBudget`: bytes, "8GB", "25%" or "auto"; None for half of what the machine and the process's
-            control groups have available now. A lease takes whole pages of 4096 bytes out of the budget, and up to 1/8 more if
-            it reuses free memory of about its size. Memory beyond RLIMIT_MEMLOCK can be used too, but the system may swap it
-            out; a RuntimeWarning says so once, when it is pinned.
+            control groups have available now. A lease takes whole pages of 4096 bytes out of the budget, and up to 1/8 more
+            if it reuses free memory of about its size. Memory beyond RLIMIT_MEMLOCK can be used too, but the system may swap
+            it out; a RuntimeWarning says so once, when such memory is pinned.
 
     Raises:
-        TypeError, ValueError: For a budget that is none.
+        TypeError, ValueError: If ``budget`` is not a valid budget.
     """
 
     # 1. The garbage collector may run a finalizer that ends a lease in the middle of any method here. So the end of a lease takes
@@ -90,23 +94,24 @@ class BufferPool:
         return len(self._waiting)
 
     def set_budget(self, nbytes: MemoryBudget) -> None:
-        """Change the budget, and unpin free memory beyond it.
+        """Change the budget, and unpin free memory that exceeds it.
 
-        Leases stay valid if the budget falls below what is in use; nothing new is leased until enough was given back.
+        Leases stay valid if the budget falls below the bytes in use; nothing new is leased until enough memory was given
+        back.
 
         Args:
-            nbytes: Bytes, "8GB", "25%" or "auto": see :data:`MemoryBudget`. What the pool has pinned already counts as
+            nbytes: Bytes, "8GB", "25%" or "auto": see :data:`MemoryBudget`. Memory that the pool has pinned already counts as
                 available for a share.
 
         Raises:
-            TypeError, ValueError: For a budget that is none.
+            TypeError, ValueError: If ``nbytes`` is not a valid budget.
         """
         budget = budget_bytes(nbytes, "nbytes", lambda: available_memory() + self.allocated)
         self._call(lambda chunks: chunks.set_budget(budget))
 
     @property
     def in_use(self) -> int:
-        """Bytes that are leased, or that tensors over ended leases still refer to."""
+        """Bytes that are leased, or that tensors still refer to after their lease has ended."""
         return self._call(lambda chunks: chunks.lent_bytes)
 
     @property
@@ -129,7 +134,7 @@ class BufferPool:
         )
 
     def _call(self, use: Callable[[ChunkList], Result]) -> Result:
-        """Return what ``use`` returns for the chunks, after those have become free whose leases have ended."""
+        """Free the chunks whose leases have ended, then return ``use(chunks)`` with the lock held."""
         if self._generation != _generation:
             raise RuntimeError("the buffer pool is the parent process's: use this process's buffer_pool(), or make another one")
         if self._awaited:
@@ -143,20 +148,20 @@ class BufferPool:
             return use(self._chunks)
 
     def lease(self, nbytes: ByteCount, timeout: float | None = LEASE_TIMEOUT_SECONDS) -> Lease:
-        """Lease ``nbytes`` bytes of pinned memory; wait for others to be released if the budget has no room.
+        """Lease ``nbytes`` bytes of pinned memory. If the budget has no room, wait for other leases to be released.
 
-        Requests are served in the order of arrival, but those of threads that have leases come first: the others may be waiting
-        for these.
+        Requests are served in the order of arrival, except that threads which already have leases come first: other threads
+        may be waiting for these threads to release them.
 
         Args:
             nbytes: Bytes wanted, or a size such as "64MiB".
             timeout: Seconds to wait; None waits without a limit. Ctrl-C interrupts the wait.
 
         Raises:
-            OutOfBuffers: If the budget has no room within ``timeout``; the message says who has leased how much. At once, if
-                waiting cannot help: the budget is smaller than ``nbytes``, the system has not that much memory, or all memory in
-                use is leased by the calling thread and none of it is to be released after a future.
-            TypeError, ValueError: If ``nbytes`` is no number of bytes, or negative.
+            OutOfBuffers: If the budget has no room within ``timeout``; the message says who has leased how much. Raised at
+                once if waiting cannot help: the budget is smaller than ``nbytes``, the system has too little memory, or all
+                memory in use is leased by the calling thread and no lease is to be released after a transfer.
+            TypeError, ValueError: If ``nbytes`` is not a valid size, or negative.
         """
         wanted = byte_count(nbytes, "nbytes")
         lease = self._lease(wanted, waited=False)
@@ -178,9 +183,9 @@ class BufferPool:
         return lease
 
     def try_lease(self, nbytes: ByteCount) -> Lease | None:
-        """Like :meth:`lease`, but return None instead of waiting or raising OutOfBuffers for the budget.
+        """Like :meth:`lease`, but return None instead of waiting, or of raising OutOfBuffers because of the budget.
 
-        Blocks only to pin the memory, if none that is free fits.
+        Blocks only while new memory is pinned, if no free memory fits.
         """
         return self._lease(byte_count(nbytes, "nbytes"), waited=False)
 
@@ -244,7 +249,7 @@ class BufferPool:
         return pinned(nbytes)
 
     def _collect_ended(self) -> None:
-        """Poll the futures that leases are released after, without the lock: a future may do anything when it is asked."""
+        """Poll the transfers that leases are released after. Not under the lock: a transfer's methods may run any code."""
         ended = [(chunk, after) for chunk, after in self._awaited.copy().items() if _has_ended(chunk, after)]
         with defer_interrupts(), self._lock:
             for chunk, after in ended:
@@ -292,9 +297,9 @@ def pinned(nbytes: int) -> Any:
 
 
 def _has_ended(chunk: PinnedChunk, after: Transfer) -> bool:
-    """Return whether a future has ended.
+    """Return whether a transfer has ended.
 
-    One that raises counts as ended: if its transfer still goes on, the storages of the transfer keep the memory alive.
+    A transfer whose methods raise counts as ended: if it is still in progress, its storages keep the memory alive.
     """
     try:
         if not after.done():

@@ -1,4 +1,4 @@
-"""Memory that can be used: what this process may still take, within what the machine has free and its control groups allow."""
+"""Available memory: how much this process can still use, given what the machine has free and what its control groups allow."""
 
 from __future__ import annotations
 

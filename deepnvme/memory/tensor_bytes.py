@@ -32,13 +32,13 @@ def memory_of(tensor: torch.Tensor, start: int = 0, count: int | None = None) ->
 
 
 def crc32(data: Buffer, crc: int = 0) -> int:
-    """Return what ``zlib.crc32`` does, at the speed of memory and without the GIL.
+    """Return what ``zlib.crc32`` returns, computed at the speed of memory and without the GIL.
 
-    From 16 MiB on several threads compute it, at most 4 and on half of the processors.
+    From 16 MiB on, up to 4 threads compute it, and at most half as many as there are processors.
 
     Args:
         data: Contiguous bytes of one dimension, such as :func:`memory_of` a tensor.
-        crc: The CRC-32 of what comes before them.
+        crc: The CRC-32 of the bytes that precede ``data``.
     """
     found: int = load_async_io().memory.crc32(data, crc)
     return found
@@ -47,8 +47,9 @@ def crc32(data: Buffer, crc: int = 0) -> int:
 def copy_many(destinations: array[int], sources: array[int], lengths: array[int]) -> None:
     """Copy ``lengths[i]`` bytes from address ``sources[i]`` to address ``destinations[i]``, for each i. Blocks until done.
 
-    Gathers many tensors into one buffer, or scatters them, in one call. It runs at the speed of memory however small the pieces
-    are, without the GIL, and from 16 MiB on with a thread for each 8 MiB, at most 8 and as many as the process has cores.
+    Gathers many tensors into one buffer, or scatters them, in one call. It runs at the speed of memory however small the
+    pieces are, without the GIL. From 16 MiB on it uses one thread for each 8 MiB, but at most 8 and no more than the process
+    has cores.
 
     Addresses and lengths are not checked. The caller must keep the memory allocated, and the arrays unchanged, until this
     returns. No range that is written to may overlap another range.
@@ -91,7 +92,7 @@ def check_storable(name: str, tensor: object) -> None:
 
 
 def all_storable(tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
-    """Return each tensor itself, or a dense copy if it is not contiguous, and its address on the host (0 on a device).
+    """Return the tensors, each copied if it is not contiguous, and their host addresses (0 for a tensor on a device).
 
     Raises like :func:`check_storable`. All properties of one tensor are read together: reading one property of all tensors,
     then the next, took 2.7 times as long for ten thousand tensors, which do not stay in the CPU's cache in between.

@@ -125,12 +125,15 @@ class QuantizedLayout:
         return self.codes_at + self.rows * self.row_of_codes
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Return the ranges of rows, (begin, end), that :func:`dequantize` dequantises one after the other if memory overlaps."""
+        """Return the ranges of rows, as (begin, end), that :func:`dequantize` processes one after the other.
+
+        The order matters when the memory of its input and output overlaps.
+        """
         step = max(1, VALUES_AT_A_TIME // max(1, self.columns))
         return ((begin, min(begin + step, self.rows)) for begin in range(0, self.rows, step))
 
     def distance(self, itemsize: int) -> int:
-        """Return by how many bytes, at least, the output of :func:`dequantize` has to begin before its input.
+        """Return the bytes by which the output of :func:`dequantize` must begin before its input, at least, if they overlap.
 
         Args:
             itemsize: Bytes of an output value.
@@ -164,14 +167,15 @@ def quantize(
             ``QuantizedLayout.of(scheme, weight.shape).nbytes`` bytes. None to allocate it. Its content is undefined after an
             error.
         name: Name of the weight, for errors.
-        threads: Number of threads at most; None for as many as there are processors.
+        threads: Most threads to use; None for as many as there are processors.
 
     Returns:
         The quantised bytes, a uint8 tensor of one dimension: ``out`` if it was given.
 
     Raises:
-        ValueError: If a value is not finite or beyond 2**126 (the message names the weight and the index), or a size is wrong.
-        TypeError: If a dtype is another one.
+        ValueError: If a value is not finite or beyond 2**126 (the message names the weight and the index), or a size is
+            wrong.
+        TypeError: If ``weight`` or ``out`` has another dtype.
     """
     layout = QuantizedLayout.of(scheme, weight.shape)
     if weight.dtype not in _TYPES:
@@ -191,21 +195,21 @@ def quantize(
 def dequantize(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, threads: int | None = None) -> None:
     """Dequantise a weight into a float32, float16 or bfloat16 tensor, whose memory may overlap that of the quantised bytes.
 
-    In host memory, blocks until it is done, with the GIL released. On a device, enqueues torch operations on the current stream
-    without waiting for them.
+    In host memory, blocks until it is done, with the GIL released. On a device, enqueues torch operations on the current
+    stream without waiting for them.
 
     Args:
         scheme: "int8" or "int4".
         source: Contiguous uint8 as :func:`quantize` returns it, at any address.
-        out: The values: contiguous, of the weight's shape, on the device of ``source``. If it overlaps ``source``, which is then
-            partly overwritten, it has to begin at least ``QuantizedLayout.distance`` bytes before it. That is not checked. It may
-            end where ``source`` ends.
-        threads: Number of threads at most that share the work in host memory, fewer if there is little to do; None for as many
-            as there are processors.
+        out: The values: contiguous, of the weight's shape, on the device of ``source``. If ``out`` overlaps ``source``, then
+            ``source`` is partly overwritten, and ``out`` has to begin at least ``QuantizedLayout.distance`` bytes before
+            ``source`` (not checked). ``out`` may end where ``source`` ends.
+        threads: Most threads that share the work in host memory, fewer if there is little to do; None for as many as there
+            are processors.
 
     Raises:
-        TypeError: If a dtype is wrong.
-        ValueError: If a shape, size or device is wrong. Both are raised before anything is written.
+        TypeError: If a dtype is wrong. Nothing has been written then.
+        ValueError: If a shape, size or device is wrong. Nothing has been written then.
     """
     layout = QuantizedLayout.of(scheme, out.shape)
     if out.dtype not in _TYPES:
@@ -266,14 +270,16 @@ def _check_bytes(layout: QuantizedLayout, tensor: torch.Tensor, on_host: bool = 
 def _described(
     layout: QuantizedLayout, values: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor, rows: tuple[int, int]
 ) -> tuple[str | int, ...]:
-    """Return rows of a weight as the native kernels take them: scheme, dtype, rows, columns, addresses of values, scales, codes.
+    """Return the arguments that the native kernels take for a range of rows of a weight.
+
+    They are: scheme, dtype, number of rows and columns, and the addresses of values, scales and codes.
 
     Args:
         layout: The weight's layout.
         values: The weight's values.
-        quantized: The quantised bytes, of which the codes are used.
-        scales: Begins with the scales.
-        rows: First row and the one after the last.
+        quantized: The quantised bytes, of which only the codes are used.
+        scales: Memory that begins with the scales.
+        rows: First row of the range, and the row after the last.
     """
     begin, end = rows
     where = (
@@ -294,7 +300,7 @@ def _refusal(name: str, values: torch.Tensor, layout: QuantizedLayout, row: int)
 
 
 def _processors(threads: int | None) -> int:
-    """Return the number of threads to use. Raises ValueError if fewer than 1 are given."""
+    """Return the number of threads to use: ``threads``, or the number of processors if None. Raises ValueError below 1."""
     if threads is None:
         return len(os.sched_getaffinity(0))
     if threads < 1:

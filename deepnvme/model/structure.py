@@ -1,7 +1,7 @@
 """A model's weights by name, and the blocks and extents that they form.
 
-A block is a module for whose forward weights are read, an extent what is read as one. Works on a model's modules, or only on the
-names in a checkpoint. Does no I/O.
+A block is a module whose weights are read for its forward. An extent is a set of weights that are read together in one
+transfer. Works on a model's modules, or only on the names in a checkpoint. Does no I/O.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from torch import nn
 T = TypeVar("T")
 
 REST = "(rest)"
-"""Name of the extent of weights in no block, which stays in memory. A module is unlikely to have a name with parentheses."""
+"""Name of the extent of weights that belong to no block and stay in memory. Its parentheses keep it apart from module names."""
 SMALL = 1 << 20
-"""A module with fewer bytes of weights is not made a block, unless a list does: reading it again each time is not worth it."""
+"""Bytes. A module with fewer bytes of weights is not made a block, because rereading it each time is not worth it.
+
+Modules named by the caller, and children of lists, are blocks whatever their size.
+"""
 
 _PARAMETERS = (nn.ParameterList, nn.ParameterDict)
-"""Modules whose weights are used by the forward of the module around them."""
+"""Module types whose weights are used by the forward of the enclosing module."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, *_PARAMETERS)
 """Modules without a forward of their own."""
 
@@ -36,28 +39,31 @@ class ModelBlock(NamedTuple):
     name: str
     """Name of the module."""
     weights: tuple[str, ...]
-    """First names of its weights, in the order of registration; without those of blocks inside it."""
+    """Names of the block's weights, in the order of registration. Of a tied weight, the first name.
+
+    Weights of blocks inside this block are left out.
+    """
 
 
 class ExtentPlan(NamedTuple):
-    """Weights that will be read as one: all that are needed by exactly the same blocks, or by none."""
+    """Weights that will be read in one transfer: all weights needed by exactly the same blocks, or by no block."""
 
     name: str
-    """The block's name; for weights that several blocks need, the name of the first weight; REST for those in no block."""
+    """Name of the block; of the first weight, if several blocks need the weights; REST, if no block does."""
     weights: tuple[str, ...]
-    """First names of the weights."""
+    """Names of the weights; of a tied weight, the first name."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """How the weights of a model are divided into blocks and extents; known without their values."""
+    """Division of a model's weights into blocks and extents. It is computed without the weights' values."""
 
     blocks: tuple[ModelBlock, ...]
     """All blocks, in the order of registration."""
     rest: tuple[str, ...]
     """Names of weights in no block, and of persistent buffers."""
     ties: Mapping[str, str]
-    """First names of tied weights, by each of their further names."""
+    """For each further name of a tied weight, the weight's first name."""
 
     def extents(self) -> list[ExtentPlan]:
         """Return the extents, in the order in which they are first needed.
@@ -79,7 +85,7 @@ class Structure:
         ]
 
     def needs(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the extents that each block needs, without REST; blocks that need no other are left out."""
+        """Return, for each block, the names of the extents it needs besides REST. Blocks that need only REST are left out."""
         extent_of = {weight: extent.name for extent in self.extents() for weight in extent.weights}
         found = {
             block.name: tuple(dict.fromkeys(extent_of[weight] for weight in block.weights if extent_of[weight] != REST))
@@ -103,7 +109,7 @@ def weights_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def ties_of(weights: Mapping[str, T], identity: Callable[[T], object] = id) -> dict[str, str]:
-    """Return the first name of each weight that has several, by each of its further names.
+    """Return a mapping from each further name of a tied weight to the weight's first name.
 
     Args:
         weights: The weights by all of their names.
@@ -115,20 +121,24 @@ def ties_of(weights: Mapping[str, T], identity: Callable[[T], object] = id) -> d
 
 
 def structure_of(model: nn.Module, blocks: Sequence[str] | None = None, find: bool = True) -> Structure:
-    """Divide a model into blocks, the modules whose weights are in memory only during their forward.
+    """Divide a model into blocks, which are modules whose weights are in memory only during their forward.
 
-    Modules named in ``blocks`` are blocks; a weight belongs to the innermost block around it. Elsewhere blocks are found: the
-    children of a ModuleList or Sequential that has several of one type (of lists in lists, those of the outer one), else a module
-    with weights of its own, together with all modules in it. Outside of lists, a module with less than 1 MiB of weights in all is
-    not made a block.
+    A module named in ``blocks`` is a block. Elsewhere, blocks are found by these rules:
+
+    1. In a ModuleList or Sequential with several children of one type, each child is a block. For lists in lists, these are
+       the children of the outer list.
+    2. Outside such lists, a module with weights of its own is a block, together with all modules in it, unless it has less
+       than 1 MiB of weights in all.
+
+    A weight belongs to the innermost block around it.
 
     Args:
-        model: May be on the meta device.
+        model: The model; it may be on the meta device.
         blocks: Names of modules, or patterns such as "model.layers.*.mlp", where ``*`` stands for one part of a name.
-        find: Whether blocks are found beside the named ones. Otherwise all other weights are in no block.
+        find: Whether to find further blocks besides the named ones. If False, all other weights are in no block.
 
     Raises:
-        ValueError: If a name or pattern matches no module with weights, or one without a forward.
+        ValueError: If a name or pattern matches no module with weights, or a module without a forward.
     """
     weights = weights_by_name(model)
     ties = ties_of(weights)
@@ -140,7 +150,7 @@ def structure_of(model: nn.Module, blocks: Sequence[str] | None = None, find: bo
 def structure_of_names(sizes: Mapping[str, int], ties: Mapping[str, str], blocks: Sequence[str] | None = None) -> Structure:
     """Divide a checkpoint's weights into blocks by their names, as :func:`structure_of` does for a model.
 
-    Several children with numbers as names count as a list, and every weight as a parameter.
+    A module with several children whose names are numbers counts as a list. Every weight counts as a parameter.
 
     Args:
         sizes: Bytes of the weights, by all of their names.
@@ -155,19 +165,19 @@ def structure_of_names(sizes: Mapping[str, int], ties: Mapping[str, str], blocks
 
 @dataclass
 class _ModuleNode:
-    """A node of the tree of modules that have weights. A module that is in several places has several nodes of one identity."""
+    """A node of the tree of modules that have weights. A module in several places has several nodes, all with one identity."""
 
     name: str
     module: nn.Module | None
     """The module; None if only names are known."""
     weights: list[tuple[str, int]] = field(default_factory=list)
-    """First names and bytes of the module's own weights."""
+    """Name and bytes of each of the module's own weights; of a tied weight, the first name."""
     children: dict[str, _ModuleNode] = field(default_factory=dict)
     """Nodes of the submodules, by the last part of their names."""
 
     @property
     def identity(self) -> int:
-        """Identifies the module, or the node if only names are known."""
+        """Key that identifies the module; if only names are known, the node."""
         return id(self if self.module is None else self.module)
 
     @functools.cached_property
@@ -180,7 +190,7 @@ class _ModuleNode:
 
     @property
     def has_forward(self) -> bool:
-        """Whether the module has a forward that somebody calls."""
+        """Whether the module has a forward that other modules call, which containers such as ModuleList do not."""
         return not isinstance(self.module, _CONTAINERS)
 
     def uses_weights(self) -> bool:
@@ -247,7 +257,15 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 def _structure(
     root: _ModuleNode, named: Iterable[str] | None, ties: Mapping[str, str], rest: Iterable[str], find: bool
 ) -> Structure:
-    """Divide a tree into blocks; ``named`` are patterns of block names, ``rest`` weights that belong to none in any case."""
+    """Divide a tree into blocks.
+
+    Args:
+        root: Root of the tree.
+        named: Patterns of block names.
+        ties: First names of tied weights, by each of their further names.
+        rest: Further weights that belong to no block, such as persistent buffers.
+        find: Whether to find further blocks besides the named ones.
+    """
     chosen: dict[object, bool] = dict.fromkeys(_named(root, named or ()), False)  # True: a block only if it is large enough
     if find:
         _choose(root, chosen)
@@ -267,7 +285,10 @@ def _structure(
 
 
 def _choose(node: _ModuleNode, chosen: dict[object, bool]) -> None:
-    """Add the blocks that are found in a node and below it to ``chosen``; a named block is not searched."""
+    """Add the blocks found at or below a node to ``chosen``, by identity. Modules already in ``chosen`` are not searched.
+
+    The value is True if the module becomes a block only with at least SMALL bytes of weights.
+    """
     if node.identity in chosen:
         return
     if node.uses_weights() and not node.alike:
@@ -282,7 +303,7 @@ def _choose(node: _ModuleNode, chosen: dict[object, bool]) -> None:
 
 
 def _with_blocks(node: _ModuleNode, chosen: Mapping[object, bool], block: object = None) -> Iterator[tuple[_ModuleNode, object]]:
-    """Yield a node and those below it, each with the identity of the innermost block around it; None if there is none."""
+    """Yield a node and all nodes below it, each with the identity of its innermost enclosing block, or None if there is none."""
     block = node.identity if node.identity in chosen else block
     yield node, block
     for child in node.children.values():

@@ -1,4 +1,4 @@
-"""How weights differ from those of a model, by name. Does no I/O."""
+"""Differences between the weights found (in a store or checkpoint, say) and those that a model wants, by name. Does no I/O."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ class WeightMismatch(ValueError):
 
 
 def described(model: nn.Module) -> tuple[dict[str, WeightInfo], dict[str, str]]:
-    """Return dtype and shape of a model's weights by all of their names; and for each tied weight's further names the first."""
+    """Return the dtype and shape of a model's weights by all of their names, and the model's ties.
+
+    The ties map each further name of a tied weight to the weight's first name.
+    """
     weights = weights_by_name(model)
     return {name: WeightInfo(weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}, ties_of(weights)
 
@@ -65,15 +68,15 @@ def differences(
     found_ties: Mapping[str, str],
     dtypes: bool = True,
 ) -> list[str]:
-    """Return how the weights found differ from those that a model wants, one line for each difference.
+    """Return the differences between the weights found and those that a model wants, one line for each.
 
-    A tied weight is found if one of its names is.
+    A tied weight counts as found if one of its names is found.
 
     Args:
         wanted: The model's weights, by all of their names.
-        ties: Further names of the model's tied weights, with the first name of each.
+        ties: For each further name of a tied weight of the model, the first name.
         found: The weights found, by all of their names.
-        found_ties: Further names of the tied weights found, with the first name of each.
+        found_ties: For each further name of a tied weight found, the first name.
         dtypes: Whether dtypes have to be equal, and weights that the model ties have to be tied.
     """
     names_of: dict[str, list[str]] = {name: [name] for name in wanted if name not in ties}

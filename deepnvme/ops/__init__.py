@@ -17,14 +17,14 @@ if not TYPE_CHECKING:
 
 
 def load_async_io() -> ModuleType:
-    """Return the compiled ``async_io`` op; the stubs in ``aio/async_io_op/`` say what it holds.
+    """Return the compiled ``async_io`` op. The stubs in ``aio/async_io_op/`` list its contents.
 
-    It is compiled on first use, unless the installation did, which blocks for seconds. The engine and DeepSpeed's handle are at
-    its top; the submodules ``checkpoint``, ``memory``, ``quantization`` and ``tables`` hold what the package has compiled
-    besides I/O.
+    The op is compiled on first use, which blocks for seconds, unless it was compiled at installation. The engine and
+    DeepSpeed's handle are at its top level; the submodules ``checkpoint``, ``memory``, ``quantization`` and ``tables`` have
+    the other compiled functions of the package.
 
     Raises:
-        RuntimeError: If it cannot be built, with what to do about it.
+        RuntimeError: If the op cannot be built. The message says what to do.
     """
     from .op_builder import AsyncIOBuilder
 

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from .op_builder import ALL_OPS, OpBuilder
 
 _REQUIRED = ("async_io",)
-"""Ops without which the package is of no use. The others are built where they would work."""
+"""Ops that the package cannot do without. Other ops are built only where they would work."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Build ops into the cache, or find them there, and print the path of each. Blocks for as long as the compiler takes.
 
-    Exits with status 1 and the reason on stderr if an op that was named, or async_io, cannot be built and loaded here.
+    Exits with status 1 and the reason on stderr if async_io, or an op that the arguments name, cannot be built and loaded
+    here.
 
     Args:
-        arguments: Of the command line; None for those of this process.
+        arguments: Command-line arguments; None for those of this process.
     """
     ops = {name: builder for name, builder in ALL_OPS.items() if builder.sources()}
     parser = argparse.ArgumentParser(

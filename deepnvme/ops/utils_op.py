@@ -1,4 +1,4 @@
-"""The utils op: tensors as bytes, and lists of tensors as one. Contract: DeepSpeed's csrc/utils and torch._utils."""
+"""The utils op: tensors as bytes, and lists of tensors flattened into one. Contract: DeepSpeed's csrc/utils and torch._utils."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def cast_to_byte_tensor(tensor: torch.Tensor | Sequence[torch.Tensor]) -> torch.
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A new 1-D tensor with the elements of ``tensors``, one after the other; they share a dtype and a device.
+    """Return a new 1-D tensor with the elements of ``tensors``, one after the other.
 
-    One tensor that is contiguous is not copied: the result is a view of it. Raises ValueError for no tensor at all.
+    The tensors must share a dtype and a device. A single contiguous tensor is not copied: the result is a view of it. Raises
+    ValueError for an empty sequence.
     """
     if len(tensors) == 0:
         raise ValueError("flatten needs at least one tensor, got none")
@@ -47,9 +48,9 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of ``flat``, in order, with the shapes of ``tensors``: what ``flatten`` undone means.
+    """Return views of ``flat`` with the shapes of ``tensors``, in order: the inverse of ``flatten``.
 
-    Raises ValueError if ``flat`` is not 1-D or its element count is not theirs.
+    Raises ValueError if ``flat`` is not 1-D or has another number of elements than all ``tensors`` together.
     """
     wanted = sum(each.numel() for each in tensors)
     if flat.dim() != 1 or flat.numel() != wanted:

@@ -1,4 +1,4 @@
-"""``python -m deepnvme.report``: as ``ds_report``."""
+"""Entry point of ``python -m deepnvme.report``, the same as ``ds_report``."""
 
 from . import main
 

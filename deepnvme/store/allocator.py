@@ -1,4 +1,4 @@
-"""Allocates the space of a store's tensors: where in which data file, and how large a part in each of several directories."""
+"""Space allocation for a store's tensors: in which data file, at which offset, and how much of a striped tensor in each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RUN = 4 << 20
 
 
 class TensorPart(NamedTuple):
-    """Where some of a tensor's bytes lie."""
+    """A contiguous range of a data file that holds a tensor or a part of one."""
 
     file: int
     """Index into the store's data files."""
@@ -31,7 +31,7 @@ class TensorPart(NamedTuple):
 
 
 _NO_PART = TensorPart(-1, 0, 0)
-"""A neighbour of no part."""
+"""Sentinel adjacent to no part: it ends the last run of neighbours in :meth:`StoreAllocator.give_back`."""
 
 
 class FilesTooSmall(Exception):
@@ -107,7 +107,7 @@ class StoreAllocator:
         return placed
 
     def claim(self, parts: Iterable[TensorPart]) -> None:
-        """Mark parts as used that a manifest lists.
+        """Mark the parts that a manifest lists as used.
 
         Raises:
             ValueError: If a part is already used, ends past the end of its file, or is in a file that does not exist.
@@ -120,7 +120,7 @@ class StoreAllocator:
             self._extents[part.file].take_at(part.offset, padded(part.nbytes))
 
     def give_back(self, parts: Iterable[TensorPart]) -> None:
-        """Free these parts."""
+        """Free the space of these parts for later allocations."""
         file, begin, end = -1, 0, 0  # the neighbours seen last, which are given back together: 4 times as fast
         for part in (*sorted(parts), _NO_PART):
             if (part.file, part.offset) != (file, end):
@@ -143,7 +143,7 @@ class StoreAllocator:
         return [(file, extents.end) for file, extents in zip(self.files, self._extents, strict=True)]
 
     def _striped(self, nbytes: int) -> list[int]:
-        """Return the bytes in each directory of a tensor that is split over all of them; nothing for one that is stored whole."""
+        """Return the bytes of a tensor in each directory; an empty list if the tensor is too small to be striped."""
         return shares(nbytes, self._weights) if nbytes >= STRIPED_FROM and len(self.files) > 1 else []
 
     def _take_run(self, run: Sequence[int], sizes: Sequence[int], placed: list[Parts]) -> None:
@@ -156,9 +156,9 @@ class StoreAllocator:
 
 
 STRIPED_FROM = 4 << 20
-"""Bytes. Tensors of at least this size are split over all directories.
+"""Smallest size, in bytes, of a tensor that is split over all directories.
 
-Smaller ones are not worth several drives: one drive moves 1 MiB in less than the time between two requests.
+A smaller tensor gains nothing from several drives: one drive moves 1 MiB in less than the time between two requests.
 """
 
 
@@ -174,7 +174,7 @@ def split_tensor(parts: Iterable[TensorPart], tensor: torch.Tensor) -> Iterator[
 def shares(nbytes: int, weights: Sequence[float]) -> list[int]:
     """Split ``nbytes`` into one contiguous part for each directory, in proportion to the weights.
 
-    Each part ends at a multiple of ALIGNMENT, except the last one that is not empty. Both ends of a part differ from the exact
+    Each part ends at a multiple of ALIGNMENT, except the last non-empty part. Both ends of a part differ from the exact
     proportion by less than ALIGNMENT.
 
     Args:

@@ -1,8 +1,9 @@
-"""The names in a store: the tensor that each one holds, and the one that a put under way will make it hold.
+"""Catalog of a store: the tensor stored under each name, and the tensor that a put in progress is storing there.
 
-1. Space is freed when no entry refers to it any more, and no manifest that may be on the drive.
-2. In a store that persists, a put writes to new space. It replaces what the name held when all of its transfers have ended well.
-3. A damaged name cannot be read or committed until it is put again or deleted.
+1. A tensor's space is freed once no catalog entry refers to the tensor, and no manifest that may be on the drive.
+2. In a persistent store, a put writes to new space. The new tensor replaces the old one when all transfers of the put have
+   succeeded.
+3. A damaged tensor cannot be read or committed until its name is put again or deleted.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from .manifest import MANIFEST_NAME, CorruptManifest, StoredTensor
 
 
 class Catalog:
-    """The names in a store, their tensors, and the space these take. Not thread-safe.
+    """The names in a store, with their tensors and the file space of the tensors. Not thread-safe.
 
-    In a store that persists, a put writes to new space. The tensor that the name held before is kept until the put has ended
-    well. A tensor that the last commit refers to is kept until the next commit.
+    In a persistent store, a put writes to new space. The previous tensor of the name is kept until the put has succeeded. A
+    tensor that the last commit refers to is kept until the next commit.
 
-    A flush that fails leaves it unknown what is on the drive: the kernel drops the pages that it could not write, reports the
-    error once, and then goes on as if it had written them. So all tensors put since the last successful flush are damaged until
-    they are put again.
+    After a failed flush, the contents of the drive are unknown: the kernel drops the pages that it could not write, reports
+    the error once, and then continues as if it had written them. So all tensors put since the last successful flush are
+    marked damaged until they are put again.
 
     Args:
         files: The store's data files.
-        tensors: What the last commit has published.
+        tensors: Manifest entries published by the last commit, by name.
         persist: Whether the store persists.
 
     Raises:
@@ -112,10 +113,9 @@ class Catalog:
         checksums: Sequence[tuple[int, ...] | None],
         operation: Operation,
     ) -> tuple[list[CatalogEntry], list[TensorVersion]]:
-        """Allocate space for tensors and enter them under their names, as an operation under way.
+        """Allocate space for tensors, and register a put in progress under their names.
 
-        A tensor is put in the space of the old one where that is possible: if the store does not persist, and the size is the
-        same.
+        If the store does not persist and the name has a tensor of the same size, that tensor's space is reused.
 
         Args:
             names: Names to put.
@@ -124,7 +124,7 @@ class Catalog:
             operation: The put. Its ``subjects`` become the entries.
 
         Returns:
-            The entry of each name, and the version that it will hold.
+            The entry of each name, and the version that the put writes.
 
         Raises:
             FilesTooSmall: If files must grow first; nothing is changed then.
@@ -162,9 +162,9 @@ class Catalog:
         return entries, versions
 
     def end_put(self, operation: Operation, failures: Sequence[Failure]) -> None:
-        """Complete a put whose transfers have ended, or undo it for the tensors that failed.
+        """Complete a put whose transfers have ended, and undo it for the tensors that failed.
 
-        In a store that does not persist, tensors that failed are damaged instead.
+        In a store that does not persist, a failed put cannot be undone: the name is marked damaged instead.
 
         Args:
             operation: The put.
@@ -199,11 +199,13 @@ class Catalog:
     # Commits.
 
     def _versions(self) -> dict[str, TensorVersion]:
-        """Return what each name holds, without the puts under way."""
+        """Return the current version of each name. Puts in progress do not count."""
         return {name: entry.version for name, entry in self.entries.items() if entry.version is not None}
 
     def begin_flush(self) -> dict[str, TensorVersion]:
-        """Return the versions to flush and then to publish in a manifest. From now on a manifest may refer to them too.
+        """Return the versions to flush and then to publish in a manifest.
+
+        From this call on, a manifest on the drive may refer to these versions, so their space is not freed.
 
         Raises:
             OSError: If any tensor is damaged.
@@ -220,7 +222,7 @@ class Catalog:
         return versions
 
     def end_flush(self, flush: Operation, failures: Sequence[Failure]) -> None:
-        """Record what a flush has flushed, and mark what it failed to flush as damaged.
+        """Record which versions a flush has made durable, and mark tensors in the files that it failed to flush as damaged.
 
         Args:
             flush: The operation of the flush.
@@ -234,15 +236,15 @@ class Catalog:
             self._flushed = self._flushing.difference(lost)
 
     def committed(self) -> None:
-        """Free the space that only the previous manifest referred to. Call when the manifest lists exactly what was flushed."""
+        """Free the space that only the previous manifest refers to. Call once a manifest of the flushed versions is published."""
         gone = self._referred - self._flushed
         self._referred = self._flushed
         self.space.give_back(part for version in gone for part in version.parts)
 
     def _damage(self, failed: Mapping[int, OSError]) -> None:
-        """Mark tensors as damaged that are in files that failed to flush, and were not flushed before.
+        """Mark tensors as damaged if they lie in a file that failed to flush and no earlier flush has covered them.
 
-        Operations under way that read or write them fail.
+        Operations in progress that read or write such a tensor fail. ``failed`` maps file indices to errors.
         """
         for entry in self.entries.values():
             for version in (entry.version, entry.coming):
@@ -264,12 +266,12 @@ class Catalog:
 
 
 def _failure_of(version: TensorVersion, failed: Mapping[int, OSError]) -> OSError | None:
-    """Return the error of the first of the version's files that has one, else None."""
+    """Return the flush error of the first failed file that holds a part of the version; None if no such file failed."""
     return next((failed[part.file] for part in version.parts if part.file in failed), None)
 
 
 def note_gets(entries: Sequence[CatalogEntry], operation: Operation) -> None:
-    """Record an operation that reads the entries. Entries that were read together share the tuples that record it."""
+    """Record a get in progress on the entries it reads. Entries with equal earlier gets share one tuple of operations."""
     noted = {
         before: (*(other for other in before if not other.settled), operation) for before in {entry.gets for entry in entries}
     }
@@ -278,11 +280,14 @@ def note_gets(entries: Sequence[CatalogEntry], operation: Operation) -> None:
 
 
 class CorruptTensor(OSError):
-    """What was read is not what was put (EBADMSG). The message names the tensor; ``filename`` is the file with its bytes."""
+    """The stored bytes of a tensor are not those that were put (EBADMSG): a checksum differs, or the data file is too short.
+
+    The message names the tensor; ``filename`` is the data file.
+    """
 
 
 class TensorInfo(NamedTuple):
-    """What a store knows of a tensor without reading it."""
+    """Shape, dtype, size and checksum of a stored tensor, known without reading the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -292,7 +297,7 @@ class TensorInfo(NamedTuple):
 
 
 class TensorVersion:
-    """What one put has stored under a name: shape, dtype, checksums, and where the bytes are."""
+    """A tensor as one put has stored it: shape, dtype, checksums, and the parts of the data files with its bytes."""
 
     __slots__ = ("checksums", "info", "parts")
 
@@ -306,10 +311,10 @@ class TensorVersion:
         """Running CRC-32 values: of the first part, of the first two together, and so on. None if the store keeps none."""
 
     def verify(self, name: str, tensor: torch.Tensor, paths: Sequence[Path]) -> None:
-        """Check a tensor that was read against the checksums, if there are any.
+        """Compare a tensor that was read with the stored checksums. Do nothing if the store keeps none.
 
         Args:
-            name: Names the tensor in the error.
+            name: Name of the tensor, for the error.
             tensor: The tensor as it was read.
             paths: Paths of the store's files.
 
@@ -326,7 +331,7 @@ class TensorVersion:
                 raise CorruptTensor(errno.EBADMSG, text, str(paths[part.file]))
 
     def stored(self) -> StoredTensor:
-        """Return the entry for a manifest."""
+        """Return the manifest entry for this version."""
         parts = tuple((part.file, part.offset, part.nbytes) for part in self.parts)
         return StoredTensor(str(self.info.dtype).removeprefix("torch."), self.info.shape, parts, self.checksums)
 
@@ -346,29 +351,29 @@ class TensorVersion:
 
 
 class CatalogEntry:
-    """One name in a store: the tensor that it holds, and the operations under way with it."""
+    """One name in a store, with its current tensor and the operations in progress on it."""
 
     __slots__ = ("coming", "damage", "gets", "name", "put", "version")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.version: TensorVersion | None = None
-        """What the name holds, or will hold after a put that cannot be undone.
+        """The current version of the tensor. In a persistent store, None until the first put of the name has succeeded.
 
-        None until the first put of the name has ended, in a store that persists.
+        In a store that does not persist, a put sets it when it begins, because such a put cannot be undone.
         """
         self.coming: TensorVersion | None = None
-        """What a put under way will make the name hold, if the put can be undone."""
+        """The version that a put in progress is writing, in a persistent store. It replaces ``version`` when the put succeeds."""
         self.put: Operation | None = None
-        """The last put of the name."""
+        """The most recent put of the name, in progress or settled. None if the tensor comes from a manifest."""
         self.gets: tuple[Operation, ...] = ()
-        """Operations that read the name. Settled ones are dropped when the next is recorded."""
+        """Gets of the name. Settled ones are removed when the next get is recorded."""
         self.damage: OSError | None = None
-        """Why ``version`` cannot be trusted: the error of a put that could not be undone, or of a flush."""
+        """Why ``version`` cannot be trusted: the error of a put that could not be undone, or of a flush. None if it is intact."""
 
     @property
     def newest(self) -> TensorVersion:
-        """What the name holds when the put under way, if there is one, has ended well."""
+        """The version that a put in progress is writing, or else the current version."""
         version = self.coming or self.version
         assert version is not None  # an entry is made by its first put
         return version

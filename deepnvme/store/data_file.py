@@ -43,18 +43,18 @@ _LARGEST_STEP = 1 << 30
 class DataFile:
     """A store's data file in one directory, open and locked.
 
-    The owner of the directory creates the file if it is missing. Readers only need to be able to read: the lock is on the data
-    file itself, and while readers have it, an owner cannot take it. A child forked meanwhile does not share the lock.
+    The owner of the directory creates the file if it is missing. Readers lock the data file itself and so need only
+    permission to read it; while a reader holds the lock, an owner cannot take it. A forked child does not share the lock.
 
-    Space is preallocated in large steps, for two reasons: writes past the end of a file are slow (design, section 4), and a full
-    disk is known before a byte is written.
+    Space is preallocated in large steps, for two reasons: writes past the end of a file are slow (design, section 4), and a
+    full disk is detected before a byte is written.
 
     Args:
         directory: The directory.
         engine: Opens the file for transfers.
         weight: The directory's weight in the distribution of tensors.
-        owner: For whom the file is locked.
-        read_only: Open as one reader of several.
+        owner: The object that locks the file, for the errors of other processes.
+        read_only: Open the file for reading, with a lock that other readers share.
 
     Raises:
         StoreLocked: If the lock is taken.
@@ -90,12 +90,12 @@ class DataFile:
         """Preallocate the file up to ``size`` bytes. Blocks for the drive: do not call it with the store's lock held.
 
         Args:
-            size: Bytes that the file must have at least.
-            exactly: Do not preallocate more than that.
+            size: Least size of the file in bytes.
+            exactly: Preallocate no more than ``size`` bytes.
 
         Raises:
-            OSError: With ENOSPC if there is too little space. The file is as it was before.
-            RuntimeError: In a finalizer or signal handler that interrupted this thread's own growth of the file.
+            OSError: With ENOSPC if there is too little space. The file is left unchanged.
+            RuntimeError: In a finalizer or signal handler that has interrupted a call of ``grow_to`` in the same thread.
         """
         check_not_owned(self._growing)
         with self._growing:
@@ -118,7 +118,7 @@ class DataFile:
             self.capacity = size
 
     def remove(self) -> None:
-        """Unlink the file, unless something else has its path by now. Transfers under way go on, into a file without a name."""
+        """Unlink the file, unless its path now names another file. Transfers in progress continue on the unlinked file."""
         with contextlib.suppress(OSError):
             if not self._file.closed and refers_to(self.path, self.descriptor):
                 os.unlink(self.path)
@@ -131,7 +131,7 @@ class DataFile:
             unlock_and_close(self._file, self.path)
 
     def _lock(self, owner: DirectoryOwner, read_only: bool) -> None:
-        """Lock the file, shared for a reader. Raises StoreLocked."""
+        """Lock the file: shared if ``read_only``, else exclusively. Raises StoreLocked."""
         try:
             lock_for(owner, self._file, fcntl.LOCK_SH if read_only else fcntl.LOCK_EX, self.path)
         except BlockingIOError:
@@ -151,14 +151,15 @@ def remove(directory: Path) -> None:
 
 
 def map_files(parts: Iterable[tuple[DataFile, int, int]], nbytes: int) -> torch.Tensor:
-    """Return a tensor of bytes that maps parts of files, one after the other. Pages are private: copied when they are written to.
+    """Return a uint8 tensor that maps ranges of files, one after the other.
 
-    The mapping is removed with the last view of the tensor, and needs no open descriptor.
+    The mapping is private: a page is copied when it is written to. The mapping is removed with the last view of the tensor,
+    and needs no open descriptor.
 
     Args:
-        parts: File, offset and length in bytes of each part. All but the last length, and all offsets, are multiples of
+        parts: File, offset and length in bytes of each range. All offsets, and all lengths but the last, are multiples of
             ALIGNMENT.
-        nbytes: Bytes of all parts.
+        nbytes: Bytes of all ranges together.
 
     Raises:
         OSError: If a file cannot be mapped, or is too short (EBADMSG).

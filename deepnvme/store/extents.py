@@ -1,4 +1,4 @@
-"""Which bytes of one file are in use. This only keeps account; it does not touch the file."""
+"""Bookkeeping of the used and free extents of one file. It does no I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExtentMap:
 
     @property
     def end(self) -> int:
-        """Where the last used extent ends, in bytes: the size that the file must have."""
+        """End of the last used extent, in bytes from the start of the file: the size that the file must have."""
         return self._end
 
     @property
@@ -43,10 +43,11 @@ class ExtentMap:
         return offset
 
     def take_run(self, lengths: Sequence[int]) -> list[int]:
-        """Allocate several extents, side by side unless the file already has much unused space. Return their offsets.
+        """Allocate several extents, side by side unless a large share of the file is unused. Return their offsets.
 
-        If one hole holds all of them, they go there, else past the end: reading them together in one request is worth some space.
-        But if more than a quarter of the file is holes, the holes are filled first, one extent at a time.
+        If one hole holds all of the extents, they go there, else past the end of the file: reading them together in one
+        request is worth some space. But if more than a quarter of the file is holes, the holes are filled first, one extent
+        at a time.
 
         Args:
             lengths: Bytes of each extent.
@@ -115,7 +116,7 @@ class ExtentMap:
             self._add(offset + length, stop - offset - length)
 
     def _add(self, offset: int, length: int) -> None:
-        """Make these bytes a hole. It may not touch another: the caller joins them."""
+        """Record a hole of ``length`` bytes at ``offset``. It must not touch another hole: the caller merges neighbours."""
         insort(self._holes, (offset, length))
         insort(self._lengths, (length, offset))
         self._free += length

@@ -1,4 +1,4 @@
-"""A store's operations: several transfers as one future, the order in which operations begin, and errors not yet reported."""
+"""A store's operations: the transfers of one call as one future, the order in which calls begin, and errors not yet reported."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from deepnvme.telemetry.descriptions import representation, size_for_people
 Result = TypeVar("Result")
 Further = TypeVar("Further")
 Failure = tuple[OSError, Sequence[Any]]
-"""An error, and what the transfers that failed with it were for."""
+"""An error, and the subjects (such as catalog entries) of the transfers that failed with it."""
 _SWEPT_FROM = 64
-"""Number of operations under way from which those that have ended are settled, although nobody has waited for them."""
+"""Number of operations in progress above which :meth:`OperationScheduler.begin` settles ended operations nobody waits for."""
 
 
 def check_not_owned(lock: threading.RLock) -> None:
@@ -59,10 +59,13 @@ class Operation:
         self.complete = False
         """Whether all transfers were started."""
         self.subjects: Sequence[Any] = ()
-        """What the operation is for (such as catalog entries), for failures that concern all of it."""
+        """Objects that the operation concerns, such as catalog entries.
+
+        If the operation itself fails, and not one transfer, it fails for all of them.
+        """
         self._failure: OSError | None = None
         self.error: OSError | None = None
-        """The first error, once settled."""
+        """The first error, once the operation is settled; None if there is none."""
         self.seen = False
         """Whether the error was raised to a caller."""
 
@@ -72,16 +75,16 @@ class Operation:
         return self._finish is None
 
     def fail(self, error: OSError) -> None:
-        """Have the operation fail for all its subjects, although its transfers may end well."""
+        """Make the operation fail for all its subjects, even if its transfers succeed."""
         self._failure = error
 
     def submit(self, start: Callable[..., Future], *columns: Iterable[Any], subjects: Iterable[Sequence[Any]]) -> list[Future]:
-        """Start one transfer for each row of the columns.
+        """Call ``start`` with one value from each column, for each row of the columns, and record the transfers.
 
         Args:
-            start: Starts a transfer; called with one value from each column.
-            columns: The arguments of all transfers, column by column.
-            subjects: What each transfer is for.
+            start: Starts a transfer and returns its future.
+            columns: Arguments of ``start``: each column has one argument for all transfers.
+            subjects: The subjects of each transfer, such as catalog entries, for its failure.
 
         Returns:
             The futures of the transfers.
@@ -105,11 +108,11 @@ class Operation:
         return True
 
     def cancel(self) -> bool:
-        """Cancel the transfers that have not ended. Returns False if there were none."""
+        """Cancel the transfers that have not ended. Return False if all had ended."""
         return sum(transfer.cancel() for transfer, _ in list(self._transfers)) > 0  # each of them, not only the first
 
     def settle(self, timeout: float | None = None) -> OSError | None:
-        """Wait until all transfers have ended, then finish.
+        """Wait until all transfers have ended, then call ``finish`` unless it was called before.
 
         Args:
             timeout: Seconds to wait; None waits for as long as it takes.
@@ -118,7 +121,7 @@ class Operation:
             The first error, or None.
 
         Raises:
-            TimeoutError: After ``timeout``. The transfers still go on.
+            TimeoutError: After ``timeout``. The transfers continue.
             RuntimeError: If this thread is in the middle of another call of the store, as in a finalizer or signal handler.
         """
         if not self.settled:
@@ -132,7 +135,10 @@ class Operation:
         return self.error
 
     def settle_ended(self) -> None:
-        """Collect the errors of the transfers, which have ended, and call ``finish``, once. Call with the lock held."""
+        """Collect the errors of the transfers and call ``finish``, unless that was done before.
+
+        Call with the lock held, after all transfers have ended.
+        """
         if self._finish is None:
             return
         if not self.complete:
@@ -162,22 +168,22 @@ class Operation:
 
 
 class StoreFuture(Generic[Result]):
-    """The result of a store operation under way. Like :class:`deepnvme.Future`, but with a result of its own type.
+    """The future result of a store operation. Like :class:`deepnvme.Future`, but the result can be of any type.
 
-    When :meth:`done` is True, the transfers have ended, and tensors that were put may be changed. :meth:`result` and
-    :meth:`exception` also do the work that is left then, such as verifying checksums, in the calling thread.
+    When :meth:`done` is True, the transfers have ended, and the tensors that were put may be changed. :meth:`result` and
+    :meth:`exception` also do the remaining work, such as verifying checksums, in the calling thread.
 
     Args:
         operation: The transfers.
         nbytes: Bytes of the tensors.
-        conclude: Returns the result, or raises OSError. Called by the first thread that asks for the result, if the transfers
-            have ended well; again if Ctrl-C came meanwhile.
+        conclude: Returns the result, or raises OSError. Called by the first thread that asks for the result, if all transfers
+            have succeeded; called again if Ctrl-C interrupted it.
     """
 
     def __init__(self, operation: Operation, nbytes: int, conclude: Callable[[], Result]) -> None:
         self._operation = operation
         self.nbytes = nbytes
-        """Bytes of the tensors that were asked for."""
+        """Total bytes of the tensors that are read or written."""
         self._conclude: Callable[[], Result] | None = conclude
         self._lock = threading.RLock()
         self._result: Result | None = None
@@ -198,9 +204,12 @@ class StoreFuture(Generic[Result]):
         return self._conclude is None or self._operation.ended()
 
     def cancel(self) -> bool:
-        """Have it end as soon as may be, with OSError (ECANCELED), like :meth:`deepnvme.Future.cancel`. Never blocks.
+        """Cancel the transfers that have not ended. The future then ends with OSError (ECANCELED). Never blocks.
 
-        A tensor that was being put is then damaged, as after any write that failed.
+        Best effort, like :meth:`deepnvme.Future.cancel`. A tensor that was being put is treated as after any failed write.
+
+        Returns:
+            False if all transfers had ended already.
         """
         return self._operation.cancel()
 
@@ -236,10 +245,11 @@ class StoreFuture(Generic[Result]):
 
 
 class OperationScheduler:
-    """Begins a store's operations one at a time, with the store's lock held; several can be under way together. Thread-safe.
+    """Begins a store's operations one at a time, with the store's lock held. Thread-safe.
 
-    Nothing blocks while the lock is held: neither on the drive, nor on memory, nor on another lock. So interrupts are deferred
-    meanwhile, and heard in the waits between. In a forked child every method raises RuntimeError.
+    Several operations can be in progress together. While the lock is held, interrupts are deferred and nothing blocks:
+    neither on the drive, nor on memory, nor on another lock. Interrupts are handled during the waits outside the lock. In a
+    forked child every method raises RuntimeError.
     """
 
     def __init__(self) -> None:
@@ -276,11 +286,11 @@ class OperationScheduler:
             raise ValueError("the store is closed")
 
     def after(self, conflicts: Callable[[], Iterable[Operation]], start: Callable[[], Result]) -> Result:
-        """Call ``start`` once there are no conflicts, and return its result. Blocks until then, without holding the lock.
+        """Wait until no conflicting operation is in progress, then return ``start()``. The lock is not held during the wait.
 
         Args:
             conflicts: Returns the operations that must end first. Called with the lock held.
-            start: Called with the lock held, if there are none.
+            start: Called with the lock held, once ``conflicts`` returns no operation.
         """
         while True:
             with self.locked():
@@ -299,7 +309,7 @@ class OperationScheduler:
         """
 
         def end(operation: Operation, failures: list[Failure]) -> None:
-            """Finish the operation, and keep it if nobody has seen its error."""
+            """Call ``finish``, and keep the operation for :meth:`raise_unseen` if no caller has seen its error."""
             finish(operation, failures)
             if failures and not operation.seen:
                 self._failed = [*(other for other in self._failed if not other.seen and other is not operation), operation]
@@ -316,7 +326,7 @@ class OperationScheduler:
             self._swept = max(_SWEPT_FROM, 2 * len(self.under_way))
 
     def settle_failed(self) -> None:
-        """Undo operations that failed while they were being started, if their transfers have ended.
+        """Undo operations whose start failed, if the transfers that they did start have ended.
 
         Never blocks. Call with the lock held.
         """
@@ -338,6 +348,6 @@ class OperationScheduler:
             raise unseen[0]
 
     def close(self) -> None:
-        """Refuse new operations with an error. Operations under way go on, and are not waited for."""
+        """Refuse further operations with an error. Does not wait for operations in progress, which continue."""
         with self.locked():
             self.closed = True

@@ -1,12 +1,12 @@
-"""The file that lists a persisted store's tensors. It is always replaced as a whole.
+"""Manifest of a persistent store: the file that lists the store's tensors. It is always replaced as a whole.
 
-The manifest is two lines of JSON: the first says what the file is, and has the CRC-32 of the second; the second lists the
-tensors. It is in the store's first directory. Each of the other directories has a membership, one line of JSON that names the
-first directory, so that none of them is mistaken for a store of its own.
+The manifest is in the store's first directory. It is two lines of JSON: the first has the format, its version and the CRC-32
+of the second; the second lists the tensors. Each of the other directories has a membership file, one line of JSON that names
+the first directory, so that none of these directories is mistaken for a store of its own.
 
-1. A manifest or a membership is replaced as a whole: after a crash the old one or the new one is there.
-2. A manifest is published after the data files were flushed. So each part that it lists is on the drive.
-3. The identity in a membership, or the previous identity that it also names, is that of the manifest.
+1. A manifest or a membership is replaced as a whole: after a crash, either the old one or the new one is there.
+2. A manifest is published after the data files were flushed, so every part that it lists is on the drive.
+3. The manifest's store identity equals the identity in each membership, or the previous identity in that membership.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ MANIFEST_NAME = "deepnvme-store.json"
 MEMBERSHIP_NAME = "deepnvme-store.member.json"
 """Name of the membership in each of the store's other directories."""
 _KIND = "deepnvme tensor store", 1
-"""Format and version."""
+"""Format and version in the first line of a manifest or membership."""
 
 _LARGEST = 256 << 20
-"""Most bytes of a manifest: enough for two million tensors. JSON of other people could take thirty times that in memory."""
+"""Largest manifest in bytes, enough for two million tensors.
+
+The limit bounds memory: JSON from an untrusted file could take thirty times its size in memory.
+"""
 
 
 class CorruptManifest(OSError):
@@ -52,7 +55,7 @@ class CorruptManifest(OSError):
 
 
 class StoredTensor(NamedTuple):
-    """One tensor in a manifest, which has these as a list."""
+    """Manifest entry of one tensor. In the file, the fields are one JSON list."""
 
     dtype: str
     """Name of the dtype in torch, without "torch."."""
@@ -68,7 +71,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreManifest:
-    """What the manifest in a store's first directory says: which tensors there are, and where each lies."""
+    """Contents of the manifest in a store's first directory: which tensors the store has, and where each is stored."""
 
     store: str
     """The store's unique identity."""
@@ -80,18 +83,18 @@ class StoreManifest:
 
 @dataclass(frozen=True)
 class StoreMembership:
-    """What each further directory of a store says: whose directory it is, and where the manifest is."""
+    """Contents of the membership file in every directory but the first: which store the directory belongs to, and its index."""
 
     store: str
     """The store's unique identity."""
     index: int
-    """Index of the directory that this is in, among the store's directories."""
+    """Index of this directory among the store's directories; at least 1."""
     first: str
-    """The directory with the manifest, at the time when this was written."""
+    """Path of the store's first directory when the membership was written."""
     directory: str = ""
-    """The directory that this is in, at that time. Empty in stores that earlier versions of the package have made."""
+    """Path of this directory when the membership was written. Empty in stores made by earlier versions of the package."""
     previous: str = ""
-    """The identity that the manifest may have still, while the store is given a new one."""
+    """Previous store identity, which the manifest may still have while the store changes to a new identity."""
 
 
 def publish(directory: Path, manifest: StoreManifest) -> None:
@@ -162,7 +165,7 @@ def _membership(data: bytes) -> StoreMembership:
 
 
 def _manifest(fields: Any) -> StoreManifest:
-    """Return the manifest that the second line says. Raises ValueError that says what is wrong."""
+    """Return the manifest parsed from its second line. Raises ValueError saying which field is wrong."""
     try:
         tensors = {name: _tensor(*entry) for name, entry in fields["tensors"].items()}
         return StoreManifest(string(fields["store"]), number(fields["directories"]), tensors)
@@ -171,6 +174,6 @@ def _manifest(fields: Any) -> StoreManifest:
 
 
 def _tensor(dtype: Any, shape: Any, parts: Any, checksums: Any) -> StoredTensor:
-    """Return a tensor of which the manifest says these. Raises TypeError or ValueError if they are something else."""
+    """Return the manifest entry with these fields. Raises TypeError or ValueError for a field of another type."""
     places = tuple((directory, offset, length) for directory, offset, length in map(numbers, parts))
     return StoredTensor(string(dtype), numbers(shape), places, None if checksums is None else numbers(checksums))

@@ -1,4 +1,4 @@
-"""Open a store in a directory that no other process uses, below one that several processes are given."""
+"""Opens a store in a directory of its own, below a directory that several processes share."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .tensor_store import TensorStore
 def open_own_store(
     paths: Iterable[Path], prefix: str, engine: Engine, owner: DirectoryOwner, *, collect: bool = False
 ) -> tuple[TensorStore, list[Path]]:
-    """Open a store in directories named ``prefix-0``, or the next number that nobody uses, one below each path.
+    """Open a store in ``prefix-0`` below each path, or in ``prefix-1`` and so on if a lower number is in use.
 
-    What processes that have died have left under such names is removed.
+    Directories with this prefix that dead processes have left are removed.
 
     Args:
         paths: Directories, created if they are missing. The store is striped over them.
-        prefix: Beginning of the names.
+        prefix: Beginning of the names of the store's directories.
         engine: The store's engine.
         owner: The object that the store is a part of.
-        collect: Whether to collect garbage if an object of this process has the first number, so that what a loop makes does not
-            fill the drive before the interpreter collects it.
+        collect: Whether to run the garbage collector first if a store of this process has number 0. Otherwise the stores that
+            a loop makes and drops could fill the drive before the interpreter collects them.
 
     Returns:
         The store, and its directories. Remove them with :func:`remove_directories` when the store is closed.
@@ -58,7 +58,10 @@ def open_own_store(
 
 
 def remove_directories(directories: Iterable[Path]) -> None:
-    """Remove a closed store's directories if they are empty. A store removes only those that it has created itself."""
+    """Remove those of a closed store's directories that are empty.
+
+    Closing a store removes only directories that the store itself has created, and not one that a dead process has left.
+    """
     for directory in directories:
         with contextlib.suppress(OSError):
             os.rmdir(directory)

@@ -1,4 +1,4 @@
-"""Reading many tensors from a store's files in few requests: neighbours are read together, into shared memory."""
+"""Reads many tensors from a store's files in few requests: adjacent tensors are read together into one buffer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .catalog import CatalogEntry, CorruptTensor, TensorVersion
 from .futures import Operation
 
 _RUN = 16 << 20
-"""Most bytes of a buffer that several tensors are read into. The buffer lives for as long as any of them."""
+"""Largest buffer, in bytes, that several tensors are read into. The buffer is freed with the last of its tensors."""
 
 
 def read_into(
@@ -84,7 +84,7 @@ def read_new(
 def _submit(
     operation: Operation, engine: Engine, memory: torch.Tensor, file: File, offset: int, entries: Sequence[CatalogEntry]
 ) -> None:
-    """Start one read, for these entries. Raises CorruptTensor if the file ends before, which means that it was truncated."""
+    """Start one read that serves these entries. Raises CorruptTensor if the file is too short, which means it was truncated."""
     try:
         operation.submit(engine.read, [memory], [file], [offset], subjects=[entries])
     except ValueError as error:
@@ -95,7 +95,7 @@ def _submit(
 
 
 class SharedBuffer:
-    """New memory that several tensors are read into. It lives for as long as any of them.
+    """A new buffer that several tensors are read into. It is freed with the last of its tensors.
 
     Args:
         nbytes: Bytes; a multiple of ALIGNMENT.

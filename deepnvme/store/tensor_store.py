@@ -38,53 +38,56 @@ Result = TypeVar("Result")
 
 
 class TensorStore:
-    """Tensors stored under names, in few preallocated files in one or several directories.
+    """Tensors stored by name in a few preallocated files, in one or several directories.
 
     >>> with deepnvme.swap.TensorStore("/mnt/nvme/swap") as store:
     ...     store.put("weights", tensor).result()
     ...     tensor = store.get("weights").result()
 
-    Transfers of one name happen in the order of the calls: a put waits for puts and gets of its name under way, a get for puts.
-    Gets of one name are independent of each other, and so are all transfers of different names.
+    Operations on one name take effect in the order of the calls: a put waits for earlier puts and gets of its name, and a get
+    waits for earlier puts. Gets of one name do not wait for each other, and neither do operations on different names.
 
-    If a put fails, a store that persists keeps what the name held before. In other stores the name is marked damaged: getting
-    it raises the error until it is put again or deleted. If :meth:`commit` fails to flush a file, what was put since the last
-    commit is damaged in the same way. If a directory is removed, its space stays in use until the store is closed, and the
-    store works on; only :meth:`commit` raises an error.
+    If a put fails, a persistent store keeps the previous tensor. In other stores the name is marked damaged: getting it
+    raises the error until it is put again or deleted. If :meth:`commit` fails to flush a file, tensors put since the last
+    commit are marked damaged in the same way. If a directory is removed, its space stays in use until the store is closed,
+    and all methods but :meth:`commit` keep working.
 
     Tensors are written and read by direct I/O, so when a put has succeeded, the drive has accepted the data. Where the file
-    system has no direct I/O, or sectors larger than a page, tensors go through the page cache. If they cannot be written to the
-    drive later, :meth:`get` may return old bytes without an error, unless ``checksum`` is set or a :meth:`commit` has reported
-    it.
+    system has no direct I/O, or sectors larger than a page, tensors go through the page cache. If the kernel then fails to
+    write them to the drive later, :meth:`get` may return old bytes without an error, unless ``checksum`` is set or a
+    :meth:`commit` has reported the failure.
 
-    Thread-safe, except in finalizers and signal handlers: if these run in the middle of another call of their thread, methods may
-    raise RuntimeError. In a forked child every method raises RuntimeError, and the end of the child leaves the files alone.
+    Thread-safe, except in finalizers and signal handlers: if one of these interrupts another call of the store in the same
+    thread, methods may raise RuntimeError. In a forked child every method raises RuntimeError, and the child's exit does not
+    touch the files.
 
     Args:
         directories: A path, several paths, or a mapping from path to weight. Tensors of 4 MiB or more are split over all
-            directories in proportion to the weights, which are equal by default. Smaller ones are stored whole, in the emptiest
-            directory. Directories are created if they are missing. Each is locked by one store, and files that a dead process has
-            left in it are removed.
-        persist: Keep the files. When the store is opened again, also after a crash, with the same directories in any order, it
-            has what the last :meth:`commit` has published, and not what was put, replaced or deleted since. Without ``persist``,
-            the files are removed by :meth:`close`, when the store is dropped, and at exit.
-        read_only: Open what the last commit of a persisted store has published. Any number of read-only stores, in any number of
-            processes, can have the directories open at a time, but no other store can. Nothing is created there, so no permission
-            to write is needed. Putting, deleting, reserving and committing raise ``io.UnsupportedOperation``.
+            directories in proportion to the weights, which are equal by default. Smaller ones are stored whole, in the
+            emptiest directory. Directories are created if they are missing. Each is locked by one store. Files that a dead
+            process has left in a directory are removed.
+        persist: Keep the files. When the store is opened again, also after a crash, with the same directories in any order,
+            it has the state that the last :meth:`commit` has published; later puts and deletions are lost. Without
+            ``persist``, the files are removed by :meth:`close`, when the store is dropped, and at exit.
+        read_only: Open the state that the last commit of a persistent store has published. Any number of read-only stores, in
+            any number of processes, can have the directories open at a time, but no other store can. Nothing is created in
+            the directories, so no write permission is needed. Putting, deleting, reserving and committing raise
+            ``io.UnsupportedOperation``.
         checksum: Keep the CRC-32 of each tensor, and verify it when the tensor is got. Takes 0.1 s of one core for each GB.
-        engine: An engine to share among stores; None for one of the store's own.
+        engine: An engine to share among stores; None for an engine of the store's own.
         config: Settings of the store's own engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
         pool: A buffer pool to share among stores; None for the process's pool.
-        owner: The object that the store is a part of, which errors name as the one that has the directories; None for the store.
+        owner: The object that the store is a part of. The errors of other stores name it as the owner of the directories.
+            None for the store itself.
 
     Raises:
-        StoreLocked: If a directory has another owner, which the message names. A store that nobody has any more is collected
-            first.
-        FileExistsError: Without ``persist``, if a directory has a persisted store.
-        FileNotFoundError: With ``read_only``, if a directory has no persisted store.
+        StoreLocked: If a directory is locked by another store, which the message names. Unreferenced stores are
+            garbage-collected before this is raised.
+        FileExistsError: Without ``persist``, if a directory has a persistent store.
+        FileNotFoundError: With ``read_only``, if a directory has no persistent store.
         CorruptManifest: If the manifest is damaged.
-        ValueError: If the directories are not those of one store, or of a store and a copy of it; none is given, one is given
-            twice, a weight is not positive and finite, or both ``engine`` and ``config`` are given.
+        ValueError: If the directories are not exactly those of one store or of one copy of it, no directory is given, one is
+            given twice, a weight is not positive and finite, or both ``engine`` and ``config`` are given.
         OSError: From creating and opening files.
     """
 
@@ -158,7 +161,9 @@ class TensorStore:
         return self._read_catalog(lambda catalog: list(catalog.entries))
 
     def info(self, name: str) -> TensorInfo:
-        """Return what the name holds when all that is under way has ended well. Does not read the tensor.
+        """Return the shape, dtype, size and checksum of a name's tensor, without reading it.
+
+        A put in progress counts as if it had succeeded.
 
         Raises:
             KeyError: If the store has no such name.
@@ -181,7 +186,7 @@ class TensorStore:
         return self._read_catalog(lambda catalog: catalog.space.used())
 
     def _read_catalog(self, read: Callable[[Catalog], Result], even_if_closed: bool = False) -> Result:
-        """Return what ``read`` returns for the catalog, after operations that failed have been undone."""
+        """Undo failed operations, then return ``read(catalog)``, with the lock held."""
         with self._scheduler.locked():
             if not even_if_closed:
                 self._scheduler.check_open()
@@ -191,23 +196,23 @@ class TensorStore:
     # Transfers.
 
     def put(self, name: str, tensor: torch.Tensor) -> StoreFuture[int]:
-        """Start storing a tensor under a name, in place of what the name held; return at once.
+        """Start storing a tensor under a name, replacing the name's previous tensor if it has one; return at once.
 
-        If the store does not persist, and the name holds a tensor of the same number of bytes, it is overwritten in place. That
-        is faster than new space.
+        If the store does not persist, and the previous tensor has the same number of bytes, the previous tensor is
+        overwritten in place. That is faster than writing to new space.
 
         Args:
             name: Any string.
-            tensor: On the CPU or a CUDA device, any dtype and shape. One that is not contiguous is copied first. Not to be
-                changed until the future is done. Until then its storage is kept, and must not be resized.
+            tensor: On the CPU or a CUDA device, any dtype and shape. A tensor that is not contiguous is copied first. Not to
+                be changed until the future is done. Until then its storage is kept, and must not be resized.
 
         Returns:
             A future. Its result is the number of bytes stored.
 
         Raises:
             TypeError: If ``tensor`` is no dense tensor with data, or ``name`` is no string.
-            OSError: With ENOSPC, naming the directory, if there is too little space. The name keeps what it held. Later errors
-                are raised by ``Future.result``.
+            OSError: With ENOSPC, naming the directory, if there is too little space. The name keeps its previous tensor.
+                Later errors are raised by ``Future.result``.
         """
         return self.put_many({name: tensor})
 
@@ -258,9 +263,9 @@ class TensorStore:
 
         Args:
             name: The tensor's name.
-            out: Where to read it to: a contiguous tensor with the same number of bytes, of any dtype, on any device. Not to be
-                touched until the future is done. Memory leased from a BufferPool is filled directly. None for
-                new memory on the CPU.
+            out: Where to read the tensor to: a contiguous tensor with the same number of bytes, of any dtype, on any device.
+                Not to be touched until the future is done. Memory leased from a BufferPool is filled directly. None for new
+                memory on the CPU.
 
         Returns:
             A future. Its result is the tensor, which uses the memory of ``out`` if that is given.
@@ -269,15 +274,15 @@ class TensorStore:
             KeyError: If the store has no such name.
             TypeError: If ``out`` is no tensor.
             ValueError: If ``out`` is not contiguous, or has another number of bytes.
-            OSError: If the tensor is damaged; CorruptTensor if a file ends before it. Later errors, CorruptTensor among them, are
-                raised by ``Future.result``.
+            OSError: If the tensor is damaged; CorruptTensor if a data file is too short. Later errors, CorruptTensor among
+                them, are raised by ``Future.result``.
         """
         return self._get([name], lambda tensors: tensors[name], out)
 
     def get_many(self, names: Iterable[str]) -> StoreFuture[dict[str, torch.Tensor]]:
         """Start reading several tensors, like :meth:`get` for each, with one future and in few requests.
 
-        Tensors that are adjacent in the file share memory, up to 16 MiB, which lives for as long as any of them.
+        Tensors that are adjacent in the file share one buffer of up to 16 MiB, which is freed with the last of them.
 
         Args:
             names: Names of the tensors; repeated ones are read once.
@@ -310,15 +315,15 @@ class TensorStore:
         return StoreFuture(operation, nbytes, lambda: nbytes)
 
     def map(self, name: str) -> torch.Tensor:
-        """Return a tensor as a private mapping of the files: a page is read when it is touched, and copied when it is written to.
+        """Return a tensor that is a private mapping of the store's files, so that nothing is read yet.
 
-        Valid until the name is next put or deleted. Blocks until a put under way has ended. The pages come through the page
-        cache, one after the other; to read all of a tensor, :meth:`get` is faster. ``OffloadedOptimizer.state_dict`` maps its
-        store's files in the same way.
+        A page is read when it is touched, and copied when it is written to. The pages come through the page cache, one after
+        the other; to read all of a tensor, :meth:`get` is faster. The mapping is valid until the name is next put or deleted.
+        Blocks until a put in progress has ended. ``OffloadedOptimizer.state_dict`` maps its store's files in the same way.
 
         If the drive fails to read a page, this process ends with SIGBUS when the page is touched; :meth:`get` raises OSError
-        instead. The same happens if a file is truncated. The store's lock keeps other stores from doing so, but not processes
-        that ignore the lock.
+        instead. The same happens if a file is truncated. The store's lock keeps other stores from truncating it, but not
+        processes that ignore the lock.
 
         Raises:
             KeyError: If the store has no such name.
@@ -328,7 +333,7 @@ class TensorStore:
         return self.map_ranges([(name, 0, info.nbytes)]).view(info.dtype).view(info.shape)
 
     def map_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> torch.Tensor:
-        """Return ranges of bytes of several tensors as one tensor of bytes, mapped like :meth:`map`.
+        """Map byte ranges of several tensors as one uint8 tensor, with pages private and read on demand as in :meth:`map`.
 
         As with :meth:`map`, the process ends with SIGBUS if the drive fails to read a page when it is touched.
 
@@ -340,7 +345,7 @@ class TensorStore:
         operation = self._scheduler.operation()
 
         def begin() -> list[tuple[DataFile, int, int]]:
-            """Record the reads, and return where each range lies. Called with the lock held."""
+            """Register a read of the names. Return (file, offset, length) of each range. Called with the lock held."""
             entries = self._catalog.readable(names)
             self._scheduler.begin(operation)
             note_gets(list(dict.fromkeys(entries)), operation)
@@ -361,12 +366,15 @@ class TensorStore:
         return mapped
 
     def reserve(self, nbytes: ByteCount) -> None:
-        """Preallocate space for ``nbytes`` bytes, or a size such as "100GB", of tensors in all, those already stored included.
+        """Preallocate file space for ``nbytes`` bytes of tensors in total, including the tensors already stored.
 
-        Each tensor takes whole pages of 4096 bytes. Blocks while the files grow; other calls of the store go on meanwhile.
+        Each tensor takes whole pages of 4096 bytes. Blocks while the files grow; other calls of the store can run meanwhile.
+
+        Args:
+            nbytes: Bytes, or a size such as "100GB".
 
         Raises:
-            TypeError, ValueError: If ``nbytes`` is no number of bytes, or negative.
+            TypeError, ValueError: If ``nbytes`` is not a valid size, or negative.
             OSError: With ENOSPC, naming the directory, the bytes wanted and the bytes free.
         """
         wanted = byte_count(nbytes, "nbytes")
@@ -384,21 +392,22 @@ class TensorStore:
     def commit(self) -> None:
         """Make all puts, replacements and deletions so far durable.
 
-        From now on, opening the store again gives this state, whatever happens.
+        When this has returned, opening the store again gives this state, even after a crash.
 
-        Blocks until all operations under way have ended, then flushes the files and replaces the manifest.
+        Blocks until all operations in progress have ended, then flushes the files and replaces the manifest (the file that
+        lists the committed tensors).
 
-        If flushing a file (fsync) fails, what was put into the file since the last commit may be lost, even if its puts
-        succeeded. The system does not say which tensors are lost, and a second fsync would succeed. So these names are damaged:
-        getting or mapping one raises the error, and so does the next commit, until each is put again or deleted. What was got
-        from them between the loss and this error may have been wrong; with ``checksum``, getting it raised CorruptTensor.
+        If flushing a file (fsync) fails, tensors put into the file since the last commit may be lost, even if their puts
+        succeeded. The system does not say which tensors are lost, and a second fsync would succeed. So the names of all these
+        tensors are marked damaged: getting or mapping one raises the error, and so does the next commit, until each name is
+        put again or deleted. Reads of such a tensor between the loss and this error may have returned wrong bytes; with
+        ``checksum``, they raised CorruptTensor.
 
         Raises:
-            ValueError: If the store does not persist, or has so many tensors that the manifest would exceed 1 GiB. The last
+            ValueError: If the store does not persist, or has so many tensors that the manifest would exceed 256 MiB. The last
                 commit remains valid.
             OSError: The first error of a put that no caller has seen, or an error of flushing a file: the last commit remains
-                valid. Or an error of writing the manifest (the file that lists the committed tensors): then either the last
-                commit is valid, or this one.
+                valid. Or an error of writing the manifest: then either the last commit is valid, or this one.
         """
         self._check_writable()
         if not self._persist:
@@ -420,10 +429,10 @@ class TensorStore:
         operation.settle()
 
     def close(self) -> None:
-        """Wait for all operations under way, remove the files unless they persist, and unlock the directories. Idempotent.
+        """Wait for all operations in progress, remove the files unless they persist, and unlock the directories. Idempotent.
 
-        What was not committed is lost. Ctrl-C interrupts the waiting; call this again then. Leaving a ``with`` block closes the
-        store too; if an exception leaves the block, an OSError from closing is not raised.
+        Changes that were not committed are lost. Ctrl-C interrupts the wait; call ``close`` again then. Leaving a ``with``
+        block closes the store too; if an exception leaves the block, an OSError from closing is not raised.
 
         Raises:
             OSError: The first error that no caller has seen, after everything else is done.
@@ -465,10 +474,10 @@ class TensorStore:
     # Each operation begins with the lock held, and goes on without it.
 
     def _in_turn(self, names: Sequence[str], start: Callable[[], Result], writing: bool = False) -> Result:
-        """Call ``start`` with the lock held, once no operation is under way that it conflicts with. Return its result.
+        """Call ``start`` with the lock held, once no conflicting operation is in progress. Return its result.
 
-        If it finds files too small, they grow, without the lock, and ``start`` is called again. In theory the number of tries has
-        no bound: each time, other threads may allocate the new space first.
+        If ``start`` raises FilesTooSmall, the files are grown without the lock, and ``start`` is called again. In theory the
+        number of tries has no bound: each time, other threads may allocate the new space first.
         """
         while True:
             try:
@@ -493,7 +502,7 @@ class TensorStore:
         operation = self._scheduler.operation()
 
         def begin() -> tuple[list[CatalogEntry], list[TensorVersion], list[torch.Tensor]]:
-            """Record the reads, and return what is to be read into what. Called with the lock held."""
+            """Register the reads. Return entries, versions and the viewed ``out``, if given. Called with the lock held."""
             entries = self._catalog.readable(names)
             versions = [entry.newest for entry in entries]
             targets = [] if out is None else [viewed_as(out, each.info.dtype, each.info.shape) for each in versions]

@@ -56,36 +56,37 @@ class Volumes:
     The store's finalizer calls :meth:`leave` when the store is dropped, and at the interpreter's exit at the latest.
 
     Args:
-        store: Whose directories they are. Not kept alive.
+        store: The store that uses the directories. Only a weak reference is kept.
     """
 
     left = True
-    """Whether :meth:`leave` has done everything, or there is nothing to do yet."""
+    """Whether nothing is open or locked: True before :meth:`open`, and after :meth:`leave` has finished."""
 
     def __init__(self, store: object) -> None:
         self._owners: list[DirectoryLock] = []
         self.files: list[DataFile] = []
-        """The data file of each directory, in the order of the store that was found, else in the order given."""
+        """The data file of each directory, in the order of the manifest that was found, or else in the order given."""
         self._persisted: bool | None = None
-        """Whether a manifest was found or published; None until it is known. If not, the files in the directories are to go."""
+        """Whether a manifest was found or published; None until this is known. If False, :meth:`leave` removes the files."""
         self._process = os.getpid()
         # It keeps this object alive, so that a garbage collection that finds the store does not close these files first.
         self._finalizer = weakref.finalize(store, self._finalize)
 
     def open(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool, owner: DirectoryOwner) -> None:
-        """Lock the directories and open the data files. Once.
+        """Lock the directories and open the data files. Call once.
 
-        Files that a dead owner left are removed, unless they are of a persisted store. With ``read_only``, nothing is created,
-        removed or owned.
+        Files that a dead owner left are removed, unless they belong to a persistent store. With ``read_only``, nothing is
+        created or removed, and the directories get no owner.
 
-        Not done by the constructor: the store has this object first, so that it can leave the directories after a Ctrl-C.
+        This is not done by the constructor: the store must have this object first, to be able to leave the directories after
+        Ctrl-C.
 
         Args:
             weights: Weight of each directory, by absolute path.
-            persist: Keep the files, and open a persisted store if there is one.
+            persist: Keep the files, and open a persistent store if there is one.
             engine: Opens the data files for transfers.
-            read_only: Open a persisted store for reading.
-            owner: For whom the directories are locked.
+            read_only: Open a persistent store for reading.
+            owner: The object that owns the directories, for the errors of other stores.
 
         Raises:
             The errors of :class:`deepnvme.swap.TensorStore`.
@@ -104,9 +105,9 @@ class Volumes:
             raise
 
     def leave(self) -> None:
-        """Close and unlock everything, and remove files that were not published.
+        """Close the data files, unlock the directories, and remove the files of a store without a manifest.
 
-        Idempotent, and completes the work if it was interrupted before.
+        Idempotent. A call after an interrupted one completes the work.
 
         Raises:
             OSError: The first error from closing, after everything else is done.
@@ -122,7 +123,7 @@ class Volumes:
             raise errors[0]
 
     def _leave(self, errors: list[OSError]) -> None:
-        """Remove, close and unlock everything. Add the errors to the list."""
+        """Remove files without a manifest, close the data files, and unlock the directories. Append errors to ``errors``."""
         for owner, file in itertools.zip_longest(self._owners, self.files) if self._persisted is False else ():
             with _noted(errors):
                 if file is not None:
@@ -164,7 +165,7 @@ class Volumes:
                 self._join()
 
     def _join(self, previous: str = "") -> None:
-        """Have all directories but the first say that they belong to the store. Raises OSError."""
+        """Write the membership file of every directory but the first. Raises OSError."""
         first = str(self._owners[0].directory)
         for index, locked in enumerate(self._owners[1:], 1):
             directory = locked.directory
@@ -213,7 +214,7 @@ class Volumes:
 
 @contextlib.contextmanager
 def _noted(errors: list[OSError]) -> Iterator[None]:
-    """Add an OSError of this block to the list instead of raising it."""
+    """Append an OSError from the ``with`` body to ``errors`` instead of raising it."""
     try:
         yield
     except OSError as error:
@@ -227,11 +228,11 @@ def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[
         directories: Absolute paths.
 
     Returns:
-        The store's manifest, and its directories in order, as indices into those given. The manifest is None if they hold no
-        store.
+        The store's manifest, or None if the directories hold no store; and the order of the store's directories, as indices
+        into ``directories``.
 
     Raises:
-        ValueError: If they are not all the directories of one store, and only those.
+        ValueError: If the directories are not exactly those of one store.
         OSError: From reading.
     """
     manifests = {index: manifest for index, directory in enumerate(directories) if (manifest := load(directory)) is not None}

@@ -25,16 +25,16 @@ from .futures import Operation
 _zero_page = ctypes.create_string_buffer(ALIGNMENT)
 _ZEROS = ctypes.addressof(_zero_page)
 _BATCH = 1024
-"""Tensors that are prepared at a time. The drive writes them while the next ones are prepared: it need not wait for all."""
+"""Number of tensors that are prepared at a time, so that the drive can write a batch while the next batch is prepared."""
 
 
 class _Columns(NamedTuple):
-    """Tensors that each lie in one extent, in the order of the files, as one list for each property."""
+    """Tensors that each lie in one extent, in the order of the files, with one list for each property of the tensors."""
 
     parts: list[TensorPart]
     tensors: list[torch.Tensor]
     subjects: list[Any]
-    """What failures of the operation name, such as catalog entries."""
+    """Subject of each tensor, such as its catalog entry. The failures of the operation name it."""
     addresses: list[int]
     """Addresses on the host; 0 for tensors on devices."""
     sizes: list[int]
@@ -49,8 +49,8 @@ class _Columns(NamedTuple):
 class Writing:
     """Writes tensors to a store's files.
 
-    Ten thousand tensors have to be prepared in less time than the drive takes to write them. So most work is done a column at a
-    time, not a tensor at a time.
+    Ten thousand tensors have to be prepared in less time than the drive takes to write them. So most loops go through one
+    property of all tensors, not through all properties of one tensor.
 
     Args:
         engine: Writes the files.
@@ -70,15 +70,15 @@ class Writing:
     ) -> None:
         """Start writing tensors to their parts, and add the transfers to the operation.
 
-        Tensors that are adjacent both in the file and in memory are written in one request. Other small ones are copied into
-        leased buffers, in the order of the file; if the pool has no buffer free, each is a request of its own. Blocks while four
-        buffers are under way.
+        Tensors that are adjacent both in the file and in memory are written in one request. Other small tensors are copied
+        into leased buffers, in the order of the file; if the pool has no buffer free, each is written by a request of its
+        own. Blocks while all four buffers are being written.
 
         Args:
             places: The parts of each tensor.
             tensors: Contiguous tensors.
             addresses: Address of each tensor on the host, 0 for tensors on devices.
-            subjects: What the operation's failures are to name for each tensor.
+            subjects: The subject of each tensor, such as its catalog entry, for the operation's failures.
         """
         whole = [index for index, parts in enumerate(places) if len(parts) == 1]
         if len(whole) < len(places):

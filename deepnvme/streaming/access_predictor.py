@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 
 class AccessPredictor:
-    """Predicts the next use from the last two.
+    """Predicts which extent is used next, from the last two uses.
 
-    The prediction is the use that followed the same two the last time. If there is none, it is the use that last followed the
-    second of the two; else the next one in the given order, which starts again at its end.
+    The prediction is the extent that followed the same two uses the last time. If these two were never seen together, it is the
+    extent that last followed the second of them; else the next one in the given order, which starts again at its end.
 
-    The last two uses tell apart the places in a pass at which a shared module is used. So passes that repeat are predicted from
-    the second on, even if they use some extents several times and others never.
+    Two uses are needed to tell apart the places in a pass at which a shared module is used. With them, passes that repeat are
+    predicted from the second pass on, even if they use some extents several times and others never.
     """
 
     def __init__(self, first: Sequence[str]) -> None:
@@ -30,7 +30,7 @@ class AccessPredictor:
         self._last = last, key
 
     def forget_last(self) -> None:
-        """Forget the last use after the sequence was broken off. The next use that is noted does not follow from it."""
+        """Forget the last two uses, because the pass was broken off: the next recorded use does not count as following them."""
         self._last = (None, None)
 
     def predict(self) -> Iterator[str]:
@@ -44,7 +44,7 @@ class AccessPredictor:
             before, last = last, following
 
     def _following(self, before: str | None, last: str | None) -> str | None:
-        """Return the predicted use after ``before`` and then ``last``; None if the order has no extent."""
+        """Return the extent predicted after the uses ``before`` and ``last``; None if there are no extents."""
         if last is None:
             return self._start
         given = self._given.get(last, self._start)

@@ -1,4 +1,4 @@
-"""Extents on a CUDA device: read into pinned memory, and copied from there on a stream of their own while others compute."""
+"""Extents on a CUDA device: read into pinned memory, and copied to the device on a separate stream while blocks compute."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .weights.weight_store import WeightStore
 
 
 class DeviceSlots(Slots):
-    """Slots of a device's memory, allocated and freed by torch.
+    """Slots for extents in a device's memory, allocated and freed by torch.
 
-    While a view of a dropped slot is kept, its memory is not lent again, and does not count as a slot.
+    If a slot is dropped while a view of it exists, its memory is not used for another slot, and no longer counts as a slot.
 
     Args:
         device: The device.
@@ -35,9 +35,9 @@ class DeviceSlots(Slots):
         self._released: list[DeviceSlot] = []  # slots that were released while the device still used them
 
     def lease(self, nbytes: int, limit: int = 0) -> DeviceSlot | None:
-        """Return a slot; None if more bytes would be lent than the limit of all slots, or ``limit`` if that is more.
+        """Return a slot; None if all leased slots would then have more bytes than the larger of ``self.limit`` and ``limit``.
 
-        Slots that were released count until the device has finished with them. Never waits.
+        A released slot counts until the device has finished the work that uses it. Never waits.
         """
         self._released[:] = [slot for slot in self._released if not slot.has_ended()]
         if sum(slot.nbytes for slot in self._lent) + nbytes > max(self.limit, limit):
@@ -47,17 +47,17 @@ class DeviceSlots(Slots):
         return slot
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Return memory beside the slots, for as long as it is wanted."""
+        """Return newly allocated memory that is not a slot and does not count towards the limit."""
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 class DeviceSlot:
-    """A device's memory on loan. It belongs to the stream that was current when it was lent.
+    """A leased piece of a device's memory, on the CUDA stream that was current when it was leased.
 
     Args:
         buffer: The memory.
-        released: Where the slot puts itself when it is released.
+        released: List to which the slot adds itself when it is released.
     """
 
     def __init__(self, buffer: torch.Tensor, released: list[DeviceSlot]) -> None:
@@ -74,7 +74,7 @@ class DeviceSlot:
         return self._buffer
 
     def release(self) -> None:
-        """Give the memory back once the work that the current stream has now is done. Never blocks."""
+        """Release the slot, once the work that is now enqueued on the current stream is done. Never blocks."""
         self._computed = Computed(self.buffer.device)
         self._released.append(self)
 
@@ -84,13 +84,13 @@ class DeviceSlot:
 
 
 class DeviceExtentReader(ExtentReader):
-    """Reads the extents of a store into a device's memory.
+    """Reads the extents of a store into a device's memory, through pinned memory.
 
     Args:
-        store: Holds the extents.
+        store: Store of the extents.
         device: The device.
-        count: Number of reads of the largest extent that pinned memory is kept for. If more are in flight, memory is pinned for
-            each anew.
+        count: Number of reads, of the largest extent, for which pinned memory is kept. Each further read in flight pins new
+            memory.
     """
 
     def __init__(self, store: WeightStore, device: torch.device, count: int) -> None:
@@ -117,13 +117,13 @@ class DeviceExtentReader(ExtentReader):
     def _copy(
         self, extent: str, only: list[tuple[StoreFuture[torch.Tensor], Memory, torch.Tensor, torch.Tensor]], computed: Computed
     ) -> None:
-        """Wait for a read, copy the extent to the device, and make it ready there.
+        """Wait for a read, copy the extent to the device, and dequantise it there.
 
         Args:
             extent: Name of the extent.
-            only: The read, its pinned memory as a slot and as a tensor, and the device's memory. Taken out of the list, because
-                the thread keeps its arguments when this has ended.
-            computed: The work for which the device's memory was used before.
+            only: The read, its pinned slot, the slot's tensor, and the device's memory, as the only element of a list. It
+                is removed from the list, because the thread pool keeps the arguments of a call that has ended.
+            computed: Completion of the earlier work that uses the device's memory.
         """
         reading, staged, host, memory = only.pop()
         try:

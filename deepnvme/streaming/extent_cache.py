@@ -1,4 +1,4 @@
-"""Extents of weights in memory: read before their use, as far ahead as there is room."""
+"""A cache of weight extents in memory, which reads extents before their use, as far ahead as there is room."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .extent_memory import Slots
 
 
 class ExtentCache:
-    """Has extents in memory while they are used, and reads ahead those that are expected.
+    """Keeps extents in memory while they are used, and reads expected extents ahead.
 
-    - Each use of an extent lies between :meth:`acquire` and :meth:`release`; its memory does not change meanwhile. Uses may
-      overlap: an extent is in memory once, however many use it.
-    - Extents are read ahead as far as there is room beside those in use. If these need no room, as much as the first expected
-      one needs is left free. So a wrong expectation seldom makes anybody wait.
-    - Memory that was released is not read into while somebody has a view of it. Until then it is missing here.
-    - If more is used at a time than there is room for, there is more until it is released.
-    - An error is raised only where its extent is acquired, by a read that began there. What failed in reading ahead is read
-      once more, since the fault may have been reported, and removed, before.
+    - A use of an extent lasts from :meth:`acquire` to :meth:`release`; its memory does not change meanwhile. Uses may
+      overlap: an extent is in memory once, however many uses it has.
+    - Extents are read ahead as far as there is room beside those in use. If the extents in use need no room, as much room
+      as the first expected extent needs is left free. So a wrong prediction seldom causes a wait.
+    - Memory of a released extent is not reused while a view of it exists. Until then, the cache has less memory.
+    - If the extents in use need more memory than there is, additional memory is allocated until they are released.
+    - A failed read raises its error only in :meth:`acquire`, and only if acquire() started it. An extent whose read-ahead
+      failed is read again when it is acquired, since the cause may have been removed by then.
     - After an interrupt, :meth:`recover` has to be called first.
 
-    Not thread-safe: callers that share one take turns.
+    Not thread-safe: threads that share a cache must take turns.
 
     Args:
         read: Starts reading an extent into memory, and returns at once.
-        sizes: Bytes of memory that each extent needs.
-        slots: The memory; there is room for the largest extent.
-        residents: Extents that stay in memory of their own once they have been read.
-        stored: Bytes on the drive of each extent, where these differ from ``sizes``.
+        sizes: Bytes of memory that each extent needs, by name.
+        slots: Memory for extents; there is room for the largest.
+        residents: Names of extents that stay in memory, beside the slots, once they have been read.
+        stored: Bytes on the drive of each extent, if they differ from ``sizes``.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ExtentCache:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes on the drive of all reads that have begun, also of those that were in vain."""
+        """Bytes on the drive of all reads started so far, including reads of extents that were never used."""
         return self._reads.nbytes
 
     @property
@@ -61,26 +61,27 @@ class ExtentCache:
         return self._cache.seconds_waited
 
     def acquire(self, keys: Sequence[str], then: Iterable[str] = ()) -> list[torch.Tensor]:
-        """Begin a use of these extents, and return their memory when they have been read.
+        """Begin a use of each of these extents, and return their memory once they have been read. Blocks.
 
         Args:
-            keys: Different extents. Each has to be released once.
-            then: What will be wanted next, in order; may be endless. It is read ahead from now on, in place of what was expected.
+            keys: Names of extents, each at most once. Each has to be released once.
+            then: Names of the extents that will probably be used next, in order; may be endless. Read-ahead follows this
+                list from now on, and no longer the previous one.
 
         Raises:
-            OSError: What a read has ended with. Nothing is acquired then.
-            OutOfBuffers: If all memory is held by others. Nothing is acquired then.
+            OSError: The error of a read. No extent is acquired then.
+            OutOfBuffers: If views of released extents keep all memory. No extent is acquired then.
         """
         blocks = [self._blocks[key] for key in keys]
         self._cache.acquire(blocks, self._with_room(then, blocks))
         return [block.memory.buffer for block in blocks]
 
     def expect(self, keys: Iterable[str]) -> None:
-        """Set what will be wanted next, in order, in place of what was expected. Never blocks."""
+        """Set the extents that will probably be used next, in order, and start reading them. Never blocks."""
         self._cache.expect(self._with_room(keys, ()))
 
     def poll(self) -> None:
-        """Read more of what is expected, if there is room for it by now. Never blocks."""
+        """Start reading further expected extents, if there is room for them by now. Never blocks."""
         self._cache.poll()
 
     def release(self, keys: Iterable[str], changed: bool = False) -> None:
@@ -105,7 +106,7 @@ class ExtentCache:
         self._cache.keep({block: key in residents for key, block in self._blocks.items()})
 
     def drain(self) -> None:
-        """Expect nothing any more, and wait for all reads."""
+        """Stop reading ahead, and wait for all reads in flight."""
         self._cache.drain()
 
     def close(self) -> None:
@@ -113,11 +114,14 @@ class ExtentCache:
         self._cache.clear()
 
     def recover(self) -> list[str]:
-        """End all uses after an interrupt. Returns the extents that were in use: they are read again, as they may be changed."""
+        """End all uses after an interrupt, and return the names of the extents that were in use.
+
+        These extents are read again for their next use, since their memory may have been changed.
+        """
         return [block.name for block in self._cache.recover()]
 
     def _with_room(self, keys: Iterable[str], now: Collection[Block]) -> Iterator[Use]:
-        """Return uses of those of ``keys`` for which there is room beside ``now``."""
+        """Yield uses of the first of ``keys``, as long as there is room for them beside the blocks ``now``."""
         if all(block.resident and block.state is State.CLEAN for block in self._blocks.values()):
             return
         room = self._cache.memory.limit - sum(block.nbytes for block in now if not block.resident)
@@ -150,5 +154,5 @@ class _Reads:
         return reading
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Raise RuntimeError: extents have no newer bytes to write."""
+        """Raise RuntimeError: extents are only read, never written back."""
         raise RuntimeError(f"{block!r} cannot be written: weights are only read")

@@ -1,4 +1,4 @@
-"""Memory that extents are read into: slots of any size within a limit, and memory of their own for residents."""
+"""Memory for extents: slots of any size within a limit, and separately allocated memory for residents."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.pool import OutOfBuffers, pinned
 
 LINGER_SECONDS = 0.5
-"""Seconds that a thread may take to drop its last references to memory of weights."""
+"""Seconds to wait for other threads to drop their last references to the memory of weights."""
 
 
 class Slots(ABC):
-    """Memory for the blocks of a :class:`deepnvme.cache.block_cache.BlockCache`. Residents have memory beside it.
+    """Memory for the blocks of a :class:`deepnvme.cache.block_cache.BlockCache`: slots within a limit.
+
+    Resident blocks have memory of their own, which does not count towards the limit.
 
     Attributes:
-        limit: Bytes of all slots.
+        limit: Most bytes of all slots together.
     """
 
     separate_residents = True
@@ -36,23 +38,26 @@ class Slots(ABC):
 
     @abstractmethod
     def lease(self, nbytes: int, limit: int = 0) -> Memory | None:
-        """Return a slot; None if there is no room, and more than ``limit`` bytes would be lent with other memory.
+        """Return a slot of ``nbytes`` bytes; None if there is no room for it within ``self.limit``.
 
-        Never waits. Raises OutOfBuffers if the system has not so much memory.
+        If ``limit`` is given, a slot beyond ``self.limit`` is returned if all slots then have at most ``limit`` bytes.
+        Never waits. Raises OutOfBuffers if the system has not enough memory.
         """
 
     @abstractmethod
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Return memory beside the slots, for as long as it is wanted."""
+        """Return newly allocated memory that is not a slot and does not count towards the limit."""
 
     def take(self, block: Block) -> Memory | None:
-        """Return memory of its own for a resident block, a slot for another; None if there is no room for it."""
+        """Return memory for a block: its own for a resident block, else a slot; None if there is no room for a slot."""
         return OwnMemory(self.memory(block.nbytes)) if block.resident else self.lease(block.nbytes)
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
-        """Return memory for a block beyond the limit: room for the blocks in use, and for one more that a kept view holds.
+        """Return a slot for a block beyond the limit, when the blocks in use leave no room for it.
 
-        Waits half a second for threads and garbage to drop their views. Raises OutOfBuffers if they do not.
+        All slots together may then have the limit, or the bytes of ``held`` and this block if that is more, and one more
+        such block for memory that a view keeps. If even that is not enough, waits half a second for other threads and the
+        garbage collector to drop views. Raises OutOfBuffers if they do not.
         """
         deadline = time.monotonic() + LINGER_SECONDS
         limit = max(self.limit, sum(memory.nbytes for memory in held) + block.nbytes) + block.nbytes
@@ -65,7 +70,7 @@ class Slots(ABC):
 
 
 class PinnedSlots(Slots):
-    """Slots in one piece of pinned host memory, which is pinned when the first is leased. Not thread-safe.
+    """Slots in one allocation of pinned host memory, which is pinned when the first slot is leased. Not thread-safe.
 
     Args:
         nbytes: Bytes of all slots together.
@@ -78,14 +83,15 @@ class PinnedSlots(Slots):
 
     @property
     def in_use(self) -> int:
-        """Bytes of slots that are lent, or that somebody still has a tensor over."""
+        """Bytes of slots that are leased, or released while a tensor over their memory still exists."""
         self._take_back()
         return sum(taken.size for taken in self._taken)
 
     def lease(self, nbytes: int, limit: int = 0) -> PinnedSlot | None:
-        """Return a slot; None if there is no room, and more than ``limit`` bytes would be lent with memory of its own.
+        """Return a slot of ``nbytes`` bytes; None if there is no room for it within ``self.limit``.
 
-        Waits for nothing but the first pinning. Raises OutOfBuffers if the system has not so much memory.
+        If ``limit`` is given, a separately pinned slot is returned if all slots then have at most ``limit`` bytes. Waits
+        only for pinning. Raises OutOfBuffers if the system has not enough memory.
         """
         self._take_back()
         size = padded(max(nbytes, 1))
@@ -103,11 +109,11 @@ class PinnedSlots(Slots):
         return PinnedSlot(memory)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Return memory beside the slots, for as long as it is wanted."""
+        """Return newly allocated, pageable host memory that is not a slot and does not count towards the limit."""
         return empty_aligned(nbytes)
 
     def _gap(self, size: int) -> tuple[int, int]:
-        """Return the first gap of this size, or the end: the index in ``_taken`` at which it belongs, and its place in bytes."""
+        """Return the first free range of ``size`` bytes, or the end: its index in ``_taken``, and its offset in bytes."""
         place = 0
         for index, taken in enumerate(self._taken):
             if taken.place - place >= size:
@@ -116,23 +122,23 @@ class PinnedSlots(Slots):
         return len(self._taken), place
 
     def _take_back(self) -> None:
-        """Forget the ranges that no tensor is left over."""
+        """Forget the ranges over which no tensor exists any more, so that they are leased again."""
         self._taken = [taken for taken in self._taken if taken.view() is not None]
 
 
 class _LentRange(NamedTuple):
-    """The memory of a slot, which may have been released."""
+    """The memory range of a slot. The slot may have been released while a tensor over the range still exists."""
 
     place: int
-    """Bytes from the beginning of the one piece; less than 0 if it is not in there."""
+    """Offset in the one allocation, in bytes; negative for a separately pinned slot."""
     size: int
     """Bytes, a multiple of a page."""
     view: weakref.ref[memoryview]
-    """The memoryview that every tensor over the memory keeps alive: while there is one, the memory is in use."""
+    """Weak reference to the memoryview that every tensor over the range keeps alive: while it is alive, the range is in use."""
 
 
 class PinnedSlot:
-    """Pinned memory on loan, until it is released or dropped."""
+    """A leased piece of pinned memory. It is returned when it is released or garbage-collected."""
 
     def __init__(self, memory: memoryview) -> None:
         self.nbytes = memory.nbytes
@@ -147,5 +153,5 @@ class PinnedSlot:
         return self._buffer
 
     def release(self) -> None:
-        """Give the memory back, as soon as no tensor over it is left. Never blocks."""
+        """Release the slot. Its memory is reused once no tensor over it exists any more. Never blocks."""
         del self._buffer

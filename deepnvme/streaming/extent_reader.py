@@ -17,32 +17,35 @@ from .weights.manifest import Extent, Weight, laid_out
 from .weights.weight_store import WeightStore
 
 _THREADS = 2
-"""Extents that are made ready at a time. Checksums of a drive that reads 3 GB/s take more than one: 2.5 GB/s of a core."""
+"""Number of threads that check and dequantise extents: a core computes checksums at 2.5 GB/s, and a drive may read 3 GB/s."""
 
 
 class ExtentReader:
-    """Reads the extents of a store, for an :class:`ExtentCache`, and makes them ready for use.
+    """Reads the extents of a store into memory, checks their checksums, and dequantises them.
 
     A quantised extent is read into the end of its memory, and dequantised from there to the beginning, weight by weight. The
-    memory is a little larger than the result, so that no weight overwrites bytes that are still to be dequantised. Threads do
-    this, and check the checksum of an extent that is read for the first time.
+    memory is a little larger than the result, so that no dequantised weight overwrites bytes that are still needed. Threads do
+    this, and verify the checksum of an extent that is read for the first time.
     """
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self.extents: Mapping[str, Extent] = {name: _dequantized(extent) for name, extent in store.extents.items()}
-        """The extents by name, laid out as they are in memory when they are ready."""
+        """The extents by name, with their layout in memory, after dequantisation."""
         self._starts = {name: _start(extent, self.extents[name]) for name, extent in store.extents.items()}
         self._threads = ThreadPoolExecutor(_THREADS, "deepnvme-weights")
         # Together as many as there are processors: more would only wait for each other, and for what computes.
         self._processors = max(1, len(os.sched_getaffinity(0)) // _THREADS)
 
     def nbytes(self, extent: str) -> int:
-        """Return the bytes of memory that an extent is read into."""
+        """Return the bytes of memory that :meth:`read` needs for an extent, including the room for dequantising it."""
         return self._starts[extent] + self._store.extents[extent].nbytes
 
     def read(self, extent: str, memory: torch.Tensor) -> Transfer:
-        """Start reading an extent into ``nbytes(extent)`` bytes of memory; return at once."""
+        """Start reading an extent into ``memory``, which has ``nbytes(extent)`` bytes; return at once.
+
+        When the transfer is done, the weights lie in ``memory`` as :attr:`extents` describes.
+        """
         ready = not self._starts[extent] and not self._store.verifies(extent)
         reading = self._store.read(extent, memory[self._starts[extent] :])
         if ready:
@@ -54,11 +57,12 @@ class ExtentReader:
         self._threads.shutdown()
 
     def _finish(self, extent: str, only: list[tuple[StoreFuture[torch.Tensor], torch.Tensor]]) -> None:
-        """Wait for a read, and make the extent ready.
+        """Wait for a read, and dequantise the extent.
 
         Args:
             extent: Name of the extent.
-            only: The read and its memory. Taken out of the list, because the thread keeps its arguments when this has ended.
+            only: The read and its memory, as the only element of a list. It is removed from the list, because the thread
+                pool keeps the arguments of a call that has ended.
         """
         reading, memory = only.pop()
         try:
@@ -70,7 +74,7 @@ class ExtentReader:
             del reading, memory  # which a traceback would keep
 
     def _make_ready(self, extent: str, memory: torch.Tensor) -> None:
-        """Dequantise what was read into the end of the memory. On a device, only enqueues that."""
+        """Dequantise the extent that was read into the end of ``memory``. On a device, only enqueues that work."""
         start = self._starts[extent]
         if not start:
             return
@@ -82,16 +86,16 @@ class ExtentReader:
 
 
 def _dequantized(extent: Extent) -> Extent:
-    """Return an extent as it is laid out once its weights are dequantised."""
+    """Return the layout that an extent has after its weights are dequantised."""
     if all(weight.scheme is None for weight in extent.weights):
         return extent
     return laid_out(extent.name, {weight.name: weight.info for weight in extent.weights})
 
 
 def _start(stored: Extent, ready: Extent) -> int:
-    """Return where in its memory an extent is read, in bytes from the start.
+    """Return the offset, in bytes, at which an extent is read into its memory.
 
-    So far back that no weight, when it is ready, overlaps what is still to be made ready.
+    It is large enough that no dequantised weight overwrites stored weights that are still to be dequantised.
     """
     if stored is ready:
         return 0
@@ -99,7 +103,7 @@ def _start(stored: Extent, ready: Extent) -> int:
 
 
 def _distance(stored: Weight, ready: Weight) -> int:
-    """Return the least start for which this weight, when it is ready, does not overlap what is still to be made ready."""
+    """Return the least offset, in bytes, to read an extent at so that dequantising one weight overwrites no later one."""
     if stored.scheme is None:
         return ready.end - stored.offset
     layout = QuantizedLayout.of(stored.scheme, stored.info.shape)

@@ -1,4 +1,4 @@
-"""Puts weights that were read, or placeholders, into the modules of a model."""
+"""Puts weights that were read, or placeholders for them, into the modules of a model."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from .weights.manifest import Extent, Weight
 from .weights.weight_store import WeightStore
 
 Tensors = dict[str, torch.Tensor | None]
-"""A module's ``_parameters`` or ``_buffers``. Written to directly: ``Module.__setattr__`` would search all of them first."""
+"""A module's ``_parameters`` or ``_buffers``. They are written directly, because ``Module.__setattr__`` searches all of them."""
 
 
 @dataclass
 class _ModuleWeight:
-    """A stored weight, the entries of modules that it belongs to, and the tensors that are put there."""
+    """A stored weight: where it belongs in the modules, its placeholder, and the tensor over its memory."""
 
     facts: Weight
     absent: Placeholder
-    """What is in the modules while the weight is not in memory."""
+    """The placeholder that is in the modules while the weight is not in memory."""
     entries: list[tuple[Tensors, str]] = field(default_factory=list)
-    """Dictionary and key of each."""
+    """Where the weight belongs: a module's dictionary and the key in it; several for tied weights."""
     present: torch.Tensor | None = None
-    """The tensor over the memory that was read; None while the placeholder is in the modules."""
+    """The tensor over the memory that the weight was read into; None while the placeholder is in the modules."""
     version: int = 0
-    """``_version`` of ``present`` when it was put there: torch counts changes in place."""
+    """``_version`` of ``present`` when it was put into the modules. torch increases it with each change in place."""
     address: int = 0
-    """Address of the data of ``present`` when it was put there."""
+    """Address of the data of ``present`` when it was put into the modules."""
     requires_grad: bool = False
     """Whether the weight required grad before the model was streamed."""
 
     def add_entry(self, among: Tensors, key: str, requires_grad: bool) -> None:
-        """Add an entry, unless the weight has it already."""
+        """Add a module's entry for the weight, unless it was added before. ``requires_grad``: of the module's tensor."""
         if not any(there is among and other == key for there, other in self.entries):
             self.entries.append((among, key))
             self.requires_grad |= requires_grad
 
     def put(self, memory: torch.Tensor) -> None:
-        """Put a view of the memory of the weight's extent into all entries of the weight."""
+        """Put a tensor over ``memory``, the extent's memory, into all entries of the weight."""
         tensor = self.facts.view(memory).data  # .data: a tensor that counts changes for itself
         among, key = self.entries[0]
         self.present = nn.Parameter(tensor, requires_grad=False) if isinstance(among.get(key), nn.Parameter) else tensor
@@ -58,7 +58,7 @@ class _ModuleWeight:
         self.present = None
 
     def changed(self) -> bool:
-        """Return whether somebody has put another tensor into one of the entries, or changed ``present`` in place."""
+        """Return whether other code has replaced ``present`` in one of the entries, or changed it in place."""
         present = self.present
         return (
             present is None
@@ -68,7 +68,7 @@ class _ModuleWeight:
         )
 
     def replaced(self) -> bool:
-        """Return whether somebody has put another tensor into one of the entries since the weight was removed."""
+        """Return whether other code has replaced the placeholder in one of the entries."""
         return not all(
             found is self.absent or (found is not None and found is self.present)
             for found in (among.get(key) for among, key in self.entries)
@@ -76,15 +76,15 @@ class _ModuleWeight:
 
 
 class ModuleWeights:
-    """Puts the weights of an extent into the modules of a model, and placeholders in their place.
+    """Puts the weights of an extent into the modules of a model while they are in memory, and placeholders otherwise.
 
     A weight that is used in several places, in one module or in several, is one parameter in all of them. Not thread-safe.
 
     Args:
         model: The model, whose weights are those of the store (see :meth:`WeightStore.check`).
-        store: The store of its weights.
-        extents: The store's extents, laid out as they are in memory, that is, dequantised.
-        device: Where the weights will be when they are in memory.
+        store: The store of the model's weights.
+        extents: The store's extents, with their layout in memory, after dequantisation.
+        device: Device of the weights while they are in memory.
     """
 
     def __init__(self, model: nn.Module, store: WeightStore, extents: Mapping[str, Extent], device: torch.device) -> None:
@@ -110,18 +110,18 @@ class ModuleWeights:
             weight.remove()
 
     def put(self, extent: str, memory: torch.Tensor) -> None:
-        """Put an extent's weights into the modules, as views of ``memory``, in which the extent lies ready for use."""
+        """Put an extent's weights into the modules, as views of ``memory``, where they lie ready for use."""
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode do not count changes
             for weight in self._extents[extent]:
                 weight.put(memory)
 
     def restore(self, extent: str, memory: torch.Tensor | None, names: Collection[str] | bool) -> None:
-        """Put an extent's weights into the modules for good; they require grad if they did before the model was streamed.
+        """Put an extent's weights into the modules permanently. They require grad if they did before the model was streamed.
 
         Args:
             extent: Name of the extent.
             memory: As for :meth:`put`; None if the weights are in the modules already.
-            names: Names of the weights to be put there; the others become placeholders. True for all.
+            names: Names of the weights to restore; the others become placeholders. True for all.
         """
         if memory is not None:
             self.put(extent, memory)
@@ -132,9 +132,9 @@ class ModuleWeights:
                 weight.present.requires_grad_()
 
     def changed(self, extent: str) -> list[str]:
-        """Return the names of an extent's weights that were replaced or changed in place since :meth:`put`."""
+        """Return the names of an extent's weights that other code has replaced, or changed in place, since :meth:`put`."""
         return [weight.facts.name for weight in self._extents[extent] if weight.changed()]
 
     def replaced(self, extent: str) -> list[str]:
-        """Return the names of an extent's weights whose placeholders somebody has replaced since :meth:`remove`."""
+        """Return the names of an extent's weights whose placeholders other code has replaced since :meth:`remove`."""
         return [weight.facts.name for weight in self._extents[extent] if weight.replaced()]

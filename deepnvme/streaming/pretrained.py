@@ -1,8 +1,8 @@
-"""Weight streaming for models of Hugging Face transformers: build the store of a checkpoint once, and run the model from it.
+"""Weight streaming for Hugging Face transformers: builds the store of a checkpoint once, and runs the model from it.
 
-Where in the checkpoint each weight of the model lies is found by asking transformers to load the model with a device map that
-offloads everything to disk. Weights that transformers converts while loading (the experts of a mixture of experts, for example)
-it writes to a temporary directory.
+To find where each weight of the model lies in the checkpoint, transformers is asked to load the model with a device map that
+offloads everything to disk. Weights that transformers converts while loading (for example the experts of a mixture of
+experts) are written to a temporary directory by it.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ _HUB: dict[str, Any] = {
     "cache_dir": None, "force_download": False, "local_files_only": False, "proxies": None, "revision": None, "subfolder": "",
     "token": None,
 }  # fmt: skip
-"""Options of ``from_pretrained`` that say where a checkpoint is to be found, with their defaults."""
+"""Options of ``from_pretrained`` that say where to find a checkpoint, with their defaults."""
 _CHOOSING = ("key_mapping", "subfolder", "use_safetensors", "variant")
-"""Options of ``from_pretrained`` that select other weights of the same checkpoint name."""
+"""Options of ``from_pretrained`` that select different weights of the same checkpoint."""
 _REFUSED = (
     "device_map", "device_mesh", "distributed_config", "gguf_file", "max_memory", "offload_buffers", "offload_folder",
     "quantization_config", "state_dict", "tp_plan", "tp_size",
     "adapter_kwargs", "adapter_name", "fusion_config", "kernel_config", "output_loading_info", "use_kernels",
 )  # fmt: skip
-"""Options that are not taken: they place the weights (the stream does), change the model, or return more than the model."""
+"""Options that raise TypeError: they place the weights (the stream does that), change the model, or change what is returned."""
 
 _LOADING = (
     "allow_all_kernels", "attn_implementation", "code_revision", "config", "disable_mmap", "dtype", "experts_implementation",
     "from_flax", "from_tf", "generation_config", "ignore_mismatched_sizes", "low_cpu_mem_usage", "mirror", "offload_state_dict",
     "torch_dtype", "tqdm_class", "trust_remote_code", "weights_only",
 )  # fmt: skip
-"""Further options that ``from_pretrained`` knows. Any other must be an attribute of the configuration."""
+"""Further options that transformers' ``from_pretrained`` accepts. All others must be attributes of the configuration."""
 
 as_accelerate_does: ContextVar[bool] = ContextVar("as_accelerate_does", default=False)
-"""True while a model is made only to find out where accelerate would read its weights: integrations do not change that model."""
+"""True while a model is loaded only to find where accelerate would read its weights. Integrations leave that model alone."""
 
 
 def from_pretrained(
@@ -80,11 +80,11 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Return a transformers model, ready for inference, whose weights are streamed from the drive. Blocks.
 
-    The first call for a checkpoint builds a store in ``offload_dir``: each weight is read and written once, and only a few blocks
-    are in memory at a time. Later calls open the store; calls in other processes wait while it is being built.
+    The first call for a checkpoint builds a store in ``offload_dir``: each weight is read and written once, and only a few
+    blocks are in memory at a time. Later calls open the store; calls in other processes wait while it is being built.
 
     Args:
-        name_or_path: As for transformers' ``from_pretrained``; what is not a directory is downloaded.
+        name_or_path: As for transformers' ``from_pretrained``; a name that is no local directory is downloaded.
         offload_dir: One or several directories of the store, as for :class:`WeightStore`.
         memory_budget: Bytes of weights that stay in memory, or "8GB", "50%", "auto", as for :func:`stream`.
         prefetch: Number of extents that are read ahead, as for :func:`stream`.
@@ -93,9 +93,9 @@ def from_pretrained(
         kv_offload: Where ``generate`` keeps the KV cache: "cpu" for host memory, "nvme" for the first of the directories, None
             for the device on which the model computes.
         model_class: A class of transformers; None for the one that the checkpoint names.
-        progress: For building the store, as for :meth:`WeightStore.build`.
-        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
-            For building and reading the store, and for a KV cache on the drive.
+        progress: Progress display while the store is built, as for :meth:`WeightStore.build`.
+        aio_config: Settings of the engine that builds and reads the store, and of a KV cache on the drive; None for the profile
+            of the drive, see :func:`deepnvme.engine_for`.
         options: Further options of transformers' ``from_pretrained``, except those that place the weights or change the model.
 
     Returns:
@@ -105,9 +105,9 @@ def from_pretrained(
     Raises:
         FileNotFoundError: If ``name_or_path`` can only be a directory, and there is none.
         ImportError: If transformers or accelerate is not installed.
-        TypeError: For an option that is not taken, such as ``device_map``, or that nobody knows, as one that is misspelt.
+        TypeError: For an option that is refused, such as ``device_map``, or unknown, such as a misspelt one.
         ValueError: If the store in ``offload_dir`` is of another checkpoint (the message names the differences), if the
-            checkpoint is quantised, or ``kv_offload`` is none of the above.
+            checkpoint is quantised, or if ``kv_offload`` is none of the above.
         Exception: Whatever transformers, :meth:`WeightStore.build` and :func:`stream` raise.
     """
     budget_bytes(memory_budget, "memory_budget")  # checked before any work; what it is, the stream finds out
@@ -158,7 +158,7 @@ def from_pretrained(
 
 
 def _block_sizes(model: torch.nn.Module) -> dict[str, int]:
-    """Return the bytes of a model's extents in memory, by name: at least, since some need a little more to be dequantised in."""
+    """Return the bytes of each extent in memory, by name. Quantised extents need a little more, for dequantising."""
     weights = weights_by_name(model)
     extents = structure_of(model).extents()
     return {extent.name: sum(weights[name].nbytes for name in extent.weights) for extent in extents if extent.name != REST}
@@ -175,7 +175,7 @@ def _transformers() -> Any:
 
 
 def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the model's configuration, given or loaded.
+    """Return the model's configuration: the one in ``options``, or else that of the checkpoint.
 
     Raises:
         TypeError: For an option that is neither one of ``from_pretrained`` nor an attribute of the configuration.
@@ -202,7 +202,7 @@ def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> Pretrai
 
 
 def _class_of(transformers: Any, config: PretrainedConfig, chosen: Any) -> Any:
-    """Return the class to load: the given one, the one that the checkpoint names, or the auto class for its remote code."""
+    """Return the model class: the chosen one, else the one that the checkpoint names, else the auto class for its remote code."""
     if chosen is not None:
         return chosen
     for name in config.architectures or ():
@@ -215,7 +215,7 @@ def _class_of(transformers: Any, config: PretrainedConfig, chosen: Any) -> Any:
 
 
 def _origin(transformers: Any, name: str, config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that must be equal for a store to be used again: dtype, options, and the checkpoint's files or commit."""
+    """Return the facts by which a store is recognised: dtype, options, and the checkpoint's files or commit."""
     dtype = _wanted_dtype(config, options)
     facts: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     facts |= {option: repr(options[option]) for option in _CHOOSING if options.get(option) not in (None, "")}
@@ -227,7 +227,7 @@ def _origin(transformers: Any, name: str, config: PretrainedConfig, options: Map
 
 
 def _commit(transformers: Any, name: str, options: Mapping[str, Any]) -> str | None:
-    """Return the commit that the wanted revision of a checkpoint is now, by its directory in the hub's cache."""
+    """Return the hub commit of the checkpoint's wanted revision, or that revision itself if no commit is found."""
     hub = {option: options.get(option, unless) for option, unless in _HUB.items() if option != "force_download"}
     with contextlib.suppress(OSError):  # with a config= of its own, a checkpoint may have no config.json
         parts = Path(transformers.utils.cached_file(name, "config.json", **hub)).parts
@@ -243,10 +243,13 @@ def _wanted_dtype(config: PretrainedConfig, options: Mapping[str, Any]) -> Any:
 
 
 def _offloaded(kind: Any, name: str, options: Mapping[str, Any], folder: Path) -> tuple[Any, dict[str, torch.Tensor | Location]]:
-    """Return a checkpoint's model, on the meta device, and where its weights lie. What transformers converts is in ``folder``."""
+    """Return the checkpoint's model, on the meta device, and where each weight lies.
+
+    ``folder``: directory in which transformers writes the weights that it converts.
+    """
 
     def offloaded() -> Any:
-        """Load the model as accelerate offloads it: on the meta device, with an index of its weights."""
+        """Load the model with accelerate's disk offload: on the meta device, with an index of its weights."""
         as_accelerate_does.set(True)
         return kind.from_pretrained(name, device_map={"": "disk"}, offload_folder=folder, **options)
 
@@ -268,7 +271,7 @@ def _offloaded(kind: Any, name: str, options: Mapping[str, Any], folder: Path) -
 
 @contextlib.contextmanager
 def _empty(directory: Path) -> Iterator[Path]:
-    """Make an empty directory, and remove it at the end. Files that a killed process has left in it are removed first."""
+    """Yield an empty directory, which is removed at the end. Files left there by a killed process are removed first."""
     shutil.rmtree(directory, ignore_errors=True)  # if that fails, mkdir raises
     directory.mkdir()
     try:
@@ -278,10 +281,10 @@ def _empty(directory: Path) -> Iterator[Path]:
 
 
 def with_dtypes_kept(model: Any, index: Mapping[str, Any]) -> dict[str, Any]:
-    """Return accelerate's offload index with the dtypes that transformers gives the weights; cast the model's weights to them.
+    """Return accelerate's offload index with the dtypes that transformers gives the weights.
 
-    Some models keep certain weights in float32; accelerate would cast these too. Weights stored in raw files keep the dtype that
-    the index gives.
+    Also casts the weights of ``model`` to these dtypes. Some models keep certain weights in float32, which accelerate
+    would cast too. Weights stored in raw files keep the dtype that the index gives.
 
     Args:
         model: The transformers model, its weights on the meta device. Changed in place.
@@ -300,7 +303,7 @@ def with_dtypes_kept(model: Any, index: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def offload_index_of(model: torch.nn.Module) -> tuple[Mapping[str, Any], str | None]:
-    """Return from where accelerate's hooks read a model's offloaded weights: the index, and the folder of raw files or None.
+    """Return accelerate's offload index of a model, and the folder of its raw files (None if there are none).
 
     Raises:
         ValueError: If accelerate has offloaded nothing of the model.
@@ -317,7 +320,7 @@ def offload_index_of(model: torch.nn.Module) -> tuple[Mapping[str, Any], str | N
 
 
 def _without_weights(kind: Any, name: str, config: PretrainedConfig, store: WeightStore, options: Mapping[str, Any]) -> Any:
-    """Return the model with its parameters on the meta device and its buffers initialised, both of the store's dtypes."""
+    """Return the model with parameters on the meta device and initialised buffers, all with the store's dtypes."""
     from accelerate import init_empty_weights
 
     how = {key: options[key] for key in ("attn_implementation", "experts_implementation") if key in options}
@@ -345,7 +348,7 @@ def _without_weights(kind: Any, name: str, config: PretrainedConfig, store: Weig
 
 
 def _remote(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of ``from_config`` that select the checkpoint's own code or that of transformers."""
+    """Return the options of ``from_config`` that choose between the checkpoint's own code and that of transformers."""
     if not options.get("trust_remote_code") or not getattr(config, "auto_map", None):
         return {key: options[key] for key in ("trust_remote_code",) if key in options}
     return {"trust_remote_code": True, "code_revision": options.get("code_revision") or options.get("revision")}

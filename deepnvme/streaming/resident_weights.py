@@ -6,31 +6,34 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 _CHOICES = 512
-"""Choices that are followed at a time. Models, whose extents have few different sizes, have fewer; beyond, of choices with nearly
-the same bytes only the best is followed."""
+"""Most choices that the search keeps.
+
+Models have few different extent sizes, and need fewer; if a model needs more, only the best of choices with nearly the
+same bytes is kept.
+"""
 
 
 class _Choice(NamedTuple):
-    """A choice of how many extents to keep of each group that was looked at so far."""
+    """How many extents to keep in memory of each group considered so far. A group has extents of equal size and uses."""
 
     nbytes: int
-    """Bytes of the extents that are kept."""
+    """Bytes of memory for the extents that are kept."""
     saved: int
-    """Bytes that a pass does not read."""
+    """Bytes that a pass need not read because of this choice."""
     counts: tuple[int, ...]
-    """Number of extents of each group."""
+    """Number of extents to keep of each group, in the order of the groups."""
 
 
 def residents(sizes: Mapping[str, int], uses: Mapping[str, int], budget: int) -> set[str]:
-    """Return the extents that stay in memory, so that a pass reads as few bytes as possible.
+    """Choose the extents that stay in memory, so that a pass reads as few bytes as possible.
 
-    Which of several extents with equal size and uses stay makes no difference to the bytes read. They are spread evenly, so that
-    the drive always has something to do while those in memory are used.
+    Among extents of equal size and uses, the choice makes no difference to the bytes read. The chosen ones are spread
+    evenly, so that the drive always has something to read while resident extents are used.
 
     Args:
         sizes: Bytes of each extent, in the order of their use.
-        uses: How often a pass uses each extent; 1 for those that are missing.
-        budget: Bytes that those which stay may have together.
+        uses: How often a pass uses each extent; 1 for extents that are missing here.
+        budget: Most bytes of all resident extents together.
     """
     groups: dict[tuple[int, int], list[str]] = {}
     for key, size in sizes.items():
@@ -46,7 +49,7 @@ def saved_bytes(kept: Iterable[str], sizes: Mapping[str, int], uses: Mapping[str
 
 
 def _counts(groups: Mapping[tuple[int, int], int], budget: int) -> tuple[int, ...]:
-    """Return how many extents to keep of each group: (size, uses) -> number of extents."""
+    """Return how many extents to keep of each group. ``groups``: number of extents by (size, uses)."""
     choices = [_Choice(0, 0, ())]
     for (size, uses), count in groups.items():
         choices = _best(
@@ -61,7 +64,10 @@ def _counts(groups: Mapping[tuple[int, int], int], budget: int) -> tuple[int, ..
 
 
 def _best(choices: list[_Choice], budget: int) -> list[_Choice]:
-    """Return the choices that no other beats with fewer bytes, in order: each takes and saves more than those before."""
+    """Drop each choice that another one beats with no more bytes and no less saved. Returns the rest, ascending by bytes.
+
+    If more than ``_CHOICES`` are left, of choices with nearly the same bytes only the last is returned.
+    """
     kept: list[_Choice] = []
     for choice in sorted(choices, key=lambda choice: (choice.nbytes, -choice.saved)):
         if not kept or choice.saved > kept[-1].saved:
@@ -72,5 +78,5 @@ def _best(choices: list[_Choice], budget: int) -> list[_Choice]:
 
 
 def _spread(keys: list[str], number: int) -> list[str]:
-    """Return ``number`` of the extents, evenly spread. The first only if all are: its read can begin before a pass does."""
+    """Return ``number`` of the extents, evenly spread. Prefers not to keep the first: it can be read before a pass begins."""
     return [key for index, key in enumerate(keys) if (index + 1) * number // len(keys) > index * number // len(keys)]

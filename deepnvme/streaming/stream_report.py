@@ -12,9 +12,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class StreamReport(ReportFigures):
-    """What a :class:`Streaming` has done since it was made or last reset; made by :meth:`Streaming.report`.
+    """Counters of a :class:`Streaming` since it was made or last reset; made by :meth:`Streaming.report`.
 
-    Seconds and bytes. ``str()`` gives the report as text, in which a GB is 10^9 bytes, and ``as_dict()`` its numbers.
+    ``str()`` returns the report as text, in which a GB is 10^9 bytes, and ``as_dict()`` its numbers. Units are seconds and
+    bytes.
     """
 
     passes: int
@@ -24,18 +25,19 @@ class StreamReport(ReportFigures):
     bytes_read: int
     """Bytes read from the drive, including extents that were read ahead and then not used."""
     stalls: Mapping[str, float]
-    """Seconds in which a block did nothing but wait for its weights, by the block's name."""
+    """Seconds that each block waited for its weights, by the block's name."""
     tokens: int
-    """Tokens generated: one per sequence for each decoding pass, and one for the prompt's pass if decoding follows it.
+    """Number of tokens generated: one per sequence for each decoding pass, and one for the prompt's pass if decoding follows it.
     With ``num_beams=3`` every beam counts: 18 for 6 tokens that are returned.
 
-    Token ids are taken from ``input_ids``, else ``decoder_input_ids``, else the first argument if it is an integer tensor."""
+    Token ids are taken from ``input_ids``, else ``decoder_input_ids``, else the first argument if it is an integer tensor.
+    """
     resident_bytes: int
     """Bytes of weights of blocks that stay in memory once they have been read."""
     limit: float | None
     """Bytes per second that the drive can deliver; None if :meth:`Streaming.measure_limit` was not called or read nothing."""
     prompt_tokens: int = 0
-    """Tokens of prompts, and of whatever else was computed at once: a text to be scored, what assisted generation has guessed."""
+    """Number of tokens in passes of several positions: prompts, texts to be scored, and guesses of assisted generation."""
 
     @property
     def stalled(self) -> float:
@@ -49,7 +51,7 @@ class StreamReport(ReportFigures):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens generated per second spent in the model, that for prompts included; 0 if it was not called."""
+        """Tokens generated per second spent in the model, including the time for prompts; 0 if the model was not called."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property

@@ -43,23 +43,23 @@ def stream(
     ...     model(input_ids)
     ...     print(streaming.report())
 
-    The model's results stay bit-identical to those with all weights in memory, in its own forward, in ``generate`` and wherever
-    its blocks are called. The blocks are the modules for which the store was built. Outside the forward of its block a weight is
-    a placeholder with a shape and a dtype but no data; an operation that needs the data raises RuntimeError. Weights in no block
-    are read before this function returns, and stay in memory.
+    The model's results are bit-identical to those with all weights in memory: in its own forward, in ``generate``, and wherever
+    its blocks are called. The blocks are the modules for which the store was built. Outside the forward of its block, a
+    weight is a placeholder with a shape and a dtype but no data; an operation that needs the data raises RuntimeError.
+    Weights in no block are read before this function returns, and stay in memory.
 
-    Gradients flow to the inputs; weights get none. Calls from several threads run one after the other. A forward that makes
-    other threads call the model's blocks, and waits for them, deadlocks.
+    Gradients flow to the inputs; weights get none. Calls from several threads run one after the other. If a forward makes other
+    threads call the model's blocks, and waits for them, it deadlocks.
 
     Args:
         model: A module on the CPU or the meta device. Its own weight tensors are released.
-        store: Holds the weights of this model.
+        store: The store of this model's weights.
         prefetch: Number of extents (units of reading) that are read ahead, 0 or more. Memory is allocated for ``prefetch + 1``
-            of the largest extent; more of smaller extents are read ahead into it.
+            extents of the largest size; smaller extents are read further ahead into it.
         memory_budget: Bytes of weights, beside the memory for reading ahead, that stay in memory once they have been read. They
             are chosen so that a pass reads as little as possible. Or "8GB", "50%", "auto", see
-            :data:`deepnvme.memory.MemoryBudget`: of host memory, or that of the CUDA device on which the model computes. "auto"
-            keeps none if that is too little for the smallest extent.
+            :data:`deepnvme.memory.MemoryBudget`: a share of host memory, or of the memory of the CUDA device on which the model
+            computes. "auto" keeps no weights if that is too little for the smallest extent.
         device: Where the model computes; the CPU if None. Inputs have to be there. The model's buffers are moved there.
 
     Returns:
@@ -90,12 +90,13 @@ def check_not_streamed(model: nn.Module) -> None:
 
 
 class Streaming(contextlib.AbstractContextManager["Streaming"]):
-    """A model's active weight stream: reports on it, measures it and ends it. Made by :func:`stream`.
+    """A model's active weight stream: reports on it, measures its read speed, and ends it. Made by :func:`stream`.
 
     As a context manager it calls :meth:`close` on exit. Thread-safe.
 
-    Arguments are those of :func:`stream`, and two for functions that open the store themselves and return only the model.
-    ``owns_store``: whether :meth:`close` also closes the store. ``least_budget``: lower bound of the budget, in bytes.
+    The arguments are those of :func:`stream`, and two more for functions that open the store themselves and return only
+    the model. ``owns_store``: whether :meth:`close` also closes the store. ``least_budget``: lower bound of the budget, in
+    bytes.
     """
 
     def __init__(
@@ -172,10 +173,10 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         self._forwards.reset()
 
     def measure_limit(self, nbytes: ByteCount = 256 << 20) -> float | None:
-        """Measure how fast extents can be read if nothing is computed. Later reports give their speed as a share of it.
+        """Measure how fast extents can be read if nothing is computed. Later reports relate their speed to this limit.
 
-        Reads the extents that are not resident, in the order in which a pass first needs them. Blocks, and waits until a call of
-        the model in another thread has ended.
+        Reads the extents that are not resident, in the order in which a pass first needs them. Blocks, and waits until a
+        call of the model in another thread has ended.
 
         Args:
             nbytes: Least number of bytes to read, 1 or more, or a size such as "1GB". Less than one extent more is read.
@@ -198,13 +199,13 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         Waits for a call of the model in another thread and for reads in flight. The store stays open,
         unless :func:`from_pretrained` or accelerate's offload opened it.
 
-        An interrupt (Ctrl-C) or an error comes while weights are read or a call is waited for: the model is still streamed then.
+        If an interrupt (Ctrl-C) or an error occurs while weights are read or a call is waited for, the model is still streamed.
 
         Args:
             restore: False leaves the weights of blocks as placeholders; weights in no block stay in memory. True reads all
                 weights into newly allocated memory, which has to be large enough, and leaves the model as if it had never been
                 streamed. A collection of names (for tied weights, the first name) reads only these weights; all others become
-                placeholders, those in no block too. Names that the store does not have are ignored.
+                placeholders, also those in no block. Names that the store does not have are ignored.
 
         Raises:
             TypeError: If ``restore`` is a str: put a single name into a list.
@@ -245,7 +246,10 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         return memory
 
     def _read_all(self, wanted: bool | frozenset[str]) -> dict[str, torch.Tensor | None]:
-        """Read the extents with the wanted weights (True: all), each into new memory. REST is in memory already: None."""
+        """Read the extents that contain wanted weights (True: all), each into new memory, and return the memory by extent name.
+
+        The memory of REST is None, because its weights are in the modules already.
+        """
         self._cache.expect(())
         names = {
             name
@@ -256,7 +260,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
 
 
 def check_budget(budget: int, sizes: Mapping[str, int]) -> None:
-    """Raise ValueError for a memory budget that holds no extent."""
+    """Raise ValueError for a memory budget that is neither 0 nor large enough for the smallest extent."""
     smallest = min(sizes.values(), default=0)
     if 0 < budget < smallest:
         raise ValueError(
@@ -266,7 +270,7 @@ def check_budget(budget: int, sizes: Mapping[str, int]) -> None:
 
 
 def available_on(device: torch.device) -> int:
-    """Return the bytes of memory that are available where a model computes, and its resident weights are."""
+    """Return the bytes of available memory on a device: free memory of a CUDA device, otherwise available host memory."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
@@ -285,7 +289,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _on(device: torch.device, store: WeightStore, prefetch: int) -> tuple[ExtentReader, Callable[[int], Slots]]:
-    """Return the reader of extents for a device, and a function that makes its slots. Raises ValueError for another device."""
+    """Return the extent reader for a device, and a function that makes its slots. Raises ValueError unless it is CPU or CUDA."""
     if device.type == "cpu":
         return ExtentReader(store), PinnedSlots
     if device.type == "cuda":

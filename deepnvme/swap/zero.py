@@ -1,4 +1,4 @@
-"""Public name of DeepSpeed's swapper classes, which are in :mod:`deepnvme.integrations.deepspeed.swap_tensor`."""
+"""Public names of the swapper classes for DeepSpeed, which are in :mod:`deepnvme.integrations.deepspeed.swap_tensor`."""
 
 from deepnvme._lazy import public_names
 from deepnvme.integrations.deepspeed.swap_tensor import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Tables of rows on the drive: thousands of small random reads in flight, and rows that are trained."""
+"""Tables of rows on a drive, read in thousands of small random reads at a time; rows can also be trained in place."""
 
 from deepnvme._lazy import public_names
 

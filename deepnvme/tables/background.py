@@ -1,4 +1,4 @@
-"""The thread of a table that goes on with prefetches and with writing while nobody calls the table."""
+"""The background thread of a table: continues prefetches and write-behind between the calls of the table."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from .writing import RowWriter
 
 _WAIT_SECONDS = 0.005
-"""How long the thread waits for one transfer before it looks at the others: reads and writes may be under way."""
+"""Seconds that the thread waits for one transfer before it checks the other reads and writes in flight."""
 
 
 class BackgroundThread:
-    """Delivers parts of prefetches as they are read, starts further ones, and goes on writing changed rows.
+    """Delivers prefetched rows as they arrive, starts further prefetch reads, and writes changed rows.
 
-    The thread runs only as long as there is something to do. It waits for the drive without the table's lock, and knows the
-    table's reader and writer, but not the table. The thread is a daemon: the interpreter does not wait for it at exit.
+    The thread runs only while there is work. It waits for the drive without holding the table's lock. It has references to
+    the table's reader and writer, but not to the table. It is a daemon thread: the interpreter does not wait for it at exit.
 
     Args:
-        lock: The table's.
+        lock: The table's lock.
         reader: Starts and delivers prefetches.
-        writer: Writes changed rows; None for a table that is only read.
+        writer: Writes changed rows; None for a read-only table.
     """
 
     def __init__(self, lock: threading.RLock, reader: RowReader, writer: RowWriter | None) -> None:

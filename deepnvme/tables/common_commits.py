@@ -1,4 +1,4 @@
-"""Commits of several tables, of which a crash leaves all or none."""
+"""Atomic commits of several tables: after a crash, all tables are at the new commit or all at the previous one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from .table import Table
 
 
 class CommonCommits:
-    """Commits several tables together.
+    """Commits several tables together, atomically.
 
-    Each table is prepared: its changes are on the drive, and its manifest says so. Then the first table is committed, which
-    decides for all, and then the others. A crash before the decision leaves each table at its last commit. After a crash that
-    comes later, the next object for these tables finds the name of the first table's commit, and finishes the others' commits.
+    First each table is prepared: its changes are on the drive, and its manifest says so. Then the tables are committed, the
+    first table first: its commit decides for all. A crash before this decision leaves each table at its last commit. After a
+    later crash, the next CommonCommits object for these tables finishes the remaining commits: it recognises them by the name
+    of the first table's commit. The constructor does that.
 
     Args:
-        tables: Opened ``writable``, with no row changed since. The first table decides.
+        tables: Opened ``writable``, with no row changed since then. The first table decides.
 
     Raises:
         OSError: From the drive.
@@ -39,10 +40,10 @@ class CommonCommits:
         """Commit all tables. Blocks until they are on stable storage.
 
         Args:
-            attributes: Of each table, as for :meth:`Table.commit`.
+            attributes: One mapping for each table, as for :meth:`Table.commit`.
 
         Raises:
-            OSError: From the drive. Call it again.
+            OSError: From the drive. commit() may be called again.
         """
         self.finish()
         name, noted = secrets.token_hex(8), [dict(each) for each in attributes]
@@ -56,19 +57,24 @@ class CommonCommits:
         self._commit(name, noted)
 
     def finish(self) -> None:
-        """Finish a commit that may have been decided before it failed or was interrupted. To be called before rows are changed.
+        """Finish a commit that failed or was interrupted after all tables were prepared. Blocks.
+
+        Must be called before rows are changed. The commit may be in force in some of the tables already. Does nothing if no
+        commit is unfinished.
 
         Raises:
-            OSError: From the drive; call it again, or :meth:`rollback`.
+            OSError: From the drive. Call finish() again, or :meth:`rollback`.
         """
         if self._unfinished is not None:
             self._commit(*self._unfinished)
 
     def rollback(self) -> None:
-        """Undo the changes of all tables since the last commit; a commit that was decided is finished before. Blocks.
+        """Undo the changes of all tables since the last commit. Blocks.
+
+        If the first table has made an unfinished commit, that commit is finished first and is then the last commit.
 
         Raises:
-            OSError: From the drive; call it again.
+            OSError: From the drive. rollback() may be called again.
         """
         if self._unfinished is not None and commit_name(self._sessions[0]) == self._unfinished[0]:
             self.finish()
@@ -85,6 +91,6 @@ class CommonCommits:
 
 
 def commit_name(session: TableSession) -> str:
-    """Return the name of a table's last commit, if it was made together with those of other tables; else an empty name."""
+    """Return the name of a table's last commit; "" if the table was committed alone."""
     with session.lock:
         return session.writer_here().epochs.name

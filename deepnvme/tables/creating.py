@@ -1,11 +1,11 @@
-"""New tables.
+"""Creates the files of a new table.
 
-1. The directories are locked, and have no table: no manifest, and no file of rows.
-2. ``rows.new`` in each directory is preallocated, filled in order, given its identity, and flushed.
-3. The manifest is written under another name, which says that the files of rows with its identity belong to no table yet.
-4. Each ``rows.new`` is renamed to ``rows``, then the manifest to its own name: from then on there is a table.
+1. The directories are locked, and checked to have no table: no manifest, and no file of rows.
+2. ``rows.new`` in each directory is preallocated, filled in order, given the table's identity, and flushed.
+3. The manifest is written under a temporary name. It says that files of rows with its identity belong to no table yet.
+4. Each ``rows.new`` is renamed to ``rows``, and then the manifest to its final name. This last rename creates the table.
 
-A process that is killed before leaves files that the next one removes.
+If the process is killed before the last rename, the next creation in these directories removes the files left behind.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _FILL_BYTES = 8 << 20
 _NORMAL_PART_BYTES = 4 << 20
 """Bytes of rows that :class:`NormalRows` makes at a time."""
 _CHUNK_BYTES = 64 << 10
-"""Bytes of consecutive rows on a drive before the next drive has its turn."""
+"""Bytes of consecutive rows in the file of one drive before the rows continue on the next drive."""
 _SECTOR = 512
 _UNFINISHED_ROWS = "rows.new"
 """Name of a file of rows until all rows are written."""
 _FIRST_EPOCH = 1
 
 Values = Callable[[int, int], torch.Tensor]
-"""Returns rows ``begin`` to ``end``."""
+"""A function that returns rows ``begin`` to ``end`` as a tensor of shape ``(end - begin, *row_shape)``."""
 
 
 def create_files(
@@ -57,21 +57,21 @@ def create_files(
     updatable: bool,
     config: AioConfig | None,
 ) -> None:
-    """Make the files of a table. Blocks until they are on stable storage.
+    """Create the files of a table. Blocks until they are on stable storage.
 
     Args:
         directories: The table's directories.
         rows: Number of rows.
         columns: Columns of each row.
         values: Returns a range of rows; None for zeros.
-        initial: Initial value of the other columns, by name.
-        updatable: Whether each row has two versions.
-        config: Settings of the engine.
+        initial: Initial value of the optimizer states, by column name.
+        updatable: Whether rows can be changed later: each row then has two versions on the drive.
+        config: Settings of the engine; None for the profile of the drive.
 
     Raises:
-        FileExistsError: If there is a table in one of the directories.
-        ValueError: If values have another shape or dtype.
-        OSError: From the drive. Nothing is left then.
+        FileExistsError: If one of the directories has a table already.
+        ValueError: If ``values`` returns another shape or dtype.
+        OSError: From the drive. All files of the new table are removed then.
     """
     _check_empty(directories)
     with contextlib.ExitStack() as stack:
@@ -127,7 +127,7 @@ def _check_empty(directories: Sequence[Path]) -> None:
 
 
 def _left_behind(directories: Sequence[Path]) -> list[Path]:
-    """Return the files of rows of a process that was killed before its manifest had its name: those with its identity."""
+    """Return files of rows left by a killed creation: those with the identity in the temporary manifest."""
     try:
         _, epochs = load_manifest(directories[0], UNFINISHED_NAME)
     except OSError:
@@ -197,7 +197,10 @@ def _images(layout: TableLayout, values: torch.Tensor, initial: Mapping[str, flo
 
 
 def _images_of(layout: TableLayout, images: torch.Tensor, volume: int, volumes: int) -> torch.Tensor:
-    """Return the images of one volume, of a range of rows that begins with the first volume's turn."""
+    """Return the part of ``images`` that belongs in the file of one volume.
+
+    The rows are striped: ``images`` must begin with a chunk of the first volume.
+    """
     if volumes == 1:
         return images
     parts = torch.split(images, layout.chunk)
@@ -205,16 +208,17 @@ def _images_of(layout: TableLayout, images: torch.Tensor, volume: int, volumes: 
 
 
 class NormalRows:
-    """Returns rows of normally distributed numbers, in order, from torch's default generator, as ``torch.nn.Embedding`` does.
+    """Generates the rows of a new embedding: normally distributed, with the same numbers as ``torch.nn.Embedding``.
 
-    ``normal_`` makes 16 numbers of 16, in their order, and the last 16 of a tensor once more if it has no multiple of 16: so
-    parts have a multiple of 16 rows, and the last of them is no shorter than 16 rows.
+    The numbers come from torch's default generator, part by part. ``normal_`` generates 16 numbers at a time, and the last 16
+    of a tensor twice if its size is not a multiple of 16. So that parts give the same numbers as one large tensor, each
+    part has a multiple of 16 rows, except the last, which has at least 16.
 
     Args:
         rows: Number of rows.
         embedding_dim: Elements of each row.
         dtype: Dtype of the elements.
-        zero_row: Number of a row of zeros; None if there is none.
+        zero_row: Number of the row to be filled with zeros; None for no such row.
     """
 
     def __init__(self, rows: int, embedding_dim: int, dtype: torch.dtype, zero_row: int | None) -> None:

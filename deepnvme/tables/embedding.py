@@ -29,23 +29,24 @@ Mode = Literal["sum", "mean", "max"]
 
 
 class _RowGradients(torch.autograd.Function):
-    """Turns the gradient of the rows of a batch into the sparse gradient of all rows that ``sparse=True`` gives in torch.
+    """Autograd function: the dense gradient of a batch's rows becomes the sparse gradient of all rows.
 
-    autograd then adds up the gradients of several forwards as it does for torch's module.
+    The sparse gradient is the one that torch gives with ``sparse=True``. autograd adds up the gradients of several forwards as
+    it does for torch's module.
     """
 
     @staticmethod
     def forward(
         ctx: Any, holder: torch.Tensor, rows: torch.Tensor, padding_idx: int | None, weight: torch.Tensor
     ) -> torch.Tensor:
-        """Return ``weight``, which has the rows of the numbers ``rows``, as a function of the gradient holder."""
+        """Return ``weight``, the values of the rows numbered ``rows``, and connect it to the gradient holder for the backward."""
         ctx.rows, ctx.padding_idx, ctx.size = rows, padding_idx, holder.shape
         return weight
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the sparse gradient of all rows, for the holder, given the gradient of ``weight``."""
+        """Return the gradient of ``holder``: sparse, over all rows of the table. ``gradient`` is that of ``weight``."""
         rows = ctx.rows
         if gradient.is_sparse:
             numbers, values, ordered = rows[gradient._indices()[0]], gradient._values(), gradient.is_coalesced()
@@ -60,18 +61,18 @@ class _RowGradients(torch.autograd.Function):
 
 
 class _Gathered(NamedTuple):
-    """The rows of one forward, each once."""
+    """The distinct rows of one forward, and where each id finds its row."""
 
     weight: torch.Tensor
-    """The rows, perhaps with one more row for the padding."""
+    """Values of the distinct rows, ascending by row number; one more row of zeros if the padding row is not among the ids."""
     positions: torch.Tensor
-    """Position in ``weight`` of each id's row."""
+    """Index in ``weight`` of each id's row, in the shape of the ids."""
     padding: int | None
-    """Position in ``weight`` of the padding's row; None without padding."""
+    """Index in ``weight`` of the padding row; None if the module has no ``padding_idx``."""
 
 
 class RowsOnDisk(nn.Module):
-    """Base class of :class:`EmbeddingOnDisk` and :class:`EmbeddingBagOnDisk`."""
+    """Base class of :class:`EmbeddingOnDisk` and :class:`EmbeddingBagOnDisk`: rows in a :class:`Table` and their gradients."""
 
     table: Table
     """The table that has the rows, with their optimizer states."""
@@ -96,7 +97,7 @@ class RowsOnDisk(nn.Module):
         self.padding_idx = padding_idx % num_embeddings if padding_idx is not None else None
         self.scale_grad_by_freq = scale_grad_by_freq
         self.optimizer = optimizer
-        """What trains the rows: a torch optimizer class, or a partial of one; None if nothing does."""
+        """The torch optimizer class (or a partial of one) that trains the rows; None if they are not trained."""
         if isinstance(path, Table):
             table = path
             _check_fits(table, (num_embeddings, embedding_dim), dtype, optimizer)
@@ -131,7 +132,7 @@ class RowsOnDisk(nn.Module):
         cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool, path: AnyPath | Sequence[AnyPath] | None, name: str | None,
         optimizer: OptimizerFactory | None, memory: TableMemory, **more: Any,
     ) -> Self:  # fmt: skip
-        """Return a module with rows that exist already. ``more``: further arguments of the class."""
+        """Return a module for existing rows. ``more``: further arguments of the class's constructor."""
         if not freeze and optimizer is None:
             raise ValueError("rows that are trained (freeze=False) need optimizer=, whose states are kept beside them")
         opened: Table | None = None
@@ -172,10 +173,10 @@ class RowsOnDisk(nn.Module):
         return self.gradient_holder.requires_grad
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Set whether the rows are trained, as for a parameter.
+        """Set whether the rows are trained, and return the module.
 
         Raises:
-            ValueError: If the rows cannot be changed.
+            ValueError: If the rows cannot be trained: the table is read-only, or the module was made without ``optimizer``.
         """
         if requires_grad and not (self.table.writable and self.optimizer is not None):
             raise ValueError("the rows cannot be trained: give optimizer=, and a table that can be changed")
@@ -183,11 +184,15 @@ class RowsOnDisk(nn.Module):
         return self
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Start reading the rows of ids, of any shape, that a forward will need soon. See :meth:`Table.prefetch`."""
+        """Start reading the rows that a later forward with ``ids`` needs; return at once. See :meth:`Table.prefetch`.
+
+        Args:
+            ids: Row numbers, integers of any shape.
+        """
         self.table.prefetch(self._unique(ids)[0])
 
     def _unique(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row numbers of ids, each once and ascending, and the position of each id among them.
+        """Return the distinct row numbers in ``ids``, ascending, and the index of each id among them.
 
         Raises:
             TypeError, IndexError: As :meth:`Table.read` does.
@@ -199,7 +204,7 @@ class RowsOnDisk(nn.Module):
         return rows, positions
 
     def _gather(self, ids: torch.Tensor) -> _Gathered:
-        """Read the rows of ids. Blocks. Raises what :meth:`Table.read` does."""
+        """Read the distinct rows of ``ids``. Blocks. Raises what :meth:`Table.read` does."""
         rows, positions = self._unique(ids)
         padding, count = None, len(rows)
         if self.padding_idx is not None:
@@ -219,7 +224,7 @@ class RowsOnDisk(nn.Module):
         return _Gathered(weight, positions.to(ids.dtype), padding)
 
     def _move_holder(self, device: torch.device) -> None:
-        """Move the gradient holder to the device of the ids."""
+        """Move the gradient holder to the device of the ids. Raises ValueError if its gradient is on another device."""
         holder = self.gradient_holder
         if holder.device != device:
             if holder.grad is not None:
@@ -231,7 +236,7 @@ class RowsOnDisk(nn.Module):
     # -- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a module that reads the table's last commit, and later commits. It is not trained."""
+        """Return a copy that is not trained, and reads the same table: its last commit, and later ones."""
         if self.table.writable:
             warnings.warn(
                 f"the copy of {type(self).__name__} reads the last commit of {self.table}, and each one after it: it has no"
@@ -253,7 +258,7 @@ class RowsOnDisk(nn.Module):
     # -- state dicts, in torch's form
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Add the rows, as a tensor that is mapped from a file without a name in the table's directory."""
+        """Add the rows to ``destination`` as one tensor, mapped from an unnamed temporary file in the table's directory."""
         table = self.table
         destination[prefix + "weight"] = mapped_tensors(
             table.directory, table.rows, [(table.dtype, table.row_shape)], lambda begin, end: [_read_range(table, begin, end)]
@@ -290,43 +295,45 @@ class RowsOnDisk(nn.Module):
 
 
 class EmbeddingOnDisk(RowsOnDisk):
-    """``torch.nn.Embedding`` whose rows are on a drive. Only the rows of a batch, and the rows used most often, are in memory.
+    """A ``torch.nn.Embedding`` whose rows are on a drive. Only the rows of a batch and the most used rows are in memory.
 
     >>> embedding = EmbeddingOnDisk(100_000_000, 64, path="/mnt/nvme/users", optimizer=torch.optim.SparseAdam)
     >>> optimizer = RowOptimizer(embedding, torch.optim.SparseAdam, lr=1e-3)
     >>> embedding(ids).sum().backward()
     >>> optimizer.step()
 
-    Results and gradients have the same bits as those of ``torch.nn.Embedding(sparse=True)``, and are on the device of the ids.
+    Results and gradients are bit-identical to those of ``torch.nn.Embedding(sparse=True)``, and are on the device of the ids.
 
-    The rows are no ``nn.Parameter``: a parameter has its values in memory, and whoever goes through ``parameters()`` expects to
-    read and change them there, such as optimizers, DistributedDataParallel and ``model.to()``. Their gradients are given to
-    :class:`~deepnvme.tables.RowOptimizer`, and are in :attr:`gradient_holder`. So ``model.zero_grad()`` does not drop them, and
-    ``clip_grad_norm_(model.parameters())`` does not clip them: RowOptimizer says what does. ``state_dict`` has the rows as
-    torch's module does, mapped from a file. ``load_state_dict`` changes them, and does not wait for a commit that has failed
-    halfway.
+    The rows are not an ``nn.Parameter``. A parameter has its values in memory, where optimizers, DistributedDataParallel and
+    ``model.to()`` expect to read and change them. Instead, the gradients are in :attr:`gradient_holder`, from which
+    :class:`~deepnvme.tables.RowOptimizer` takes them. So ``model.zero_grad()`` does not drop the gradients, and
+    ``clip_grad_norm_(model.parameters())`` does not clip them: see RowOptimizer for what to call instead.
 
-    A copy, by ``copy.deepcopy`` or pickle, reads the table's last commit and those that follow. It is not trained, and has no
-    rows of its own.
+    ``state_dict`` has the rows under the same name as torch's module, mapped from a file. ``load_state_dict`` changes the rows.
+    It does not wait for a commit that has failed halfway.
 
-    A training reads each row in the forward, and again in the step, where it is in memory. So if a share ``h`` of the rows of the
-    forwards was in memory, ``table.stats().hit_rate`` is ``(1 + h) / 2``. ``rows_read`` is what the forwards did not find there.
+    A copy, made by ``copy.deepcopy`` or pickle, reads the table's last commit and later ones. It is not trained, and has
+    no rows of its own.
+
+    A training step reads each row twice: in the forward, and again in the optimizer's step, where the row is in memory. So if
+    the forwards found a share ``h`` of their rows in memory, ``table.stats().hit_rate`` is ``(1 + h) / 2``. ``rows_read``
+    counts the rows that the forwards did not find in memory.
 
     Args:
         num_embeddings: Number of rows.
         embedding_dim: Elements of each row.
-        padding_idx: A row that is not trained; zeros in a new table.
-        path: A directory, or several on different drives. The table there is opened; else it is made, and its rows are those that
-            ``torch.nn.Embedding`` has with the same seed. Or an open :class:`Table`, which is used as it is.
-        scale_grad_by_freq: Whether gradients are divided by how often an id is in the forward.
-        dtype: Dtype of the rows; None for torch's default, or that of the table that is there.
+        padding_idx: Number of a row that is not trained; zeros in a new table.
+        path: A directory, or several on different drives. A table that is there is opened; otherwise one is created, with the
+            rows that ``torch.nn.Embedding`` has with the same seed. Or an open :class:`Table`, which is used as it is.
+        scale_grad_by_freq: Whether gradients are divided by how often an id occurs in the forward.
+        dtype: Dtype of the rows; None for that of the existing table, or torch's default for a new one.
         optimizer: What will train the rows: a torch optimizer class, or a ``functools.partial`` of one. Its states are kept
             beside each row. None for rows that are not trained, which take half the space.
         values: Returns rows ``begin`` to ``end`` of a new table, as for :meth:`Table.create`; None for those of torch.
         **memory: ``memory_budget``, ``staging_bytes`` and ``config`` of :meth:`Table.open`. Ignored with an open table.
 
     Raises:
-        ValueError: If the table that is there has another shape, dtype or other states, or the optimizer cannot train
+        ValueError: If the existing table has another shape, dtype or other states, or the optimizer cannot train
             single rows.
         TypeError: For other arguments of torch's module, such as ``max_norm`` and ``sparse``.
         OSError: From the drive.
@@ -345,14 +352,15 @@ class EmbeddingOnDisk(RowsOnDisk):
         path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None, scale_grad_by_freq: bool = False,
         optimizer: OptimizerFactory | None = None, **memory: Unpack[TableMemory],
     ) -> Self:  # fmt: skip
-        """Return an embedding with rows that exist already. Further arguments are those of the class.
+        """Return an embedding for existing rows. Arguments that are not listed are those of the class.
 
         Args:
             embeddings: A tensor of two dimensions; a :class:`Table`; or what :meth:`Table.open` opens: a table's directory, a
-                ``.npy``, ``.safetensors`` or ``.pt`` file. Tables and files are used where they are if ``path`` is not given.
-            freeze: Whether the rows are not trained. If they are trained, ``optimizer`` is needed.
-            padding_idx: A row that is not trained. It keeps its values.
-            path: A directory, or several, for a copy of the rows. Needed for tensors. A table that is there already is opened.
+                ``.npy``, ``.safetensors`` or ``.pt`` file. Without ``path``, a table or file is used in place, not copied.
+            freeze: Whether the rows stay as they are. With False, they are trained, and ``optimizer`` is needed.
+            padding_idx: Number of a row that is not trained. It keeps its values.
+            path: A directory, or several, for a copy of the rows. Needed for tensors. If there is a table already, it is
+                opened, and ``embeddings`` is not copied.
             name: Name of the tensor, in a file that has several.
         """
         return cls._from_pretrained(
@@ -417,8 +425,8 @@ class EmbeddingBagOnDisk(RowsOnDisk):
         """Return one row for each bag, as ``torch.nn.EmbeddingBag`` does. Blocks until the rows are read.
 
         Args:
-            input: Ids: of shape (bags, ids of each), or of one dimension with ``offsets``.
-            offsets: Where each bag begins, with ids of one dimension.
+            input: Ids of shape (bags, ids per bag), or of one dimension together with ``offsets``.
+            offsets: Index in ``input`` at which each bag begins, for ids of one dimension.
             per_sample_weights: A factor for each id, with ``mode="sum"``.
         """
         rows = self._gather(input)
@@ -445,13 +453,13 @@ class Prefetching(Protocol):
 
 
 class Lookahead(Generic[Batch]):
-    """Iterates over a loader's batches. While one batch is used, the rows of the next batch are read into memory.
+    """Iterates over a loader's batches; while one batch is used, the rows of the next batch are read into memory.
 
     >>> for batch in Lookahead(loader, lambda batch: {users: batch.users, items: batch.items}):
     ...     train(batch)
 
-    Results are the same as without: the next batch sees rows that are trained meanwhile. The memory budget of each embedding
-    has to have room for the rows of two batches. One more batch of the loader is in memory.
+    Results are the same as without Lookahead: rows that are trained meanwhile reach the next batch. The memory budget of each
+    embedding needs room for the rows of two batches. The loader is one batch ahead, which takes memory for that batch.
 
     Args:
         loader: An iterable of batches, such as a DataLoader.
@@ -491,7 +499,7 @@ def _read_range(table: Table, begin: int, end: int) -> torch.Tensor:
 
 
 def _check_fits(table: Table, shape: tuple[int, int], dtype: torch.dtype | None, optimizer: OptimizerFactory | None) -> None:
-    """Raise ValueError if a table has another shape, dtype, or other states than the optimizer keeps."""
+    """Raise ValueError if the table's shape, dtype or optimizer states are not those of the module and its optimizer."""
     if table.shape != shape or table.dtype != (dtype or table.dtype):
         raise ValueError(f"{table} has the shape {table.shape} in {table.dtype}, and {shape} in {dtype or table.dtype} is wanted")
     if optimizer is not None:

@@ -1,6 +1,7 @@
-"""The identity at the end of each file of rows: of its table, with the number of the file and the bytes of a version of a row.
+"""The identity at the end of each file of rows.
 
-The invariants of identities are in :mod:`deepnvme.files.identity`.
+It says to which table the file belongs, which of the table's files it is, and how many bytes one version of a row has. The
+invariants of identities are in :mod:`deepnvme.files.identity`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from .layout import TableLayout
 from .manifest import ROWS_NAME, CorruptTable, Epochs
 
 _BYTES = 4096
-"""Size of an identity. On a drive with larger sectors it takes one sector."""
+"""Bytes of an identity. It is padded to one sector if the drive's sectors are larger."""
 LARGEST_SECTOR = 64 << 10
-"""Most bytes of a file after its identity."""
+"""Most bytes of padding that a file may have behind its identity."""
 _IDENTITY = re.compile(rb"deepnvme table ([0-9a-f]{32}) file ([0-9]{1,9}) versions of ([0-9]{1,15}) bytes\n")
 
 
@@ -39,7 +40,7 @@ def _offset(layout: TableLayout, volume: int) -> int:
 
 
 def write_identity(engine: Engine, files: Sequence[File], layout: TableLayout, identity: str) -> list[Future]:
-    """Start writing an identity into the files of a table, in whole sectors; return at once."""
+    """Start writing an identity to the end of each of a table's files, in whole sectors; return at once."""
     futures = []
     for volume, file in enumerate(files):
         text = f"deepnvme table {identity} file {volume} versions of {layout.version_bytes} bytes\n".encode()
@@ -50,10 +51,10 @@ def write_identity(engine: Engine, files: Sequence[File], layout: TableLayout, i
 
 
 def check_identity(layout: TableLayout, epochs: Epochs) -> None:
-    """Check that files belong to the table of a manifest, in this order. Blocks.
+    """Check that each file of the layout is that file of the manifest's table. Blocks.
 
     Raises:
-        ValueError: If a file does not belong to the table, or is another of its files.
+        ValueError: If a file belongs to another table, or the files are in another order.
         CorruptTable: If the end of a file is missing, or versions of rows have another size than in the manifest.
         OSError: From reading.
     """
@@ -78,17 +79,17 @@ def check_identity(layout: TableLayout, epochs: Epochs) -> None:
 
 
 def directories_of(given: Sequence[Path], layout: TableLayout, epochs: Epochs) -> list[Path]:
-    """Return the directories of a table, in the table's order.
+    """Return the directories of a table, in the table's order, wherever they are now.
 
     Args:
         given: The first directory, or all of them.
-        layout: As the manifest in the first directory says, with the files where they were when it was written.
-        epochs: As the manifest says.
+        layout: From the manifest in the first directory, with the file paths that it recorded.
+        epochs: From the same manifest.
 
     Raises:
-        FileNotFoundError: If only the first directory is given, and another one is not where it was.
-        ValueError: If only the first directory is given, and it is not where it was; or if the directories are a mixture of a
-            table and its copy.
+        FileNotFoundError: If only the first directory is given, and another one is not at its recorded path.
+        ValueError: If only the first directory is given, and it is not at its recorded path; or if the directories are a
+            mixture of a table and its copy.
     """
     recorded = [path.parent for path in layout.files]
     first, count = given[0], len(recorded)
@@ -117,7 +118,7 @@ def directories_of(given: Sequence[Path], layout: TableLayout, epochs: Epochs) -
 
 
 def is_file_of(path: Path, volume: int, epochs: Epochs) -> bool:
-    """Return whether a file has the rows of a volume of a manifest's table, as its identity says."""
+    """Return whether the identity at the end of a file is that of the manifest's table, with this volume number."""
     try:
         found, number, _ = _identity_in(path)
     except OSError:
@@ -126,10 +127,10 @@ def is_file_of(path: Path, volume: int, epochs: Epochs) -> bool:
 
 
 def _identity_in(path: Path) -> tuple[str, int, int]:
-    """Read the trailer behind the rows of a table's file. Raises OSError.
+    """Read the identity at the end of a file of rows. Raises OSError.
 
     Returns:
-        The identity of the table, "" if the file has no trailer; the number of the file among the table's files; and the bytes of
+        The identity of the table, "" if the file has none; the number of the file among the table's files; and the bytes of
         one version of a row.
     """
     with open_regular(path) as file:

@@ -1,4 +1,4 @@
-"""Where the rows of a table are in its files, and which columns a row has."""
+"""The layout of a table: where each row is in the table's files, and which columns a row has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Column(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Shape of one row."""
+    """Shape that one row has in this column."""
     offset: int
     """Bytes from the start of the record."""
 
@@ -34,13 +34,16 @@ class Column(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, records: torch.Tensor) -> torch.Tensor:
-        """Return a view of this column. ``records``: contiguous uint8 of shape (rows, bytes)."""
+        """Return this column of all records, as a view of shape (rows, *shape).
+
+        ``records``: contiguous uint8 of shape (rows, bytes of a record).
+        """
         part = records[:, self.offset : self.offset + self.nbytes]
         return part.view(self.dtype).view(len(records), *self.shape)
 
 
 class State(NamedTuple):
-    """An optimizer state of one row."""
+    """Dtype, shape and initial value that one optimizer state has in each row."""
 
     dtype: torch.dtype
     shape: Sequence[int]
@@ -84,10 +87,10 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class TableLayout:
-    """Where the rows of a table are, as ``csrc/tables/geometry.h`` has it."""
+    """Where the rows of a table are in its files. The arithmetic is that of ``csrc/tables/geometry.h``."""
 
     files: tuple[Path, ...]
-    """One for each drive."""
+    """The files of rows: one for each drive or, with ``shards``, one for each shard."""
     rows: int
     columns: tuple[Column, ...]
     base: int = 0
@@ -95,9 +98,9 @@ class TableLayout:
     version_bytes: int = 0
     """Bytes of one of the two versions of a record, with header and padding; 0 if records have one version."""
     chunk: int = 1
-    """Rows that follow one another in a file before the next file has its turn."""
+    """Number of consecutive rows in one file before the rows continue in the next file."""
     shards: tuple[Shard, ...] = ()
-    """The rows of each file, if the files have consecutive rows, in any number; empty if rows are striped. Replaces ``base``."""
+    """One shard for each file, if each file has consecutive rows; empty if rows are striped. Replaces ``base``."""
 
     @property
     def values(self) -> Column:
@@ -121,7 +124,7 @@ class TableLayout:
         return self.version_bytes > 0
 
     def unit(self, sector: int) -> int:
-        """Return the bytes that are read as one unit: a record if records are whole sectors, or else a sector."""
+        """Return the bytes of a read unit: a record with all its versions if it is whole, aligned sectors, or else a sector."""
         bases = [shard.base for shard in self.shards] or [self.base]
         whole = self.stride % sector == 0 and all(base % self.stride == 0 for base in bases)
         return self.stride if whole else sector
@@ -135,11 +138,11 @@ class TableLayout:
         return whole * self.chunk + min(max(rest - volume * self.chunk, 0), self.chunk)
 
     def bytes_in(self, volume: int) -> int:
-        """Return the least size of a file."""
+        """Return the bytes that the file of a volume needs for its rows, without its identity."""
         base = self.shards[volume].base if self.shards else self.base
         return base + self.rows_in(volume) * self.stride
 
     def offset_of(self, row: int) -> int:
-        """Return the offset of a striped row's record, or of the record's first version, in its file."""
+        """Return the offset in its file of a striped row's record; of the first version if there are two."""
         turn, rest = divmod(row, self.chunk * len(self.files))
         return self.base + (turn * self.chunk + rest % self.chunk) * self.stride

@@ -1,19 +1,20 @@
-"""The manifest of a table: a file that makes a directory a table, and says what its rows are and which commit was the last.
+"""The manifest of a table: describes the rows, and says which commit was the last. Its presence makes a directory a table.
 
 Each commit ends an epoch. Each row of an updatable table has two versions on the drive, each with the number of its epoch.
 
-1. A version counts if its epoch is at most ``committed``, and not in a range of ``abandoned``. Of two that count, the one with
-   the larger epoch is the row. Epoch 0 is that of a row that was never written: zeros.
-2. A writer overwrites the version that is not the row. So the last commit is on the drive until the next one is in force.
-3. ``reserved`` is on the drive before a version of an epoch up to it is written. A writer that finds ``reserved`` above
-   ``committed`` follows one that crashed, and abandons these epochs. So no epoch is used twice.
+1. A version is valid if its epoch is at most ``committed``, and not in a range of ``abandoned``. Of two valid versions, the
+   one with the larger epoch is the row's value. Epoch 0 stands for a row that was never written: zeros.
+2. A writer overwrites the version that is not the row's value. So the last commit is on the drive until the next one is made.
+3. ``reserved`` is on the drive before any version of an epoch up to it is written. A writer that finds ``reserved`` above
+   ``committed`` follows a writer that crashed, and abandons the epochs between. So no epoch is used twice.
 4. A commit flushes the files of rows, then replaces the manifest, then flushes its directory. The replacement is the commit.
-5. ``prepared`` is a commit of several tables. It is in force if the first table's last commit has the same ``name``; whoever has
-   the tables together then makes it the last commit of the others. It is void once somebody else has changed a row.
-6. ``identity`` is that at the end of each file of rows, or one of ``previous`` is: see :mod:`deepnvme.tables.identity`. The
-   manifest has a new identity before a file has it, and ``previous`` is empty once a commit has flushed all files.
+5. ``prepared`` is this table's part of a commit of several tables. It is in force if the first table's last commit has the
+   same ``name``; the next writer of all these tables then makes it the last commit of the others. It is void once another
+   writer has changed a row.
+6. The identity at the end of each file of rows is ``identity``, or one of ``previous``: see :mod:`deepnvme.tables.identity`. A
+   new identity is written to the manifest before any file. ``previous`` is empty once a commit has flushed all files.
 
-docs/formats.md has the fields, and what a crash at each point leaves.
+docs/formats.md lists the fields, and what a crash at each point leaves.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MANIFEST_NAME = "deepnvme-table.json"
 ROWS_NAME = "rows"
 """Name of the file with rows in each of the table's directories."""
 UNFINISHED_NAME = "deepnvme-table.unfinished"
-"""Name of the manifest until all files of rows have their names."""
+"""Temporary name of the manifest while a table is being created."""
 _KIND = "deepnvme table 2"
 _MOST_BYTES = 64 << 20
 """Limit of a manifest. Each crash between two commits, and each rollback, adds some 30 bytes."""
@@ -49,7 +50,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
 
 
 class CorruptTable(OSError):
-    """A table is damaged (EBADMSG): its manifest, or the size of a file; or another version of the package has written it."""
+    """Raised (errno EBADMSG) if a table's manifest or the size of a file is wrong, or another package version wrote the table."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(errno.EBADMSG, f"this is no whole table: {why}", str(path))
@@ -57,37 +58,37 @@ class CorruptTable(OSError):
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Prepared:
-    """A commit of several tables that this table is ready for. It is in force once the first table has made it."""
+    """This table's part of a commit of several tables. It is in force once the first table has committed under the same name."""
 
     epoch: _Count
     name: str
-    """The same for all tables, and for no other commit."""
+    """Random name of the commit: the same in all its tables, and in no other commit."""
     attributes: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Epochs:
-    """Which versions of rows count, and what the last commit has noted."""
+    """Which versions of rows are valid, and the name and attributes of the last commit."""
 
     committed: _Count
     """Epoch of the last commit; 0 before the first."""
     reserved: _Count
-    """The last epoch of which versions may be on the drive."""
+    """Largest epoch whose versions may be on the drive."""
     abandoned: tuple[tuple[_Count, _Count], ...]
     """Ranges of epochs that were never committed, ascending: first and last of each."""
     attributes: dict[str, Any]
-    """What the last commit has noted, such as the number of steps: anything that JSON can hold."""
+    """Attributes given with the last commit, such as the number of steps: anything that JSON can hold."""
     name: str = ""
-    """Name of the last commit, if several tables have made it together."""
+    """Name of the last commit, if it was made together with other tables; else ""."""
     prepared: Prepared | None = None
-    """A commit that may be in force: the first table decides."""
+    """A prepared commit of several tables, which is in force if the first table has made it; None if there is none."""
     identity: _Identity
-    """The table's identity, which its last writer has given it before the first write."""
+    """The table's identity. Each writer gives the table a new one before its first write."""
     previous: tuple[_Identity, ...] = ()
     """Former identities that some files may still have; none once a commit has flushed ``identity`` to all files."""
 
     def adopt(self, prepared: Prepared) -> Epochs:
-        """Return the epochs with a prepared commit as the last one."""
+        """Return these epochs after a prepared commit has become the last commit."""
         abandoned = []
         for first, last in self.abandoned:  # a new writer has abandoned it, without the other tables
             parts = ((first, min(last, prepared.epoch - 1)), (max(first, prepared.epoch + 1), last))
@@ -102,7 +103,7 @@ class Epochs:
         )
 
     def begin(self) -> Epochs:
-        """Return the epochs for a new writer: epochs that the previous writer reserved and did not commit are abandoned."""
+        """Return these epochs for a new writer, which abandons what the previous writer reserved and did not commit."""
         first, last = self.present, self.reserved
         if last < first:
             return self
@@ -113,7 +114,7 @@ class Epochs:
 
     @property
     def present(self) -> int:
-        """The epoch of the versions that are written now."""
+        """The epoch that versions written now belong to."""
         last_abandoned = self.abandoned[-1][1] if self.abandoned else 0
         return max(self.committed, last_abandoned) + 1
 
@@ -124,7 +125,7 @@ NO_COMMITS = Epochs(committed=0, reserved=0, abandoned=(), attributes={}, identi
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class _Fields(Epochs):
-    """The fields of the file."""
+    """The fields of the manifest file."""
 
     kind: str
     rows: _Count
@@ -141,8 +142,8 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs, 
     """Write the manifest into the first directory, to stable storage. Blocks.
 
     Raises:
-        OSError: From the drive. Either the former manifest or this one is in force then.
-        ValueError: If JSON cannot hold the attributes, or they are too large.
+        OSError: From the drive. Either the previous or the new manifest is in force then.
+        ValueError: If JSON cannot hold the attributes, or the manifest would be too large.
     """
     said = _Fields(
         kind=_KIND,
@@ -160,8 +161,9 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs, 
 
 
 class ManifestWatch:
-    """Tells a reader whether the manifest was replaced since this was made. Keeps the file open: else the inode and the time of a
-    later manifest could be the same.
+    """Tells whether a table's manifest was replaced since this watch was made.
+
+    It keeps the manifest file open; otherwise a later manifest could get the same inode and the same time.
 
     Raises:
         FileNotFoundError: If there is no manifest.
@@ -173,7 +175,7 @@ class ManifestWatch:
             self._file = io.FileIO(str(self._path))
 
     def replaced(self) -> bool:
-        """Return whether the manifest is another file by now, or gone. Raises OSError if the system cannot tell."""
+        """Return whether the manifest was replaced or removed. Raises OSError if the file system cannot be asked."""
         return not refers_to(self._path, self._file.fileno())
 
     def close(self) -> None:
@@ -182,7 +184,7 @@ class ManifestWatch:
 
 
 def load_manifest(directory: Path, name: str = MANIFEST_NAME) -> tuple[TableLayout, Epochs]:
-    """Return the layout of a table, with its files where they were when the manifest was written, and its epochs.
+    """Return the layout and the epochs of a table. The layout has the file paths that the manifest recorded.
 
     Raises:
         FileNotFoundError: If there is no table in the directory.

@@ -34,14 +34,14 @@ def mapped_tensors(
     directory: Path, rows: int, columns: Sequence[tuple[torch.dtype, tuple[int, ...]]],
     values: Callable[[int, int], Sequence[torch.Tensor]],
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Return tensors of many rows, each mapped from a file in a directory. Blocks until these are written.
+    """Write tensors to unnamed temporary files, and return them mapped from there. Blocks until the files are written.
 
-    The files have no names: their space is free again when the tensors are gone. Changes of a tensor are not written.
+    The space of a file is free again when its tensor is garbage-collected. Changes of a tensor are not written to its file.
 
     Args:
-        directory: Directory of the files. If it cannot be written to, the directory for temporary files is used.
+        directory: Directory of the files. If it cannot be written to, the system's temporary directory is used.
         rows: Number of rows of each tensor.
-        columns: Dtype, and shape of one row, of each tensor.
+        columns: For each tensor its dtype, and the shape of one row.
         values: Returns rows ``begin`` to ``end`` of each tensor, on the CPU.
 
     Raises:
@@ -69,9 +69,9 @@ def mapped_tensors(
 
 @contextlib.contextmanager
 def _unnamed_file(directory: Path, size: int) -> Iterator[Path]:
-    """Return the path, under /proc, of a preallocated file without a name: a process that is killed leaves nothing.
+    """Yield the path, under /proc, of a preallocated file without a name, so that a killed process leaves no file.
 
-    The path is valid until the block ends.
+    The path is valid until the ``with`` block ends.
     """
     try:
         descriptor, held = _open_unnamed(directory), directory

@@ -1,4 +1,4 @@
-"""Tables of n-gram embeddings, read from the safetensors files of a model where they are."""
+"""Opens a model's tables of n-gram embeddings in place, in its safetensors files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .session import TableSession
 from .table import DEFAULT_MEMORY_BUDGET, Table
 
 SHARD_NAME = r"(?P<table>.+?)[._-](?:shard|part)[._-]?(?P<number>\d+)(?P<rest>\.\w+)?"
-"""What the name of a tensor looks like that has some rows of a table: "ngram.shard_3.weight" is the fourth of "ngram.weight"."""
+"""Pattern of the names of a table's shards: "ngram.shard_3.weight" is the fourth shard of the table "ngram.weight"."""
 
 
 def open_ngram_tables(
@@ -36,23 +36,23 @@ def open_ngram_tables(
     staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
     config: AioConfig | None = None,
 ) -> dict[str, Table]:
-    """Open the embedding tables of a model where they are, without a copy.
+    """Open the embedding tables of a model's safetensors files in place, without a copy.
 
     Args:
         path: A ``.safetensors`` file, an ``index.json`` of several, or a directory with one of these.
-        names: Pattern of the tables' names, all of which has to match. Tensors of one dimension are no tables.
-        shard_name: Pattern of the names of tensors that have some rows of a table each, with the groups ``table``, ``number`` and
-            ``rest``: the table's name is ``table`` and ``rest``.
+        names: Regular expression that has to match a table's whole name. Tensors of one dimension are not tables.
+        shard_name: Regular expression for tensors that are shards of a table, with the groups ``table``, ``number`` and
+            ``rest``: the table's name is ``table`` followed by ``rest``.
         memory_budget: Bytes of memory for all tables together, shared in proportion to their sizes; or "8GB", "25%", "auto".
-        staging_bytes: Bytes of pinned memory for rows on their way, of all tables together, shared equally. A table has at least
-            512 KiB, or two rows.
+        staging_bytes: Bytes of pinned memory through which rows are read, for all tables together, shared equally. A table
+            has at least 512 KiB, or two rows.
         config: Settings of the engine; None for the profile of the drive.
 
     Returns:
-        The tables by name, in the file's order: each of one tensor, or of several in the order of their numbers.
+        The tables by name, in the file's order. A table is one tensor, or several shards in the order of their numbers.
 
     Raises:
-        ValueError: If no name matches, or the numbers of a table's tensors are not 0, 1, 2 and so on.
+        ValueError: If no name matches, or the numbers of a table's shards are not 0, 1, 2 and so on.
         FileNotFoundError: If a file is missing.
     """
     memory_budget = budget_bytes(memory_budget, "memory_budget")
@@ -83,17 +83,17 @@ def open_ngram_tables(
 
 
 def _reopened(path: str, name: str, shard_name: str, memory_budget: int, staging_bytes: int, config: AioConfig | None) -> Table:
-    """Open one of the tables in another process."""
+    """Open one of the tables again, in another process."""
     return open_ngram_tables(
         path, re.escape(name), shard_name=shard_name, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config
     )[name]
 
 
 def _layout_of(name: str, shards: Sequence[tuple[int, str, Location]]) -> TableLayout:
-    """Return where the rows of a table are, whose shards are given in any order.
+    """Return the layout of a table made of ``shards``, which may be in any order.
 
     Raises:
-        ValueError: If a number is missing, or shards have rows of different shapes or dtypes.
+        ValueError: If a shard's number is missing, or shards have rows of different shapes or dtypes.
     """
     shards = sorted(shards, key=lambda shard: shard[0])
     if [number for number, _, _ in shards] != list(range(len(shards))):

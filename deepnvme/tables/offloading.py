@@ -34,31 +34,31 @@ def offload_embeddings(
     staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
     config: AioConfig | None = None,
 ) -> list[str]:
-    """Replace the large embeddings of a model by ones whose rows are on a drive. Blocks until the rows are there.
+    """Replace the large embeddings of a model by ones whose rows are on a drive. Blocks until the rows are written.
 
-    Each ``nn.Embedding`` and ``nn.EmbeddingBag`` has a table in a directory that is named after it. A table that is there already
-    is opened, and its rows are used instead of the module's, so that a training goes on. On the meta device the tables have to be
-    there.
+    Each ``nn.Embedding`` and ``nn.EmbeddingBag`` gets a table in a directory that is named after the module. If the directory
+    has a table already, that table is opened and its rows are used instead of the module's, so that training can be continued.
+    For a model on the meta device, the tables must exist.
 
-    Those that cannot be replaced are left as they are, with a warning that has the reason: their weight is used by another module
-    too, or they have ``max_norm``.
+    An embedding whose weight is used by another module too, or which has ``max_norm``, is left as it is, with a warning
+    that says why.
 
     Args:
-        model: The model. Modules that are no subclasses of torch's two are replaced in it.
+        model: The model, in which modules are replaced. Subclasses of torch's two classes are left as they are.
         path: A directory, or several on different drives, for the directories of the tables.
         min_bytes: Embeddings of fewer bytes stay in memory; or a size such as "512MiB".
         optimizer: What will train the rows, as for :class:`EmbeddingOnDisk`; None for rows that are not trained any more.
         memory_budget: Bytes of memory for all tables together, shared in proportion to their sizes; or "8GB", "25%", "auto".
-        staging_bytes: Bytes of pinned memory for rows on their way, of all tables together, shared equally. A table has at least
-            512 KiB, or two rows, for reads and as much for writes.
+        staging_bytes: Bytes of pinned memory through which rows are read and written, for all tables together, shared
+            equally. A table has at least 512 KiB, or two rows, for reads and as much for writes.
         config: Settings of the engine; None for the profile of the drive.
 
     Returns:
-        The names of the modules that were replaced, in the model's order; of one with several names, the first.
+        The names of the replaced modules, in the model's order. For a module with several names, the first name.
 
     Raises:
-        ValueError: If the model is an embedding itself; or as :class:`EmbeddingOnDisk` raises.
-        OSError: From the drive. No module is replaced then; tables that were made stay.
+        ValueError: If the model is itself an embedding; or as :class:`EmbeddingOnDisk` raises.
+        OSError: From the drive. No module is replaced then; tables that were created stay.
     """
     min_bytes = byte_count(min_bytes, "min_bytes")
     memory_budget = budget_bytes(memory_budget, "memory_budget")
@@ -91,7 +91,7 @@ def offload_embeddings(
 
 
 def _embeddings_to_move(model: nn.Module, min_bytes: int) -> tuple[dict[str, nn.Embedding | nn.EmbeddingBag], dict[str, str]]:
-    """Return the large embeddings of a model by name, and of those that cannot be moved the reasons."""
+    """Return the large embeddings by name, and for those that cannot be moved the reasons by name."""
     users = _users_of_weights(model)
     chosen: dict[str, nn.Embedding | nn.EmbeddingBag] = {}
     reasons: dict[str, str] = {}
@@ -121,7 +121,7 @@ def _users_of_weights(model: nn.Module) -> dict[torch.Tensor, list[str]]:
 def _on_disk(
     module: nn.Embedding | nn.EmbeddingBag, directories: list[Path], optimizer: OptimizerFactory | None, memory: TableMemory
 ) -> RowsOnDisk:  # fmt: skip
-    """Return a module on the drive with the rows of another. ``memory``: budgets and config, as a table takes them."""
+    """Return an embedding on the drive with the rows of ``module``. ``memory``: budgets and config for :meth:`Table.open`."""
     weight = module.weight
     if weight.is_meta and not (directories[0] / MANIFEST_NAME).exists():
         raise ValueError(f"there is no table in '{directories[0]}', and the module on the meta device has no rows to make it of")

@@ -1,4 +1,4 @@
-"""Files that are tables already: where their rows are."""
+"""Finds the rows in a file that can be used as a table in place: ``.npy``, a checkpoint, or raw rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .manifest import CorruptTable
 def find_layout(
     path: Path, name: str | None, dtype: torch.dtype | None, shape: int | Sequence[int] | None, offset: int
 ) -> TableLayout:  # fmt: skip
-    """Return where the rows of a file are.
+    """Return the layout of the rows in a file.
 
     The name of the file says what it is: ``.npy``, a checkpoint (``.safetensors``, ``.pt``, ``.pth``, ``.bin``), or raw rows. A
     checkpoint with ``dtype`` and ``shape``, and without ``name``, is read as raw rows.
@@ -26,15 +26,15 @@ def find_layout(
     Args:
         path: The file.
         name: Name of a tensor in a checkpoint.
-        dtype: Dtype of the values in a raw file. Of another file, the dtype that is expected; None for any.
-        shape: Shape of one row, likewise.
+        dtype: Dtype of the values in a raw file. For other files, the expected dtype; None for any.
+        shape: Shape of one row in a raw file. For other files, the expected shape; None for any.
         offset: Bytes from the start of a raw file to its first row.
 
     Raises:
-        FileNotFoundError: If it is missing.
-        CorruptTable: If it has no whole header.
-        ValueError: If its rows do not lie one after the other; there is no tensor of that name, or several and no name is given;
-            or an argument contradicts the file.
+        FileNotFoundError: If the file is missing.
+        CorruptTable: If the file's header is incomplete.
+        ValueError: If the rows are not contiguous in the file; no tensor has that name, or there are several and no name is
+            given; or an argument contradicts the file.
     """
     row_shape = (shape,) if isinstance(shape, int) else None if shape is None else tuple(shape)
     checkpoint = path.suffix in (".safetensors", ".pt", ".pth", ".bin")
@@ -115,7 +115,7 @@ def _tensor(path: Path, name: str | None) -> TableLayout:
 
 
 def tensor_layout(path: Path, name: str, weight: Location | torch.Tensor) -> TableLayout:
-    """Return where the rows of a tensor in a checkpoint are. Raises ValueError if they do not lie one after the other."""
+    """Return the layout of a checkpoint tensor's rows. Raises ValueError if they are not contiguous in the file."""
     if not isinstance(weight, Location):
         raise ValueError(f"{name!r} in '{path}' lies in memory only: write the file by torch.save as a zip archive")
     if weight.elements is not None or weight.conj or weight.neg:

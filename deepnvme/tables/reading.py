@@ -1,6 +1,6 @@
-"""Reading rows: from the cache in memory, and what is missing there from the drive.
+"""Reads rows: from the cache in memory, and missing rows from the drive.
 
-Rows are read in parts, so that one is copied while others are read.
+Rows are read from the drive in parts, so that one part is copied while others are being read.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from deepnvme.ops.aio.async_io_op.tables import RowBatch, RowCache
 
 _GAP_BYTES = 4096
-"""Gap between two rows up to which both are read at once, with the gap: a drive reads 8 KiB nearly as quickly as 4."""
+"""Two rows with at most this many bytes between them are read at once: a drive reads 8 KiB nearly as quickly as 4 KiB."""
 
 DEFAULT_STAGING_BYTES = 48 << 20
 """Staging memory of a table, for reads and writes together."""
 _MOST_PART_BYTES = 1 << 20
 _LEAST_PART_BYTES = 256 << 10
-"""Smaller parts are too few reads at a time for a drive: rows of 4 KiB are 64 of them."""
+"""Least bytes of a part: 64 rows of 4 KiB. Smaller parts have too few reads to keep a drive busy."""
 _WANTED_PARTS = 8
 _FEWEST_PARTS = 2
-"""One part is copied while the other is read or written."""
+"""Least number of parts: one is copied while the other is read or written."""
 
 
 class RowsUnreadable(OSError):
-    """Some rows could not be read. The first of them is named; the others were delivered.
+    """Raised if some rows could not be read. The message names the first of them; all other rows were delivered.
 
     ``errno`` and ``filename`` are those of the drive's error.
     """
@@ -64,61 +64,63 @@ def int64_at(address: int, count: int) -> torch.Tensor:
 
 
 _PlannedPart = tuple[int, int, int]
-"""Volume, address of the numbers of its units, and how many units."""
+"""Volume, address of the int64 numbers of the part's read units, and number of units."""
 
 
 @dataclass(eq=False)
 class _Part:
-    """Units of one file that are read together: at most as many as fit into a part of the staging memory."""
+    """Read units of one file that are read together into one part of the staging memory."""
 
     read: RowRead
     number: int
     volume: int
     future: Future
     units: torch.Tensor
-    """Numbers of the units, in native memory of the read."""
+    """Numbers of the read units in their file, in native memory that the read owns."""
     staging: torch.Tensor
     awaited: bool
-    """Whether a caller waits for the part. False for a prefetch's that nobody has asked for yet."""
+    """Whether a caller waits for the part. False for a part of a prefetch until a caller asks for one of its rows."""
     delivered: bool = False
 
 
 @dataclass(eq=False)
 class RowRead:
-    """Rows that are read together, once, by :class:`RowReader`."""
+    """One batch of rows that :class:`RowReader` reads; it is used for one read only."""
 
     native: RowBatch
     keep: object
-    """The memory that rows are copied to: kept alive until all rows were delivered."""
+    """The owner of the memory that rows are copied to, kept alive until all rows are delivered."""
     unstarted: dict[int, _PlannedPart] = field(default_factory=dict)
-    """Parts of a prefetch whose read has not begun, by their numbers."""
+    """Parts of a prefetch whose read has not been started, by part number."""
     parts: list[_Part] = field(default_factory=list)
-    """Parts under way. Delivered parts are removed: they refer to this object, which would otherwise stay, with all its memory,
-    until the garbage collector looks for cycles."""
+    """Parts being read; delivered parts are removed.
+
+    Each part refers to this object: such a cycle would keep all its memory until the garbage collector runs.
+    """
     errors: list[OSError] = field(default_factory=list)
     abandoned: bool = False
-    """Whether nobody waits for the rows any more: their memory may be used for something else."""
+    """Whether the rows are no longer wanted: the memory for them must not be written any more."""
 
     @property
     def delivered(self) -> bool:
-        """Whether all parts were read and delivered."""
+        """Whether all parts were read, and their rows copied to the cache and the caller's memory."""
         return not self.parts and not self.unstarted
 
     def abandon(self) -> None:
-        """Deliver no further rows: their memory may be used for something else from now on."""
+        """Deliver no further rows: the caller may use the memory for something else from now on."""
         self.abandoned = True
         self.unstarted.clear()
 
 
 class RowReader:
-    """Reads rows of one table. Its methods are called with the table's lock held, unless they say otherwise.
+    """Reads rows of one table. Its methods must be called with the table's lock held, unless they say otherwise.
 
     Args:
         engine: Reads the files.
-        files: Of the layout, open for reading.
+        files: The layout's files, open for reading.
         layout: Where the rows are.
         cache: The rows that are in memory.
-        lock: The table's.
+        lock: The table's lock.
         staging_bytes: Bytes of memory for rows that are being read.
     """
 
@@ -138,7 +140,7 @@ class RowReader:
         self.hits = self.misses = self.rows_read = self.bytes_read = 0
 
     def _read_end(self, file: File, volume: int) -> tuple[int, torch.Tensor]:
-        """Return the number of a file's last, incomplete unit, and its bytes: none if all units are whole."""
+        """Return the number and the bytes of a file's last, incomplete unit; no bytes if all units are whole."""
         whole, rest = divmod(file.size(), self.unit)
         end = torch.zeros(rest, dtype=torch.uint8)
         if rest and whole * self.unit < self._layout.bytes_in(volume):
@@ -146,11 +148,11 @@ class RowReader:
         return whole, end
 
     def new_read(self, rows: torch.Tensor, out: torch.Tensor | None, width: int, admit: bool) -> RowRead:
-        """Return a read of rows that has not begun.
+        """Return a read of rows, without starting it.
 
         Args:
-            rows: Their numbers, int64, contiguous.
-            out: Contiguous memory, ``width`` bytes for each number; None to have the rows in the cache only.
+            rows: Row numbers, int64, contiguous.
+            out: Contiguous memory, ``width`` bytes for each row number; None to read rows into the cache only.
             width: Bytes of each record to copy, from its beginning.
             admit: Whether all rows that are read go into the cache.
         """
@@ -159,9 +161,9 @@ class RowReader:
         return RowRead(rows_of(self._cache, rows.data_ptr(), rows.numel(), address, 0, width, admit), out)
 
     def start(self, read: RowRead) -> None:
-        """Copy the rows that are in memory, and start reading the others.
+        """Copy the rows that are in the cache, and start reading the others.
 
-        Blocks while all staging memory is in use, and for those parts of prefetches that have the same rows.
+        Blocks while all staging memory is in use, and until parts of prefetches that contain the same rows have arrived.
 
         Raises:
             OSError: If a file cannot be read at all. The read is abandoned then.
@@ -183,13 +185,13 @@ class RowReader:
             raise
 
     def load(self, rows: torch.Tensor) -> None:
-        """Read rows into the cache, as far as there is room. Blocks.
+        """Read rows into the cache, as far as there is room. Blocks. The rows do not count as hits or misses.
 
         Args:
-            rows: Their numbers, int64, contiguous.
+            rows: Row numbers, int64, contiguous.
 
         Raises:
-            RowsUnreadable, OSError: If they cannot be read.
+            RowsUnreadable, OSError: If rows cannot be read.
         """
         hits, misses = self.hits, self.misses
         read = self.new_read(rows, None, 0, True)
@@ -201,8 +203,10 @@ class RowReader:
             raise failure
 
     def prefetch(self, rows: torch.Tensor) -> None:
-        """Start reading rows into the cache, as far as there is staging memory that callers do not need. Never waits for the
-        drive: :meth:`next_prefetched`, :meth:`collect`, or a read of the same rows starts the remaining parts.
+        """Start reading rows into the cache. Never waits for the drive.
+
+        Prefetches use only staging memory that is free and not reserved for callers. The remaining parts are started later, by
+        :meth:`next_prefetched`, by :meth:`collect`, or by a read of the same rows.
 
         Raises:
             OSError: If a file cannot be read at all.
@@ -222,14 +226,14 @@ class RowReader:
 
     @property
     def prefetching(self) -> bool:
-        """Whether a prefetch is not delivered completely."""
+        """Whether any prefetch has parts that are not delivered yet."""
         return bool(self._prefetches)
 
     def next_prefetched(self) -> Future | None:
-        """Go on with prefetches, without waiting for the drive.
+        """Deliver one part of a prefetch that has been read, and start further parts. Does not wait for the drive.
 
         Returns:
-            A read to wait for until there is more to do; None if no prefetch is left.
+            The read to wait for before the next call; None if no prefetch is left.
         """
         try:
             for read in self._prefetches:
@@ -272,7 +276,7 @@ class RowReader:
                 read.unstarted.pop(number, None)
 
     def _finish_prefetched(self, native: RowBatch) -> bool:
-        """Wait for the parts of prefetches that have missing rows of a read. Returns whether there were any."""
+        """Wait for the parts of prefetches that contain missing rows of a read. Returns whether there were any."""
         awaited = [(read, number) for read in self._prefetches for number in native.awaited_parts(read.native)]
         for read, number in awaited:
             for part in read.parts:
@@ -316,8 +320,9 @@ class RowReader:
             self._deliver(self._next_to_end())
 
     def _next_to_end(self) -> _Part:
-        """Return the part whose memory is free next: one that has been read, else the oldest that a caller waits for, else the
-        oldest of a prefetch.
+        """Return the part to wait for when staging memory is needed.
+
+        That is a part that has been read; if there is none, the oldest that a caller waits for; else the oldest of a prefetch.
         """
         for part in self._under_way:
             if part.future.done():
@@ -330,7 +335,7 @@ class RowReader:
         return OSError(errno.ESTALE, f"the file has {size} bytes, and the table had {wanted} in it when it was opened", file.path)
 
     def _deliver(self, part: _Part) -> None:
-        """Wait for a part, copy its rows, and free its memory. Idempotent."""
+        """Wait for a part, copy its rows to the cache and the caller's memory, and free its staging memory. Idempotent."""
         if part.delivered:
             return
         with profiler_range("wait_rows"):
@@ -349,7 +354,7 @@ class RowReader:
             self._staging.give_back(part.staging)
 
     def _read_singly(self, part: _Part, failed: Sequence[int], error: OSError) -> tuple[list[int], OSError]:
-        """Read failed units again, one by one: of a broken page, only the rows on it are lost.
+        """Read failed units again, one by one, so that a broken page costs only the rows on it.
 
         Returns the units that cannot be read, and the error of the first.
         """
@@ -366,7 +371,7 @@ class RowReader:
         return [index for index, _ in broken], broken[0][1] if broken else error
 
     def collect(self) -> None:
-        """Deliver all parts that were read by now, also those of prefetches and of futures that nobody has asked."""
+        """Deliver all parts that have been read by now, of all reads and prefetches, and start further parts of prefetches."""
         for part in list(self._under_way):
             if part.future.done():
                 self._deliver(part)
@@ -383,19 +388,19 @@ class RowReader:
                 self._deliver(part)
 
     def abandon(self, read: RowRead) -> None:
-        """Deliver no further rows of a read, once this returns. May be called without the lock."""
+        """Deliver no further rows of a read once this method returns. May be called without the lock."""
         with defer_interrupts(), self._lock:
             read.abandon()
 
     def finish_all(self) -> None:
-        """Wait for all parts under way. Drops prefetches that were not started."""
+        """Wait for all parts being read. Parts of prefetches that were not started are dropped."""
         self.drop_prefetches()
         while self._under_way:
             self._deliver(self._under_way[0])
         self._prefetches.clear()
 
     def failure_of(self, read: RowRead) -> RowsUnreadable | None:
-        """Return the error of a read some of whose rows could not be read."""
+        """Return the error that names the rows of a finished read that could not be read; None if all could."""
         failed = read.native.failed_rows
         if not failed:
             return None

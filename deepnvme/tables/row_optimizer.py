@@ -1,4 +1,4 @@
-"""Trains rows on a drive, by torch's optimizers."""
+"""An optimizer for rows on a drive, which steps them by torch's optimizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .row_states import OptimizerFactory, OptimizerStates, as_number, check_stat
 from .table import Table
 
 _ATTRIBUTE = "optimizer"
-"""Name of the table's attribute that has the states of the table as a whole."""
+"""Name of the table's attribute that stores optimizer states of the whole table, such as the number of steps."""
 
 
 @dataclass(eq=False)
@@ -31,10 +31,10 @@ class _Trained:
     inner: torch.optim.Optimizer
     """Torch's optimizer. It has a parameter only during a step."""
     stepped: tuple[TensorWeakRef, int] | None = None
-    """The gradient of the last step, with its version: a gradient that was not dropped since is noticed."""
+    """The gradient of the last step and its ``_version``, by which a missing ``zero_grad()`` is noticed; None before a step."""
 
     def adds_to_stepped(self) -> bool:
-        """Return whether a backward has added to the gradient of the last step."""
+        """Return whether a backward has added to the gradient of the last step, because ``zero_grad()`` was not called."""
         gradient = self.embedding.gradient_holder.grad
         if self.stepped is None or gradient is None:
             return False
@@ -48,8 +48,9 @@ class _Trained:
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Trains the rows of embeddings on a drive: reads the rows that have gradients, steps them by torch's optimizer, and writes
-    them with their states.
+    """Trains the rows of embeddings on a drive.
+
+    A step reads the rows that have gradients, steps them by torch's optimizer, and writes them with their states.
 
     >>> optimizer = RowOptimizer(model, torch.optim.SparseAdam, lr=1e-3)
     >>> for step, (ids, labels) in enumerate(loader):
@@ -59,25 +60,25 @@ class RowOptimizer(torch.optim.Optimizer):
     ...     if step % 1000 == 0:
     ...         optimizer.commit({"step": step})
 
-    The rows have the same bits afterwards as those of ``torch.nn.Embedding(sparse=True)`` with the same optimizer.
+    The rows are afterwards bit-identical to those of ``torch.nn.Embedding(sparse=True)`` with the same optimizer.
 
-    Changes are kept as :meth:`Table.write` does, and are there after a crash from :meth:`commit` on. An optimizer of embeddings
-    that were opened again goes on from their last commit, with the right number of steps.
+    Changes become durable with :meth:`commit`; after a crash, rows are as at the last commit (see :meth:`Table.write`). An
+    optimizer of embeddings that were opened again continues from their last commit, with the right number of steps.
 
-    ``param_groups`` is for learning rate schedulers, as in torch. Its ``params`` are tensors without memory, the
-    ``gradient_holder`` of each embedding. They are no parameters of the model: so drop the gradients by this optimizer's
-    :meth:`zero_grad`, and not by the model's only, and clip them with ``clip_grad_norm_([*model.parameters(), *holders])``, where
-    ``holders`` are the params of these groups.
+    ``param_groups`` is for learning rate schedulers, as in torch. Its ``params`` are the ``gradient_holder`` of each embedding,
+    tensors without memory. They are not parameters of the model, so ``model.zero_grad()`` does not drop their gradients:
+    call this optimizer's :meth:`zero_grad`. Clip the gradients with ``clip_grad_norm_([*model.parameters(), *holders])``,
+    where ``holders`` are the params of these groups.
 
     Args:
-        embeddings: A model, whose embeddings on a drive are trained unless they are frozen; or a list of embeddings; or groups of
-            embeddings, as ``{"params": [embedding, ...], "lr": ...}``.
+        embeddings: A model, whose embeddings on a drive are trained unless they are frozen; or a list of embeddings; or
+            groups of embeddings, as ``{"params": [embedding, ...], "lr": ...}``.
         optimizer: A class of torch.optim, or :class:`RowWiseAdagrad`; None for the one that the embeddings were made for.
         **settings: Arguments of that class.
 
     Raises:
-        ValueError: If there is no embedding to train, or the optimizer has other states than are kept beside the rows.
-        OSError: From the drive, if the commit of a process that was killed has to be finished.
+        ValueError: If there is no embedding to train, or the tables do not store the states that the optimizer needs.
+        OSError: From the drive. The constructor also finishes the commit of a process that was killed.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self._continue(holder)
 
     def _with_holders(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a group whose parameters are the embeddings' gradient holders."""
+        """Return a parameter group with the gradient holders of the embeddings in ``group`` as its ``params``."""
         holders = []
         for embedding in group["params"]:
             if not isinstance(embedding, RowsOnDisk):
@@ -117,7 +118,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return CommonCommits([trained.table for trained in self._trained.values()])
 
     def _continue(self, holder: torch.Tensor) -> None:
-        """Go on from the last commit of an embedding's table."""
+        """Set the optimizer's state to that of the last commit of an embedding's table. ``holder``: its gradient holder."""
         trained = self._trained[holder]
         committed = trained.table.attributes.get(_ATTRIBUTE, {})
         self.state[holder] = copied(trained.states.table)
@@ -126,9 +127,9 @@ class RowOptimizer(torch.optim.Optimizer):
                 self.state[holder][name] = _like(committed[name], trained.states.table.get(name))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's optimizers do: its ``params`` may be embeddings on a drive.
+        """Add a parameter group, as torch's optimizers do. Its ``params`` may be embeddings on a drive.
 
-        These go on from their last commits; embeddings that were there before keep their steps.
+        Embeddings in the new group continue from their last commits; the earlier embeddings keep their steps.
 
         Raises:
             ValueError, OSError: As the class does.
@@ -153,18 +154,19 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change the rows that have gradients. Blocks until they are read; they are written later.
+        """Train the rows that have gradients. Blocks until they are read and changed in memory; they are written later.
 
         Args:
-            closure: Computes the loss and its gradients again, as for torch's optimizers. None if the gradients are there.
+            closure: Computes the loss and its gradients again, as for torch's optimizers. None if the gradients exist already.
 
         Returns:
             What the closure returned; None without one.
 
         Raises:
-            OSError: From the drive, such as RowsUnreadable. Some rows may be changed: call :meth:`rollback`. Also if a commit has
-                failed halfway and cannot be finished yet: no row is changed then.
-            RuntimeError: After such an error, or an interrupt; and for a gradient that is not sparse, where no row is changed.
+            OSError: From the drive, such as RowsUnreadable. Some rows may be changed: call :meth:`rollback`. Also if a
+                commit has failed halfway and cannot be finished yet: no row is changed then.
+            RuntimeError: If an earlier step failed or was interrupted, until :meth:`rollback`; or if a gradient is not sparse.
+                No row is changed then.
         """
         self._check_whole()
         self._commits.finish()
@@ -192,7 +194,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the rows, or make them zero. ``model.zero_grad()`` does not: the rows are no parameters of it."""
+        """Drop the gradients of the rows, or set them to zero. ``model.zero_grad()`` does not: rows are not its parameters."""
         super().zero_grad(set_to_none)
         for trained in self._trained.values():
             trained.stepped = None
@@ -238,26 +240,25 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the last :meth:`commit`: of several tables, the first table's."""
+        """Attributes given to the last :meth:`commit`; with several tables, those of the first table."""
         first = next(iter(self._trained.values()))
         return {name: value for name, value in first.table.attributes.items() if name != _ATTRIBUTE}
 
     def commit(self, attributes: Mapping[str, Any] | None = None) -> None:
-        """Make the changes so far the last commits of all tables, with the number of steps. Blocks until they are on
-        stable storage.
+        """Commit the changes of all tables so far, together with the number of steps. Blocks until they are on stable storage.
 
-        After a crash all tables are as they were at this commit, or all at the one before, once there is an optimizer of them
-        again.
+        After a crash, and once a new optimizer of these tables was made, all tables are at this commit, or all at the previous
+        one.
 
         Args:
-            attributes: Noted with the commit, for :attr:`attributes`, such as a position in the data: anything JSON can hold.
-                None keeps the last commit's.
+            attributes: Stored with the commit and returned by :attr:`attributes`, such as a position in the data: anything that
+                JSON can hold. None keeps the attributes of the last commit.
 
         Raises:
             ValueError: For attributes named "optimizer".
-            OSError: From the drive, such as ENOSPC. commit() may be called again. Until it, or a step, has succeeded, do not
-                change rows by :meth:`Table.write` or a module's ``load_state_dict``, which do not wait for it: they might
-                become part of a commit that only some of the tables have.
+            OSError: From the drive, such as ENOSPC. commit() may be called again. Until a commit() or a step has
+                succeeded, do not change rows by :meth:`Table.write` or a module's ``load_state_dict``: these do not finish
+                the commit first, so their changes might become part of a commit that only some of the tables have.
             RuntimeError: After a step that has failed.
         """
         self._check_whole()
@@ -270,7 +271,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._commits.commit(noted)
 
     def rollback(self) -> None:
-        """Go back to the last commits of all tables, and drop the gradients. Blocks. Raises OSError; call it again then."""
+        """Undo all changes since the last commit, and drop the gradients. Blocks. After an OSError, call it again."""
         self._failed = True
         self._commits.rollback()
         for holder in self._trained:
@@ -281,10 +282,10 @@ class RowOptimizer(torch.optim.Optimizer):
     # -- state dicts, in torch's form
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states as torch's optimizer of ``nn.Embedding(sparse=True)`` has them. Blocks until they are written.
+        """Return a state dict as torch's optimizer of ``nn.Embedding(sparse=True)`` has it. Blocks until the states are written.
 
-        Those of rows are tensors mapped from files without a name beside the table: they take no memory, and space on the drive
-        until they are gone.
+        The states of rows are tensors mapped from unnamed temporary files beside the table. They take no memory, but space
+        on the drive until the tensors are garbage-collected.
 
         Raises:
             OSError: From the drive, such as ENOSPC.
@@ -297,7 +298,7 @@ class RowOptimizer(torch.optim.Optimizer):
             table, rows = trained.table, trained.states.rows
 
             def values(begin: int, end: int, table: Table = table, names: tuple[str, ...] = tuple(rows)) -> list[torch.Tensor]:
-                """Return rows ``begin`` to ``end`` of each state."""
+                """Return rows ``begin`` to ``end`` of each optimizer state."""
                 records = table.read_records(torch.arange(begin, end), keep=False)
                 return [records[name] for name in names]
 
@@ -309,12 +310,12 @@ class RowOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the states of :meth:`state_dict`, or of torch's optimizer. Blocks until they are written to the tables.
+        """Load a state dict of this class, or of torch's optimizer. Blocks until the states are written to the tables.
 
-        They are there after a crash from the next :meth:`commit` on.
+        The loaded states are durable from the next :meth:`commit` on.
 
         Raises:
-            ValueError: If they have other shapes or names; nothing is changed then.
+            ValueError: If the states have other shapes or names; nothing is changed then.
             OSError: From the drive: call :meth:`rollback`.
             RuntimeError: After a step that has failed.
         """
@@ -351,13 +352,13 @@ class RowOptimizer(torch.optim.Optimizer):
         self._failed = False
 
     def _numbered(self) -> Iterator[tuple[int, _Trained]]:
-        """Return each embedding with its number in state dicts."""
+        """Yield each embedding with its index in state dicts."""
         holders = [holder for group in self.param_groups for holder in group["params"]]
         return ((number, self._trained[holder]) for number, holder in enumerate(holders))
 
 
 def _load_rows(trained: _Trained, given: Mapping[str, torch.Tensor] | None) -> None:
-    """Write the states of all rows, some MiB at a time: the given states, or the initial ones if none are given."""
+    """Write the optimizer states of all rows, some MiB at a time. ``given``: the states; None for their initial values."""
     table, rows = trained.table, trained.states.rows
     if not rows:
         return
@@ -373,7 +374,7 @@ def _load_rows(trained: _Trained, given: Mapping[str, torch.Tensor] | None) -> N
 
 
 def _groups_of(embeddings: nn.Module | Iterable[nn.Module | dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Return groups of embeddings. Raises ValueError if there are none."""
+    """Yield parameter groups of the embeddings on a drive. Raises ValueError if there are none."""
     if isinstance(embeddings, nn.Module):
         embeddings = [each for each in embeddings.modules() if isinstance(each, RowsOnDisk) and each.trained]
     given = list(embeddings)
@@ -390,16 +391,16 @@ def _groups_of(embeddings: nn.Module | Iterable[nn.Module | dict[str, Any]]) -> 
 
 
 def _like(number: float, example: Any) -> Any:
-    """Return a number as a tensor like the example, if that is one."""
+    """Return a number as it is, or as a tensor like ``example`` if that is a tensor."""
     return torch.full_like(example, number) if isinstance(example, torch.Tensor) else number
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad whose accumulator is the sum of the mean squares of each row's gradients: one number for each row.
+    """Adagrad with one accumulator per row: the sum of the mean squares of the row's gradients.
 
-    That is FBGEMM's EXACT_ROWWISE_ADAGRAD: ``sum += mean(gradient ** 2)``, then
+    The same as FBGEMM's EXACT_ROWWISE_ADAGRAD: ``sum += mean(gradient ** 2)``, then
     ``row -= lr * gradient / (sqrt(sum) + eps)``. Takes sparse gradients, as ``nn.Embedding(sparse=True)`` has them, and dense
-    ones. The sum is float32, of float64 rows float64.
+    ones. The sum is float32; float64 for float64 rows.
 
     Args:
         params: Parameters, whose first dimension is the row.

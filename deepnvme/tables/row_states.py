@@ -1,4 +1,4 @@
-"""The states that an optimizer keeps for each row, found by trying the optimizer on a parameter of three rows."""
+"""Finds out which states an optimizer keeps for each row, by running it on a parameter of three rows."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ class OptimizerStates:
     """The states that an optimizer keeps for a table."""
 
     rows: Mapping[str, State]
-    """States of each row."""
+    """States that each row has: dtype, shape and initial value, by name."""
     table: Mapping[str, Any]
-    """States of the table as a whole, such as the number of steps, as they are before the first step. Empty if the optimizer
-    makes them in its first step."""
+    """States of the whole table before the first step, such as the number of steps; empty if the first step makes them."""
     names: tuple[str, ...]
     """Names of all states, in the optimizer's order."""
 
     @property
     def all_by_row(self) -> bool:
-        """Whether all states are of single rows."""
+        """Whether all states belong to single rows, and none to the whole table."""
         return set(self.names) == set(self.rows)
 
 
@@ -50,7 +49,8 @@ def states_of(optimizer: OptimizerFactory, dtype: torch.dtype, embedding_dim: in
     """Return the states that an optimizer keeps for a table of rows of ``embedding_dim`` elements.
 
     Raises:
-        ValueError: If the optimizer takes no sparse gradients, changes rows without gradients, or makes NaN of gradients of 0.
+        ValueError: If the optimizer cannot train single rows: it takes no sparse gradients, changes rows without gradients, or
+            turns rows into NaN where their gradient is 0.
     """
     name = optimizer_name(optimizer)
     parameter = torch.nn.Parameter(torch.ones(_ROWS, embedding_dim, dtype=dtype))
@@ -94,7 +94,7 @@ def states_of(optimizer: OptimizerFactory, dtype: torch.dtype, embedding_dim: in
 
 
 def check_states(table: Table, optimizer: OptimizerFactory) -> OptimizerStates:
-    """Return the states that an optimizer keeps for a table. Raises ValueError if the table was made for other states."""
+    """Return the states that an optimizer keeps for a table. Raises ValueError if the table stores other states."""
     states = states_of(optimizer, table.dtype, table.row_shape[0])
     wanted = {name: (state.dtype, tuple(state.shape)) for name, state in states.rows.items()}
     if table.states != wanted:
@@ -121,7 +121,7 @@ def copied(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_number(value: Any) -> int | float:
-    """Return a state of a table as a number, which JSON can hold."""
+    """Return a state of the whole table as a number, which JSON can hold. Raises ValueError if it is no number."""
     number = value.item() if isinstance(value, torch.Tensor) else value
     if not isinstance(number, int | float):
         raise ValueError(f"a state of a table must be a number, got {value!r}")

@@ -1,4 +1,4 @@
-"""Rows that a caller reads: their numbers, checked; the memory that they are delivered in; and the future."""
+"""The future of a read of rows, with the checks of row numbers and the memory for the result."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from .session import TableSession
 
 _HUGE_FROM = 4 << 20
-"""Bytes of a result that is on huge pages: with others, 32 MiB of rows took twice as long, most of it to allocate pages."""
+"""Results of at least this many bytes are on huge pages: on others, 32 MiB of rows took twice as long, mostly for page faults."""
 
 
 class PartialRows(NamedTuple):
-    """The rows that could be read, with ``errors="partial"``."""
+    """Result of :meth:`Table.read` with ``errors="partial"``: the rows that could be read, and which could not."""
 
     rows: torch.Tensor
-    """As :meth:`Table.read` returns them. Rows that could not be read have undefined values."""
+    """The rows, of shape ``ids.shape + row_shape``. Rows that could not be read have undefined values."""
     failed: tuple[FailedRow, ...]
     """Rows that could not be read, each once; empty if all could."""
     positions: torch.Tensor
@@ -40,18 +40,18 @@ def check_integers(ids: torch.Tensor) -> None:
 
 
 def checked_ids(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return row numbers as contiguous int64 on the CPU.
+    """Check row numbers, and return them as contiguous int64 on the CPU.
 
     Args:
         ids: Integers of any shape, on any device; or anything that ``torch.as_tensor`` takes.
         rows: Number of rows of the table.
 
     Returns:
-        The numbers, in the shape of ``ids``. It may be ``ids`` itself.
+        The numbers, in the shape of ``ids``. May be ``ids`` itself.
 
     Raises:
-        TypeError: If ``ids`` are no integers.
-        IndexError: For a number outside 0 to ``rows - 1``: the first one, with its position in ``ids``.
+        TypeError: If ``ids`` are not integers.
+        IndexError: If a number is not in 0 to ``rows - 1``. The message names the first one, with its position in ``ids``.
     """
     if not isinstance(ids, torch.Tensor):
         ids = torch.as_tensor(ids)
@@ -84,7 +84,7 @@ def values_for(numbers: torch.Tensor, out: torch.Tensor | None, values: Column) 
 
 
 class RowsFuture:
-    """Rows that are being read, by :meth:`Table.read_async`."""
+    """The future of a read of rows: returned by :meth:`Table.read_async`."""
 
     _read: RowRead | None = None
     _pid = 0
@@ -92,10 +92,10 @@ class RowsFuture:
     def __init__(
         self, session: TableSession, numbers: torch.Tensor, result: torch.Tensor, width: int, keep: bool = False
     ) -> None:  # fmt: skip
-        """Prepare a read.
+        """Prepare a read, without starting it.
 
         Args:
-            session: Of the table.
+            session: The table's session.
             numbers: Checked row numbers.
             result: The caller's tensor, on any device.
             width: Bytes of each record that are read, from its beginning.
@@ -133,7 +133,7 @@ class RowsFuture:
         return torch.tensor(self._read.native.failed_positions(), dtype=torch.int64)
 
     def rows(self) -> torch.Tensor:
-        """Return the caller's tensor, with the rows that were read."""
+        """Copy the rows that were read to the caller's tensor, if they are not there yet, and return that tensor."""
         if not self._in_place:
             with torch.no_grad():
                 self._result.copy_(self._rows)
@@ -171,10 +171,10 @@ class RowsFuture:
             reader.start(self._read)
 
     def _wait(self) -> RowsUnreadable | None:
-        """Wait for the rows, and read them once more if they may be torn, since rows were written meanwhile.
+        """Wait for the rows, and read them again if a commit or a write may have mixed old and new bytes in them.
 
-        The last thing that a reader does is to look at the manifest: the cache's rows were read before, while that manifest was
-        in force, whose versions no writer touches.
+        The manifest is checked last. If it was not replaced until then, all rows are of the commit that it describes, since no
+        writer overwrites versions of the last commit.
         """
         session = self._session
         assert session is not None
@@ -190,13 +190,13 @@ class RowsFuture:
             self._start()
 
     def _abandon(self) -> None:
-        """Deliver no further rows: the caller may use the memory for something else."""
+        """Stop delivering rows, so that the caller may use the memory for something else."""
         if self._session is not None and self._read is not None and self._pid == os.getpid():
             self._session.reader.abandon(self._read)
 
 
 def _host_memory(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = False) -> torch.Tensor:
-    """Return host memory for rows."""
+    """Return uninitialised host memory for rows; on huge pages if it is large and not pinned."""
     nbytes = math.prod(shape) * dtype.itemsize
     if pinned or nbytes < _HUGE_FROM:
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)

@@ -1,11 +1,11 @@
-"""The open files of a table in one process, with the rows that are in memory.
+"""A session: the open files of a table in one process, with the rows that are in memory.
 
-1. A directory has one writer at a time, which holds its lock. Any number of readers open the files beside it, without a lock.
-2. A reader shows one commit. It goes on to a later one only in :meth:`TableSession.refresh`, which empties the cache first.
-3. A writer never overwrites a version of the last commit. So what a reader has read is valid if the manifest was not replaced
-   until the read ended; otherwise the rows are read once more.
-4. A forked child shares nothing with its parent but the layout: it opens the files again, as a reader.
-5. All methods but :meth:`close` are called with ``lock`` held.
+1. A directory has one writer at a time, which holds its lock. Any number of readers open the files too, without a lock.
+2. A reader shows one commit. It changes to a later one only in :meth:`TableSession.refresh`, which empties the cache first.
+3. A writer never overwrites a version of the last commit. So rows that a reader has read are valid if the manifest was not
+   replaced before the read ended; otherwise the rows are read once more.
+4. A forked child shares only the layout with its parent: it opens the files again, as a reader.
+5. All methods but :meth:`close` must be called with ``lock`` held.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from deepnvme.ops.aio.async_io_op.tables import RowCache
 
 _FEWEST_SLOTS = 64
-"""Rows that a writer has in memory at least."""
+"""Least number of rows for which a writer has memory, whatever the budget."""
 _LOCKED_REMEDY = "commit() what is to be kept, and call its close() (an embedding has it as .table)"
-"""What to do about the writer of a table that a second writer is opened for."""
+"""Advice in the error if a second writer is opened: what to do with the first one."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class TableStats(ReportFigures):
     changed_rows: int
     """Rows that are changed in memory, and not written yet."""
     pinned_rows: int
-    """Rows that stay in memory."""
+    """Rows that :meth:`Table.pin` keeps in memory."""
 
     @property
     def hit_rate(self) -> float:
@@ -81,15 +81,15 @@ class TableStats(ReportFigures):
 
 
 class TableSession:
-    """Opens the files of a table, and closes them.
+    """The open files of a table in one process: opens them, reopens them in a forked child, and closes them.
 
     Args:
         layout: Where the rows are.
-        directories: The table's directories; None for files in place, which have no manifest.
-        epochs: As the manifest says.
+        directories: The table's directories; None for a file that is used as a table in place, which has no manifest.
+        epochs: Epochs from the manifest.
         writable: Whether rows will be changed.
         memory_budget: Bytes of memory for rows.
-        staging_bytes: Bytes of pinned memory for rows on their way.
+        staging_bytes: Bytes of pinned memory through which rows are read and written.
         config: Settings of the engine; None for the profile of the drive.
 
     Raises:
@@ -103,9 +103,9 @@ class TableSession:
         self.layout, self._directories, self._config = layout, directories, config
         self.memory_budget, self.staging_bytes = memory_budget, staging_bytes
         self.lock = threading.RLock()
-        """Held by whoever calls a method, or one of the reader's or writer's."""
+        """The table's lock. Callers hold it while they call methods of the session, its reader or its writer."""
         self.generation = 0
-        """How many commits of the writer a reader has gone on to."""
+        """Number of times that a reader has changed to a later commit of the writer."""
         self.writer: RowWriter | None = None
         self._inodes: list[tuple[int, int]] = []
         self._locks: list[DirectoryLock] = []
@@ -153,8 +153,10 @@ class TableSession:
             raise
 
     def _check_files(self, writable: bool) -> None:
-        """Raise CorruptTable if a file is too short or too long, or a row does not fit into a version; ValueError if the drive's
-        sectors are larger than versions.
+        """Check sizes, and raise CorruptTable or ValueError.
+
+        CorruptTable: a file is too short or too long, or a row does not fit into a version. ValueError: for a
+        writer, the bytes of a version are not a multiple of the drive's sector size.
         """
         layout = self.layout
         version = layout.version_bytes
@@ -171,7 +173,11 @@ class TableSession:
                 )
 
     def _check_identity(self, epochs: Epochs) -> Epochs:
-        """Return the epochs of the manifest that the files belong to. Raises ValueError if they belong to none."""
+        """Check that the files belong to the manifest's table, and return the manifest's epochs.
+
+        If a writer has replaced the manifest meanwhile, the new one is read and checked. Raises ValueError if the files belong
+        to another table.
+        """
         while True:
             try:
                 check_identity(self.layout, epochs)
@@ -186,7 +192,7 @@ class TableSession:
             epochs = self._newest_epochs()
 
     def _new_cache(self, writable: bool) -> tuple[torch.Tensor, RowCache]:
-        """Return the memory of a cache within the budget, and the cache. csrc/tables/row_cache.cpp decides which rows stay."""
+        """Return the memory of a row cache within the budget, and the cache. csrc/tables/row_cache.cpp evicts rows."""
         native, layout = load_async_io().tables, self.layout
         slot = native.slot_bytes(layout.record_bytes)
         counts = range(1, layout.rows + 1)
@@ -204,7 +210,7 @@ class TableSession:
         return memory, cache
 
     def reader_here(self) -> RowReader:
-        """Return the reader, at the writer's last commit. Opens the files again in a forked child.
+        """Return this process's reader, at the writer's last commit. In a forked child, opens the files again first.
 
         Raises:
             ValueError: After :meth:`close`.
@@ -224,13 +230,13 @@ class TableSession:
 
     @property
     def epochs(self) -> Epochs:
-        """The epochs of the commit that is shown."""
+        """The epochs of the commit that this session reads; for a writer, of its last commit."""
         self._check_usable()
         self.refresh()
         return self._epochs if self.writer is None else self.writer.epochs
 
     def refresh(self) -> None:
-        """Go on to the writer's last commit, if this is a reader and there is a later commit. Raises OSError."""
+        """Change to the writer's last commit, if this is a reader and there is a newer commit. Raises OSError."""
         if self._manifest is None or not self._manifest.replaced():
             return
         assert self._directories is not None
@@ -253,7 +259,7 @@ class TableSession:
             self._manifest = newer
 
     def _newest_epochs(self) -> Epochs:
-        """Return the epochs of the manifest. Raises OSError (ESTALE) if it has become another table's."""
+        """Return the epochs in the current manifest. Raises OSError (ESTALE) if the table was replaced by another one."""
         assert self._directories is not None
         layout, epochs = load_manifest(self._directories[0])
         # A table that was made again, or restored from a backup, may have the same layout, and has other files.
@@ -334,7 +340,7 @@ _sessions: weakref.WeakSet[TableSession] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
-    """Replace the locks in a forked child: another thread of the parent may have held them, and is not there to release them."""
+    """Replace the locks in a forked child: nobody there would release a lock that another thread of the parent held."""
     for session in _sessions:
         session.lock = threading.RLock()
 

@@ -1,4 +1,4 @@
-"""A table of rows on a drive, or on several, read by their numbers."""
+"""A table: rows on one or several drives, read and changed by their numbers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Errors = Literal["raise", "partial"]
-"""What happens if rows cannot be read: an exception, or the others are returned."""
+"""What to do if rows cannot be read: "raise" an exception, or return the other rows ("partial")."""
 
 DEFAULT_MEMORY_BUDGET = 64 << 20
 
 
 class TableMemory(TypedDict, total=False):
-    """Arguments of :meth:`Table.open` that whatever opens tables passes on to it."""
+    """Keyword arguments for memory and engine that functions which open tables pass on to :meth:`Table.open`."""
 
     memory_budget: MemoryBudget
     staging_bytes: ByteCount
@@ -46,7 +46,7 @@ class TableMemory(TypedDict, total=False):
 
 
 def as_paths(paths: AnyPath | Iterable[AnyPath]) -> list[Path]:
-    """Return one path, or several, as a list. Paths that are bytes are decoded as the file system's names are."""
+    """Return one path, or several, as a list of Path. Paths given as bytes are decoded with the file system's encoding."""
     given = [paths] if isinstance(paths, str | bytes | os.PathLike) else list(paths)
     return [Path(os.fsdecode(each)) for each in given]
 
@@ -67,23 +67,24 @@ class Table:
     >>> table = Table.from_tensor("/mnt/nvme/features", features)
     >>> rows = table.read(torch.tensor([[3, 1], [4, 1]]))    # shape (2, 2, ...)
 
-    Made by :meth:`create`, :meth:`from_tensor` or :meth:`open`. The rows used most often stay in memory, within a budget.
+    Made by :meth:`create`, :meth:`from_tensor` or :meth:`open`. The most used rows stay in memory, within a budget.
     Thread-safe.
 
-    A forked child, and a pickled copy such as a DataLoader worker's, opens the table again, to read it.
+    A forked child opens the table again, read-only, when it uses it. So does a process that gets a pickled copy, such as a
+    DataLoader worker.
     """
 
     session: TableSession
     """The open files. Used by this package only."""
 
     def __init__(self, session: TableSession, reopen: Callable[[], Table]) -> None:
-        """``reopen`` opens the table in another process: it is pickled."""
+        """Make a table of an open session. ``reopen`` opens the table in another process; it is pickled for that."""
         self.session, self._reopen = session, reopen
         self._layout = session.layout
         self.memory_budget = session.memory_budget
-        """Bytes of memory for rows."""
+        """Bytes of memory for rows that stay in memory."""
         self.staging_bytes = session.staging_bytes
-        """Bytes of pinned memory for rows on their way."""
+        """Bytes of pinned memory through which rows are read and written."""
 
     # -- making one
 
@@ -102,7 +103,7 @@ class Table:
         staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
         config: AioConfig | None = None,
     ) -> Table:
-        """Make a new table and open it. Blocks until its rows are on the drive.
+        """Create a new table, and open it. Blocks until its rows are on stable storage.
 
         Args:
             paths: A directory, which is created if it is missing, or several on different drives, over which the rows are
@@ -113,15 +114,16 @@ class Table:
             values: Returns rows ``begin`` to ``end``, of shape ``(end - begin, *shape)``; called for all rows in their order,
                 some thousand at a time. None for zeros.
             states: Optimizer states that are kept beside each row, by name.
-            updatable: Whether rows can be changed. Each then takes twice its bytes, and whole sectors: see docs/tables.md.
+            updatable: Whether rows can be changed later. Each row then takes twice its bytes, and whole sectors: see
+                docs/tables.md.
             memory_budget: As for :meth:`open`.
             staging_bytes: As for :meth:`open`.
             config: Settings of the engine; None for the profile of the drive.
 
         Raises:
             FileExistsError: If there is a table already.
-            ValueError: For a shape without bytes, or values of another shape or dtype.
-            OSError: From the drive; ENOSPC before anything is written if there is too little space. Nothing is left then.
+            ValueError: For a row shape without bytes, or if ``values`` returns another shape or dtype.
+            OSError: From the drive; ENOSPC before anything is written if there is too little space. All files are removed then.
         """
         memory_budget = budget_bytes(memory_budget, "memory_budget")
         staging_bytes = byte_count(staging_bytes, "staging_bytes")
@@ -162,32 +164,34 @@ class Table:
         staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
         config: AioConfig | None = None,
     ) -> Table:
-        """Open a table, or a file that is one already, without a copy.
+        """Open a table, or a file whose rows can be read in place, without a copy.
 
         Args:
-            paths: The directory of a table, or of one over several drives the first; if it was copied or moved, all of them, in
-                the order in which it was created. Or a ``.npy`` file; a ``.safetensors`` or ``.pt`` file; or any other file,
-                whose rows are as ``dtype`` and ``shape`` say.
+            paths: The directory of a table. For a table over several drives, its first directory; if it was copied or
+                moved, all its directories, in the order in which it was created. Or a ``.npy``, ``.safetensors`` or
+                ``.pt`` file; or any other file of raw rows, as ``dtype`` and ``shape`` describe them.
             name: Name of the tensor in a ``.safetensors`` or ``.pt`` file that has several.
             dtype: Dtype of the values in a raw file.
             shape: Shape of one row in a raw file.
             offset: Bytes from the start of a raw file to its first row.
-            writable: Whether rows will be changed: of tables that were created ``updatable``. There is one writer at a time,
-                and any number of readers beside it, which see its last commit.
-            memory_budget: Bytes of rows that stay in memory, with what is needed to find them; or "8GB", "25%", "auto": see
-                :data:`deepnvme.memory.MemoryBudget`. No more is used than the table has rows for.
-            staging_bytes: Bytes of pinned memory for rows on their way, besides, or a size such as "64MiB": two thirds for reads,
-                and one third for writes if the table is ``writable``. It is allocated when it is first used. At least two parts
-                of 256 KiB, or of a row if that is larger, are used for each.
+            writable: Whether rows will be changed; only for a table that was created ``updatable``. A table has one writer at a
+                time. Any number of readers may have it open too; they see the writer's last commit.
+            memory_budget: Bytes of memory for rows that stay in memory, including the index to find them; or "8GB", "25%",
+                "auto": see :data:`deepnvme.memory.MemoryBudget`. No more is used than the table has rows for.
+            staging_bytes: Bytes of pinned memory, in addition to ``memory_budget``, through which rows are read and
+                written, or a size such as "64MiB". Two thirds are for reads, and one third for writes if the table is
+                ``writable``. Each has at least two parts of 256 KiB, or of a row if that is larger. The memory is
+                allocated when it is first used.
             config: Settings of the engine; None for the profile of the drive.
 
         Raises:
             FileNotFoundError: If there is no such file or table.
-            StoreLocked: If another writer has the table, who is named. One that nobody has any more is collected first.
+            StoreLocked: If another writer has the table open; the message names it. A writer that is no longer referenced is
+                garbage-collected first.
             CorruptTable: If the table is damaged, or one of its files too short.
-            ValueError: For directories that do not belong together, or not in this order; a file whose rows do not lie one after
-                the other, a raw file without ``dtype`` and ``shape``, or ``writable`` for what is not an updatable table.
-            OSError: From opening it.
+            ValueError: For directories that do not belong together, or not in this order; a file whose rows are not contiguous;
+                a raw file without ``dtype`` and ``shape``; or ``writable`` for anything but an updatable table.
+            OSError: From opening the files.
         """
         memory_budget = budget_bytes(memory_budget, "memory_budget")
         staging_bytes = byte_count(staging_bytes, "staging_bytes")
@@ -240,17 +244,17 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, without their states."""
+        """Bytes of the values of all rows, without their optimizer states."""
         return self.rows * self._layout.values.nbytes
 
     @property
     def states(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Optimizer states beside each row: dtype and shape of one row's, by name."""
+        """Optimizer states kept beside each row: by name, the dtype and the shape for one row."""
         return {each.name: (each.dtype, each.shape) for each in self._layout.columns[1:]}
 
     @property
     def directory(self) -> Path:
-        """The directory of the table's file, or of the first of several."""
+        """The table's first directory; for a file that is used as a table in place, the directory of the file."""
         return self._layout.files[0].parent
 
     @property
@@ -274,24 +278,24 @@ class Table:
     def read(self, ids: torch.Tensor, out: torch.Tensor | None = None, *, errors: Errors = "raise") -> torch.Tensor | PartialRows:
         """Return rows by their numbers. Blocks.
 
-        Beside a writer in another process, a read that a commit overtakes is made once more: it ends if it takes less time than
-        passes between two commits.
+        If another process commits during a read, the rows are read once more. So a read beside a writer only ends if it
+        takes less time than passes between two commits.
 
         Args:
-            ids: Integers of any shape and in any order; the same may occur more than once.
-            out: A tensor of shape ``ids.shape + row_shape`` and the table's dtype to put them in, on any device. None for a
-                new one.
-            errors: "raise", or "partial" to have the rows that can be read although others cannot.
+            ids: Row numbers: integers of any shape, in any order; a number may occur several times.
+            out: A tensor of shape ``ids.shape + row_shape`` and the table's dtype for the rows, on any device. None for a new
+                tensor.
+            errors: "raise", or "partial" to return the rows that can be read although others cannot.
 
         Returns:
             The rows, of shape ``ids.shape + row_shape``; with ``errors="partial"`` a :class:`PartialRows`.
 
         Raises:
-            IndexError: For a number that is no row's; nothing is read then.
-            TypeError: If ``ids`` are no integers, or ``out`` has another dtype.
+            IndexError: If a number is not that of a row; nothing is read then.
+            TypeError: If ``ids`` are not integers, or ``out`` has another dtype.
             ValueError: If ``out`` has another shape; after :meth:`close`.
-            RowsUnreadable: If rows cannot be read. The others are in ``out`` nevertheless.
-            OSError: If none can, because the file was replaced or has changed its size.
+            RowsUnreadable: If some rows cannot be read. The other rows are in ``out`` nevertheless.
+            OSError: If no row can be read, because the file was replaced or has changed its size.
         """
         if errors not in ("raise", "partial"):
             raise ValueError(f'errors must be "raise" or "partial", got {errors!r}')
@@ -304,13 +308,14 @@ class Table:
         return future.rows()
 
     def read_async(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> RowsFuture:
-        """Start reading rows; return as soon as all reads are under way, which takes as long as all staging memory is in use.
+        """Start reading rows, and return a future once all reads are in flight.
 
-        Rows that are changed before ``result()`` has returned may be old or new. Arguments and errors are those of :meth:`read`.
+        Blocks while all staging memory is in use. Rows that are changed before ``result()`` has returned may be old or new.
+        Arguments and errors are those of :meth:`read`.
 
         Returns:
-            A future, whose ``result()`` is the rows. ``out`` must not be touched before, and its storage must not be resized. If
-            ``out`` is contiguous and on the CPU, the rows are read into the storage that it has at the call.
+            A future, whose ``result()`` returns the rows. Until then, ``out`` must not be touched, and its storage must not be
+            resized. If ``out`` is contiguous and on the CPU, the rows are read into the storage that it has at the call.
         """
         numbers = checked_ids(ids, self.rows)
         if self._layout.updatable:
@@ -320,9 +325,10 @@ class Table:
         return future
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Start reading rows into memory that will be asked for soon; return at once. A read of the same rows waits for them.
+        """Start reading rows that will be needed soon into memory; return at once. A later read of these rows waits for them.
 
-        More rows than the memory budget has room for push one another out. Errors are raised when the rows are read.
+        If the memory budget has no room for all prefetched rows, later ones evict earlier ones. Errors from the drive are
+        raised by the later read.
 
         Raises:
             IndexError, TypeError, ValueError: As :meth:`read` does.
@@ -336,10 +342,11 @@ class Table:
                 session.background.wake()
 
     def pin(self, ids: torch.Tensor) -> int:
-        """Keep rows in memory, such as rows that are known to be used most. Blocks until they are read.
+        """Keep rows in memory, for example rows that are known to be used most. Blocks until they are read.
 
-        At most nine tenths of the memory's rows are pinned, in the order of ``ids``: further ones are not. Pinned rows that have
-        to be read once more, because another process has committed or after :meth:`rollback`, stay from when they are read.
+        At most nine tenths of the rows that fit into memory can be pinned: the first of ``ids``. If pinned rows have to be
+        read again, because another process has committed or after :meth:`rollback`, they are in memory from the next time
+        they are read.
 
         Returns:
             How many rows are pinned now.
@@ -356,7 +363,7 @@ class Table:
             return cache.pinned
 
     def unpin(self) -> None:
-        """Unpin all rows."""
+        """Unpin all rows: each may be evicted from memory again."""
         with self.session.lock:
             self.session.reader_here()
             self.session.cache.unpin_all()
@@ -364,17 +371,18 @@ class Table:
     # -- changing
 
     def write(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Change rows. Reads see it at once; it is on the drive after :meth:`commit`. Blocks while memory is full of changed
-        rows.
+        """Change rows in memory. Reads see the changes at once; they are durable after :meth:`commit`.
+
+        Blocks while memory is full of changed rows.
 
         Args:
-            ids: Numbers of the rows. Of equal numbers the last one counts.
-            rows: Their values, of shape ``ids.shape + row_shape`` and the table's dtype.
+            ids: Row numbers. If a number occurs several times, the last occurrence counts.
+            rows: New values of the rows, of shape ``ids.shape + row_shape`` and the table's dtype.
 
         Raises:
             IndexError, TypeError, ValueError: As for :meth:`read`; nothing is changed then.
             PermissionError: If the table was not opened ``writable``.
-            OSError: From the drive: also if an earlier row could not be written. Some rows may be changed.
+            OSError: From the drive, also if a row changed earlier could not be written. Some of these rows may be changed.
         """
         numbers = checked_ids(ids, self.rows)
         _require(rows, (*numbers.shape, *self.row_shape), self.dtype, "rows")
@@ -388,12 +396,12 @@ class Table:
         _change(self.session, numbers, fill, all_columns=len(self._layout.columns) == 1)
 
     def read_records(self, ids: torch.Tensor, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Return rows with their states, by name: ``"values"``, and as :attr:`states` has them. Blocks.
+        """Return rows with their optimizer states: a tensor for ``"values"``, and one for each name in :attr:`states`. Blocks.
 
         Args:
-            ids: Numbers of rows, of one dimension.
-            keep: Whether the rows stay in memory, as far as there is room, since they will be changed. If False, they stay if
-                they are used often enough, as with :meth:`read`.
+            ids: Row numbers, of one dimension.
+            keep: Whether all these rows stay in memory, as far as there is room, because they will be changed. If False,
+                they stay only if they are used often enough, as with :meth:`read`.
 
         Raises:
             IndexError, TypeError, ValueError, OSError: As :meth:`read` does.
@@ -406,15 +414,16 @@ class Table:
         return {each.name: each.of(records) for each in self._layout.columns}
 
     def write_records(self, ids: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
-        """Change rows and their states: as :meth:`write`, but numbers have one dimension, and each occurs once.
+        """Change rows and their optimizer states in memory, as :meth:`write` does.
 
         Args:
-            ids: Numbers of rows.
-            columns: Values and states by name, of shape ``(len(ids), ...)`` and the dtypes of the table. Those that are missing
-                stay as they are.
+            ids: Row numbers, of one dimension, each at most once.
+            columns: Values and states by name, of shape ``(len(ids), ...)`` and the dtypes of the table. Columns that are
+                not given stay as they are.
 
         Raises:
-            IndexError, TypeError, ValueError, PermissionError, OSError: As :meth:`write` does; ValueError also for unknown names.
+            IndexError, TypeError, ValueError, PermissionError, OSError: As :meth:`write` does; ValueError also for unknown
+                names.
         """
         numbers = checked_ids(ids, self.rows)
         known = {each.name: each for each in self._layout.columns}
@@ -433,32 +442,33 @@ class Table:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the last commit, such as a number of steps."""
+        """Attributes given to the last :meth:`commit`, such as the number of steps."""
         with self.session.lock:
             return copy.deepcopy(dict(self.session.epochs.attributes))
 
     def commit(self, attributes: Mapping[str, Any] | None = None) -> int:
-        """Make the changes so far the table's last commit, as a whole: after a crash at any time it is that, or the one before.
+        """Commit all changes so far atomically: after a crash at any time, the table is at this commit or at the previous one.
 
-        Blocks until it is on stable storage. Without changes since the last commit it does nothing.
+        Blocks until the commit is on stable storage. Does nothing if nothing was changed since the last commit.
 
         Args:
-            attributes: Committed with the rows, for :attr:`attributes`: anything that JSON can hold. None keeps the attributes.
+            attributes: Stored with the commit and returned by :attr:`attributes`: anything that JSON can hold. None keeps the
+                attributes of the last commit.
 
         Returns:
-            The number of the commit, which grows.
+            The number of the commit. Numbers increase.
 
         Raises:
             PermissionError: If the table was not opened ``writable``.
-            OSError: From the drive, such as ENOSPC. The last commit is the one before then; the changes are still there, and
-                commit() may be called again. After a flush that failed they may be lost, and each commit() raises its error
-                until :meth:`rollback`.
+            OSError: From the drive, such as ENOSPC. The previous commit is still the last one; the changes are still in memory,
+                and commit() may be called again. If a flush failed, changes may be lost, and each commit() raises the flush's
+                error until :meth:`rollback`.
         """
         with self.session.lock:
             return self.session.writer_here().commit(attributes)
 
     def rollback(self) -> None:
-        """Undo the changes since the last commit. Raises PermissionError and OSError; call it again after the latter."""
+        """Undo all changes since the last commit. Raises PermissionError or OSError; after an OSError, call it again."""
         with self.session.lock:
             self.session.writer_here().rollback()
 
@@ -488,7 +498,7 @@ class Table:
 
 
 def _values_of(session: TableSession, numbers: torch.Tensor, out: torch.Tensor | None) -> RowsFuture:
-    """Return a read of rows without their states, which has not begun."""
+    """Return a read of rows without their states. The read is not started."""
     values = session.layout.values
     return RowsFuture(session, numbers, values_for(numbers, out, values), values.nbytes)
 
@@ -502,8 +512,10 @@ def _read_records(session: TableSession, numbers: torch.Tensor, records: torch.T
 def _change(
     session: TableSession, numbers: torch.Tensor, fill: Callable[[int, int, torch.Tensor], object], all_columns: bool
 ) -> None:
-    """Change rows, some at a time. ``fill(begin, end, records)`` puts new values of some numbers into their records, which are
-    read before unless it fills all columns.
+    """Change the records of rows in the cache, some at a time.
+
+    ``fill(begin, end, records)`` writes the new values of ``numbers[begin:end]`` into their records. The records are read
+    first, unless ``all_columns`` says that ``fill`` overwrites every column.
     """
     with session.lock:
         writer = session.writer_here()
@@ -519,7 +531,7 @@ def _change(
 
 
 def _last_of_each(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each number once, ascending, and its last position."""
+    """Return the distinct numbers, ascending, and for each the position of its last occurrence."""
     ordered, positions = torch.sort(numbers, stable=True)
     last = torch.ones(ordered.numel(), dtype=torch.bool)
     if ordered.numel():
@@ -528,6 +540,6 @@ def _last_of_each(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _require(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
-    """Raise ValueError for another shape or dtype."""
+    """Raise ValueError, which names the tensor ``name``, if its shape or dtype differs."""
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have the shape {shape} in {dtype}, got {tuple(tensor.shape)} in {tensor.dtype}")

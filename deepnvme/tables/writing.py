@@ -1,4 +1,4 @@
-"""Changed rows: kept in memory, written behind, and committed together."""
+"""Changes of a table's rows: kept in memory, written to the drive in the background, and committed together."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ if TYPE_CHECKING:
     from deepnvme.ops.aio.async_io_op.tables import RowCache, WriteBatch
 
 _RESERVED_EPOCHS = 1 << 16
-"""Commits that one reservation in the manifest is enough for. A writer that crashes abandons the unused epochs."""
+"""Number of epochs, one per commit, that are reserved by one write of the manifest. After a crash, unused ones are abandoned."""
 
 
 @dataclass(eq=False)
 class _Write:
-    """Rows on their way to the drive."""
+    """One part of changed rows that is being written to the drive."""
 
     native: WriteBatch
     staging: torch.Tensor
     futures: Transfers
     incomplete: bool = False
-    """Whether the engine refused some of the writes."""
+    """Whether the engine refused to start some of the writes."""
 
 
 class RowWriter:
-    """Changes rows of one table, whose two versions make a commit whole or undone. Its methods are called with the table's
-    lock held.
+    """Changes rows of one table, and commits the changes atomically. Its methods must be called with the table's lock held.
 
-    A changed row stays in memory until it is written. Writing begins when a quarter of the cache is changed. The invariants of
-    versions and epochs are in :mod:`deepnvme.tables.manifest`.
+    A changed row stays in memory until it is written. Writing begins when a quarter of the cache is changed. Each row has two
+    versions on the drive, so that the last commit stays intact meanwhile: see :mod:`deepnvme.tables.manifest` for the
+    invariants.
 
     Args:
         engine: Writes the files.
-        files: Of the layout, open for reading and writing.
+        files: The layout's files, open for reading and writing.
         layout: Where the rows are.
         cache: The rows that are in memory.
         reader: Reads rows that are not in memory.
-        directories: Of the table; the first has the manifest.
-        epochs: The manifest's, as :meth:`Epochs.begin` returns them for a new writer.
+        directories: The table's directories; the first has the manifest.
+        epochs: Epochs from the manifest, as :meth:`Epochs.begin` returns them for a new writer.
         staging_bytes: Bytes of memory for rows that are being written.
     """
 
@@ -73,7 +73,7 @@ class RowWriter:
         self._directories = directories
         self.epochs = replace(epochs, prepared=None)
         self.prepared = epochs.prepared
-        """A commit that the previous writer has prepared, and other tables may have; None once a row was changed."""
+        """The commit of several tables that the previous writer prepared; None without one, or once a row was changed."""
         self._written_in_epoch = False
         self._identity_written = False  # not flushed before a commit
         self._manifest_uncertain = False  # a commit failed or was interrupted, and may be in force nevertheless
@@ -91,15 +91,15 @@ class RowWriter:
 
     @property
     def rows_at_a_time(self) -> int:
-        """Most rows that :meth:`change` takes, since they all have to be in memory."""
+        """Most rows that one call of :meth:`change` takes: a quarter of the cache that is not pinned."""
         return max((self._cache.slots - self._cache.pinned) // 4, 1)
 
     def change(self, rows: torch.Tensor, records: torch.Tensor) -> None:
-        """Replace the records of rows.
+        """Replace the records of rows in the cache. Blocks while the cache is full of changed rows.
 
         Args:
-            rows: Their numbers, int64, contiguous, each once; at most :attr:`rows_at_a_time`.
-            records: Bytes of shape (rows, record), contiguous.
+            rows: Row numbers, int64, contiguous, each once; at most :attr:`rows_at_a_time`.
+            records: New records: uint8 of shape (rows, bytes of a record), contiguous.
 
         Raises:
             OSError: From the drive. Some rows may have been changed then.
@@ -116,18 +116,20 @@ class RowWriter:
 
     @property
     def writing_behind(self) -> bool:
-        """Whether the background thread has something to write, or to wait for."""
+        """Whether the background thread has changed rows to write, or writes to wait for."""
         return bool(self._under_way) or self._much_changed()
 
     def _much_changed(self) -> bool:
-        """Return whether a quarter of the cache is changed. False after an error, until a change or commit has raised it: a
-        failing drive is not asked again and again.
+        """Return whether to write behind: at least a quarter of the cache is changed.
+
+        False after an error, until a change or commit has raised it, so that a failing drive is not tried again and again.
         """
         return self._error is None and self._cache.changed > 0 and self._cache.changed >= self._cache.slots // 4
 
     def write_behind(self, parts: int | None = None) -> None:
-        """Start writing if much is changed, as far as there is staging memory. Does not block. The next change or commit raises
-        errors.
+        """Start writing if at least a quarter of the cache is changed, as far as there is staging memory.
+
+        Does not wait for writes of rows. The next change or commit raises errors.
 
         Args:
             parts: Most parts to start; None for no limit.
@@ -140,10 +142,10 @@ class RowWriter:
             self._error = error
 
     def next_written(self) -> Transfers | None:
-        """Go on writing, without waiting for the drive.
+        """Start further writes if at least a quarter of the cache is changed. Does not wait for writes of rows.
 
         Returns:
-            A write to wait for before the next call; None if nothing has to be written now.
+            The write to wait for before the next call; None if none is in flight.
         """
         self.write_behind()
         return self._under_way[0].futures if self._under_way else None
@@ -161,7 +163,7 @@ class RowWriter:
     def _write_some(self, parts: int | None = None) -> int:
         """Start writing changed rows, as far as there is staging memory. Returns the number of parts that were started.
 
-        Does not block, but for the first write of an epoch.
+        Does not block, except for the first write of an epoch, which may have to replace the manifest.
         """
         self._collect()
         begun = 0
@@ -175,8 +177,9 @@ class RowWriter:
         return begun
 
     def _begin_epoch(self) -> None:
-        """Reserve this epoch in the manifest before its first version is written. Before this writer's first version, give the
-        table a new identity: from then on its files are not those of a copy.
+        """Reserve the present epoch in the manifest before its first version is written. Blocks.
+
+        Before this writer's first version, also give the table a new identity, which tells its files from those of a copy.
         """
         reserving = self.epochs
         if reserving.present > reserving.reserved:
@@ -243,7 +246,7 @@ class RowWriter:
             raise error
 
     def flush(self) -> None:
-        """Write all changed rows to stable storage. Blocks. Raises OSError; rows that were not written are still changed."""
+        """Write all changed rows to stable storage. Blocks. Raises OSError; rows that were not written stay marked as changed."""
         if self._flush_error is not None:
             raise self._flush_error
         if self._flushed:
@@ -264,8 +267,9 @@ class RowWriter:
         self._flushed = True
 
     def prepare(self, name: str, attributes: Mapping[str, Any]) -> None:
-        """Write all changes, and note the commit in the manifest as prepared: :meth:`commit` then only replaces the manifest.
-        After a crash, the next writer has it as :attr:`prepared`. Blocks.
+        """Flush all changes, and note in the manifest that this table is ready for a commit of several tables. Blocks.
+
+        :meth:`commit` then only has to replace the manifest. After a crash, the next writer has the commit as :attr:`prepared`.
 
         Raises:
             OSError: As :meth:`commit` does.
@@ -276,18 +280,19 @@ class RowWriter:
         save_manifest(self._directories, self._layout, replace(self.epochs, prepared=prepared))
 
     def commit(self, attributes: Mapping[str, Any] | None = None, name: str = "") -> int:
-        """Make all changes so far the table's last commit. Blocks.
+        """Commit all changes so far. Blocks until they are on stable storage.
 
         Args:
-            attributes: Attributes of the table from now on; None to keep them.
+            attributes: New attributes of the table; None to keep those of the last commit.
             name: Name of the commit, if several tables make it together.
 
         Returns:
-            Its number.
+            The number of the commit.
 
         Raises:
-            OSError: From the drive. The last commit is unchanged, and all changes are still in memory: commit again. Only after a
-                failed flush they may be lost, and every commit raises this error until :meth:`rollback`.
+            OSError: From the drive. The previous commit is still the last one, all changes are still in memory, and
+                commit() may be called again. If a flush failed, changes may be lost, and every commit raises the flush's
+                error until :meth:`rollback`.
         """
         self.flush()
         attributes = self.epochs.attributes if attributes is None else copy.deepcopy(dict(attributes))
@@ -306,7 +311,7 @@ class RowWriter:
         return self.epochs.committed
 
     def adopt_prepared(self) -> None:
-        """Make the prepared commit the last one. Blocks. Raises OSError; call it again then."""
+        """Make the prepared commit the table's last commit. Blocks. After an OSError, call it again."""
         assert self.prepared is not None
         self._reader.finish_all()
         adopted = self.epochs.adopt(self.prepared)
@@ -318,7 +323,7 @@ class RowWriter:
             self._show()
 
     def rollback(self) -> None:
-        """Go back to the last commit. Waits for writes under way. Raises OSError; call it again then."""
+        """Undo all changes since the last commit. Waits for writes in flight. After an OSError, call it again."""
         self._reader.finish_all()
         self.finish_writes()
         self._error = None

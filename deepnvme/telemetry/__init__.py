@@ -1,1 +1,1 @@
-"""What is told to people: progress, reports, sizes as text, bytes written to a drive, ranges in profiles."""
+"""Output for people: progress, reports, sizes as text, estimates of drive wear, and ranges in profiler traces."""

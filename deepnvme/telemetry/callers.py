@@ -1,4 +1,4 @@
-"""Where in the user's program this package was called: for messages that name where something was made, and for warnings."""
+"""Finds the line of the user's program that called this package, for warnings and for messages about where an object was made."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from types import FrameType
 
 _NOT_THE_USERS = frozenset(("deepnvme", "torch", "contextlib", "functools"))
-"""Top-level modules that lie between the user's code and ours."""
+"""Top-level modules whose frames are not the user's: this package, and modules between the package and the user's code."""
 
 
 def caller() -> str:
@@ -17,12 +17,12 @@ def caller() -> str:
 
 
 def stack_level() -> int:
-    """Return the ``stacklevel`` with which a warning, issued by the function that calls this one, names :func:`caller`'s line."""
+    """Return the ``stacklevel`` for ``warnings.warn`` in the calling function, so that the warning names the user's line."""
     return _user_frame()[1]
 
 
 def _user_frame() -> tuple[FrameType, int]:
-    """Return the innermost frame outside of this package, and how far it is from whoever has called a function of this module."""
+    """Return the innermost frame of the user's code, and its distance from the caller of this module's public function."""
     frame, level = sys._getframe(2), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
         frame, level = frame.f_back, level + 1

@@ -1,7 +1,7 @@
-"""What ``repr`` says of the package's objects: what a person looks for, such as paths, budgets and whether something is closed.
+"""Texts for people, above all for ``repr``: paths, budgets, sizes, and whether an object is closed.
 
-A repr may be asked for at any time: by a debugger in a constructor, in a forked child, after ``close()``. So it reads
-attributes that are there, takes no lock, waits for nothing, and leaves out what cannot be told.
+A repr may be requested at any time: by a debugger in a constructor, in a forked child, after ``close()``. So it reads only
+attributes that exist, takes no lock, waits for nothing, and leaves out parts that cannot be determined.
 """
 
 from __future__ import annotations
@@ -47,22 +47,24 @@ def decimal_size(nbytes: int) -> str:
 
 
 def path_list(paths: Iterable[object]) -> str:
-    """Return the text for one path or several."""
+    """Return the paths for a message: each quoted and printable, joined by commas."""
     return ", ".join(f"'{printable(os.fsdecode(path) if isinstance(path, bytes) else path)}'" for path in paths)
 
 
 def printable(text: object) -> str:
-    """Return a text that stays on its line and that no terminal interprets, such as the name of a file: line feeds, escape
-    sequences, and bytes that are not UTF-8 are written as ``repr`` writes them."""
+    """Return a text with control characters escaped, so that it stays on its line and no terminal interprets it.
+
+    Line feeds, escape sequences and bytes that are not UTF-8, as in names of files, are written as ``repr`` writes them.
+    """
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(text))
 
 
 def state_text(closed: bool, process: int | None = None) -> str:
-    """Return the state of an object for its ``repr``: "closed", "of process ..." in a process that it does not belong to, or "".
+    """Return the state of an object for its ``repr``: "closed", "of process ..." if another process made it, or "".
 
     Args:
-        closed: Whether it is closed.
-        process: Number of the process that made it; None if it may be used in forked children.
+        closed: Whether the object is closed.
+        process: ID of the process that made the object; None if forked children may use it.
     """
     if process is not None and process != os.getpid():
         return f"of process {process}, not to be used in this one"

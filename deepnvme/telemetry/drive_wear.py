@@ -1,4 +1,4 @@
-"""How much is written to a drive: before a training, and at the pace of its steps."""
+"""Drive wear: estimates of how much a training writes to a drive, in total and per day."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _YEAR = 365 * _DAY
 
 
 def terabytes_per_day(nbytes: int, seconds: float) -> float:
-    """Return how many TB (10^12 bytes) a day so many bytes in so many seconds are; 0 for no time at all."""
+    """Return the TB (10^12 bytes) written per day at a rate of ``nbytes`` bytes in ``seconds`` seconds; 0 if ``seconds`` is 0."""
     return nbytes / seconds * _DAY / 1e12 if seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class WriteEstimate(ReportFigures):
-    """How much will be written to the drive, estimated before it is. Bytes; 1 TB is 10^12 bytes.
+    """Estimate of how much a training or a checkpoint manager will write to the drive, in bytes. 1 TB is 10^12 bytes.
 
     ``print`` shows it as a line of text.
     """
@@ -31,12 +31,12 @@ class WriteEstimate(ReportFigures):
     """Bytes written once, in addition to those of the steps."""
 
     def terabytes_per_day(self, seconds_per_step: float) -> float:
-        """Return how many TB a day are written if a step is made every so many seconds. Raises ValueError unless positive."""
+        """Return the TB written per day at one step every ``seconds_per_step`` seconds. Raises ValueError unless positive."""
         _check_positive(seconds_per_step, "seconds_per_step")
         return terabytes_per_day(self.bytes_per_step, seconds_per_step)
 
     def years(self, seconds_per_step: float, rated_terabytes: float) -> float:
-        """Return in how many years of training a drive has written what it is rated for.
+        """Return the years of training after which the bytes written reach the drive's rating.
 
         Args:
             seconds_per_step: Seconds from one step to the next.

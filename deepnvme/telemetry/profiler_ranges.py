@@ -1,4 +1,4 @@
-"""Named ranges in the traces of torch.profiler, around what this package waits for and starts."""
+"""Named ranges in torch.profiler traces, around this package's waits and the starts of its transfers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _NO_RANGE = contextlib.nullcontext()
 
 
 def profiler_range(name: str) -> contextlib.AbstractContextManager[object]:
-    """Return a context that is a range ``deepnvme::NAME`` in a trace, if this thread is being profiled.
+    """Return a context manager that records a range ``deepnvme::NAME`` in a trace, if this thread is being profiled.
 
-    ``record_function`` takes 7 us also where nothing is profiled, and this 0.2 us.
+    Without a profiler it takes 0.2 us, where ``record_function`` takes 7 us.
     """
     return record_function(f"deepnvme::{name}") if _profiler_enabled() else _NO_RANGE

@@ -1,7 +1,8 @@
 """Progress of long operations: reported to a function, or shown on a terminal or in a notebook.
 
-``DEEPNVME_PROGRESS=off`` in the environment silences all that was not asked for by ``progress=True``. Nothing is ever written to
-stdout, or to a log: where stderr is neither a terminal nor a notebook's, only the single lines of :func:`notice` appear.
+``DEEPNVME_PROGRESS=off`` in the environment silences everything except progress that ``progress=True`` asks for. Nothing is
+written to stdout or to a log. If stderr is neither a terminal nor a notebook's, only the single lines of :func:`notice`
+appear.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from typing import Literal, Protocol
 from deepnvme.telemetry.descriptions import printable
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes (or steps) done so far and those in all."""
+"""Function that is called with the bytes (or steps) done so far, and the total."""
 ProgressOption = Progress | bool | None
-"""The ``progress`` argument: a function to report progress to. None to show it where somebody can see it, once the operation has
-taken two seconds; True to show it from the beginning; False for nothing."""
+"""The ``progress`` argument of long operations.
+
+A function to report progress to; True to show progress from the beginning; None to show it on a terminal or in a notebook
+once the operation has taken two seconds; False for no progress.
+"""
 Unit = Literal["bytes", "steps"]
 
 _SHOW_AFTER_SECONDS = 2.0
-"""Seconds after which progress is shown that was not asked for."""
+"""Seconds after which progress is shown if the caller left ``progress`` at None."""
 _CANNOT_WRITE = (OSError, ValueError)
-"""What writing raises where the terminal has gone away or the stream is closed. That fails no operation."""
+"""Errors of writing to a terminal that is gone or a stream that is closed. They do not fail the operation."""
 _REDRAW_INTERVAL_SECONDS = 0.1
-"""Least seconds between two states of a line in a notebook, which keeps every one that it is sent."""
+"""Least seconds between two updates of a notebook's line, because a notebook keeps every update it is sent."""
 
 
 def count_bytes(progress: Progress | None, total: int) -> Callable[[int], None]:
@@ -53,9 +57,9 @@ def count_bytes(progress: Progress | None, total: int) -> Callable[[int], None]:
 
 @contextlib.contextmanager
 def shown_progress(progress: ProgressOption, what: str, unit: Unit = "bytes") -> Iterator[Progress | None]:
-    """Provide the function to report progress to, or None if there is nobody to see it.
+    """Provide the function to report progress to, or None if nobody would see the progress.
 
-    What is shown is on stderr, which must be a terminal or a notebook's, and is removed at the end. With ``progress=None`` it
+    Progress is shown on stderr, if that is a terminal or a notebook's, and removed at the end. With ``progress=None`` it
     appears after two seconds, in the first process of a machine only, and not with ``DEEPNVME_PROGRESS=off``.
 
     Args:
@@ -78,7 +82,7 @@ def shown_progress(progress: ProgressOption, what: str, unit: Unit = "bytes") ->
     due = began + (0.0 if progress else _SHOW_AFTER_SECONDS)
 
     def show(done: int, total: int) -> None:
-        """Show how far it is, if it is time for that."""
+        """Update the display, or create it once the operation has taken long enough."""
         nonlocal shown
         with contextlib.suppress(*_CANNOT_WRITE):
             if shown is None:
@@ -105,27 +109,27 @@ def notice(text: str) -> None:
 
 
 def silenced() -> bool:
-    """Return whether ``DEEPNVME_PROGRESS`` is "off" or "0": nothing is to be shown that was not asked for by an argument."""
+    """Return whether ``DEEPNVME_PROGRESS`` is "off" or "0": only output that an argument asks for is shown."""
     return os.environ.get("DEEPNVME_PROGRESS", "").lower() in ("off", "0")
 
 
 class _Display(Protocol):
-    """What shows progress to somebody."""
+    """A display of progress, on a terminal or in a notebook."""
 
     def update(self, done: int, total: int) -> None:
-        """Show how far it is."""
+        """Show that ``done`` of ``total`` bytes or steps are done."""
 
     def close(self) -> None:
-        """Remove what is shown, as the operation has ended."""
+        """Remove the display when the operation has ended."""
 
 
 def _speed(nbytes: int, seconds: float) -> str:
-    """Return the text about the average speed since the beginning; empty if that was only just now."""
+    """Return the average speed as text, such as "1.2 GB/s"; empty in the first 0.1 s."""
     return f"{nbytes / seconds / 1e9:.1f} GB/s" if seconds >= _REDRAW_INTERVAL_SECONDS and nbytes > 0 else ""
 
 
 def _display() -> Callable[[str, Unit, float], _Display] | None:
-    """Return what shows progress on this process's stderr; None if nobody would see it."""
+    """Return the class of display for this process's stderr; None if nobody would see it."""
     if sys.stderr is None:
         return None
     if _in_notebook():
@@ -143,7 +147,7 @@ def _in_notebook() -> bool:
 
 
 def _is_first_of_its_machine() -> bool:
-    """Return whether this process is not one of several that torchrun has started and that would all draw on one terminal."""
+    """Return whether this process is the one on its machine that may draw on the terminal, if torchrun has started several."""
     return os.environ.get("LOCAL_RANK", "0") in ("", "0")
 
 
@@ -169,7 +173,7 @@ class _Bar:
         self._shown.start()
 
     def update(self, done: int, total: int) -> None:
-        """Show how far it is."""
+        """Show that ``done`` of ``total`` bytes or steps are done."""
         speed = _speed(done, time.monotonic() - self._began)
         self._shown.update(self._task, completed=done, total=total, speed=speed)
 
@@ -187,7 +191,7 @@ class _Line:
         self._width = 0
 
     def update(self, done: int, total: int) -> None:
-        """Show how far it is."""
+        """Show how much is done and the speed, unless the line was updated less than 0.1 s ago."""
         now = time.monotonic()
         if now - self._drawn < _REDRAW_INTERVAL_SECONDS and done < total:
             return
@@ -195,14 +199,14 @@ class _Line:
         self._write(f"{self._what}: {self._figures(done, total, now)}")
 
     def _figures(self, done: int, total: int, now: float) -> str:
-        """Return the text about how much is done, and how fast it goes."""
+        """Return the amount done, the total and the speed as text."""
         if self._unit == "steps":
             return f"{done}/{total}"
         share = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
         return ", ".join(filter(None, (share, _speed(done, now - self._began))))
 
     def _write(self, text: str) -> None:
-        """Write over what the line has shown."""
+        """Replace the line's text."""
         if sys.stderr is None:
             return
         print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The numbers of a report, by name, for whatever logs them."""
+"""The numbers of a report, by name, for loggers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class ReportFigures:
-    """A base class of reports that are dataclasses: gives their numbers as a dictionary."""
+    """Base class of reports (dataclasses) that can return their numbers as a dictionary."""
 
     def as_dict(self, prefix: str = "") -> dict[str, int | float]:
         """Return all numbers of the report, fields and properties, by name.
 
-        A report within this one has its numbers here too, each with the name of the field in front: ``activations_bytes_read``.
-        What is no number, or not known (None), is left out, and so are mappings.
+        The numbers of a report within this one are included, with the name of its field in front: ``activations_bytes_read``.
+        Values that are no numbers, unknown (None) or mappings are left out.
 
         Args:
             prefix: Put in front of all names.

@@ -16,10 +16,10 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 def parse_size(text: str) -> int | None:
     """Return the bytes of a size, or None if the text is not a size.
 
-    A unit with a B counts in powers of 1000, as those of drives and checkpoints do: "5GB" is 5 * 10**9 bytes. One with an i, or a
-    letter alone, counts in powers of 1024: "5GiB" and "5G" are 5 * 2**30, the latter as in DeepSpeed's and fio's options. Without
-    a unit the number is one of bytes. Case does not matter, and a unit may follow a space. A fraction, as in "1.5GB", needs a
-    unit; what it leaves of a byte is dropped.
+    A unit with a B counts in powers of 1000, as for drives and checkpoints: "5GB" is 5 * 10**9 bytes. A unit with an i, or of
+    one letter, counts in powers of 1024: "5GiB" and "5G" are 5 * 2**30, the latter as in DeepSpeed's and fio's options. A
+    number without a unit is in bytes. Case does not matter, and a space may precede the unit. A fraction, as in "1.5GB",
+    needs a unit; the result is rounded down to whole bytes.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[2] and not match[3]):
@@ -37,11 +37,11 @@ def byte_count(value: ByteCount, name: str, least: int | None = 0) -> int:
     Args:
         value: What the user gave.
         name: The name of the argument, for messages.
-        least: The least value that makes sense; None for callers that check the range themselves.
+        least: The least value allowed; None for callers that check the range themselves.
 
     Raises:
-        TypeError: If it is neither a whole number nor a text.
-        ValueError: If it is a text that is no size, or less than ``least``.
+        TypeError: If ``value`` is neither a whole number nor a text.
+        ValueError: If ``value`` is a text that is no size, or less than ``least``.
     """
     found = _whole_bytes(value, name)
     if least == 0 and found < 0:
@@ -68,12 +68,12 @@ def _whole_bytes(value: ByteCount, name: str) -> int:
 
 
 def refuse_text(text: str, name: str, further: str = "") -> NoReturn:
-    """Raise the ValueError for a text that is no number of bytes.
+    """Raise ValueError for a text that is not a number of bytes.
 
     Args:
         text: What the user gave.
         name: The name of the argument.
-        further: What else it might have been.
+        further: Further forms that the argument can have, for the message.
     """
     hint = ""
     if not further and text.strip().endswith("%"):

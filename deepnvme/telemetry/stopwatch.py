@@ -8,7 +8,8 @@ import time
 class Stopwatch:
     """Adds up the time spent in ``with`` bodies.
 
-    Not a generator: if Ctrl-C left one suspended, it would add all the time until it is garbage-collected.
+    Not a generator-based context manager: Ctrl-C could leave a generator suspended, which would then count the time until it
+    is garbage-collected.
     """
 
     def __init__(self) -> None:

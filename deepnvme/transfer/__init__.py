@@ -1,1 +1,1 @@
-"""Moves blocks between memory and a drive: a cache of blocks, and many small pieces in few large transfers."""
+"""Many small pieces in few large transfers: gathered into chunks for writing, scattered from chunks after reading."""

@@ -14,7 +14,7 @@ from deepnvme.memory.pool import BufferPool, Lease
 DIRECT_FROM = 512 << 10
 """Bytes from which a piece of memory is worth a transfer of its own. Smaller pieces are copied together with their neighbours."""
 CHUNK = 4 << 20
-"""Most bytes that are copied together."""
+"""Size of a chunk in bytes: the most that is gathered for one transfer."""
 _CHUNKS = 4
 """Most chunks leased at a time: three keep a drive busy while the fourth is filled, or copied from."""
 
@@ -24,7 +24,7 @@ class Transfers:
 
     Args:
         futures: Transfers that were started already.
-        ended: Called with the bytes of each transfer that has ended well, when it is dropped.
+        ended: Called with the bytes of each successful transfer, when it is removed from the queue.
     """
 
     def __init__(self, futures: Iterable[Future] = (), ended: Callable[[int], object] = lambda nbytes: None) -> None:
@@ -41,24 +41,27 @@ class Transfers:
         return self._futures[-1]
 
     def done(self) -> bool:
-        """Return whether all have ended. Never blocks."""
+        """Return whether all transfers have ended. Never blocks."""
         return all(future.done() for future in self._futures)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until all have ended. Return the first error, or None."""
+        """Wait until all transfers have ended. Return the first error, or None."""
         errors = [future.exception(timeout) for future in self._futures]
         return next((error for error in errors if error is not None), None)
 
     def take_ended(self, most: int | None = None) -> None:
-        """Drop the transfers at the front that have ended. Raises the first error among them.
+        """Remove ended transfers from the front of the queue. Raises the first error among them.
 
-        Blocks only while there are more than ``most``, if that is given.
+        While more than ``most`` transfers are left, waits for the first of them. With None, never waits.
         """
         while self._futures and (self._futures[0].done() or (most is not None and len(self._futures) > most)):
             self.end_first()
 
     def result(self) -> None:
-        """Wait until all have ended, and drop them. Raises the first error at once, while later ones may be under way."""
+        """Wait until all transfers have ended, and remove them.
+
+        Raises the first error at once, while later transfers may still be in progress.
+        """
         while self._futures:
             self.end_first()
 
@@ -89,15 +92,15 @@ class Chunk:
 
 
 class ChunkRing:
-    """Up to four chunks of leased memory, used in turn: the first is used again when the transfers from it have ended.
+    """Up to four chunks of leased memory, used in turn. A chunk is reused when all transfers from it have ended.
 
     The owner calls :meth:`release` at the end, whatever happens. Not thread-safe.
 
     Args:
         pool: Leases the chunks.
         nbytes: Bytes of each chunk.
-        wait: Whether to wait for the pool if it has no memory for the first chunk. False for a caller that holds leases which
-            others may be waiting for.
+        wait: Whether to wait for the pool if it has no memory for the first chunk. Set False if the caller holds leases that
+            other threads may be waiting for.
     """
 
     def __init__(self, pool: BufferPool, nbytes: int, wait: bool) -> None:
@@ -108,10 +111,10 @@ class ChunkRing:
         self._chunks: deque[Chunk] = deque()  # the one that is to be used again first is at the left
 
     def lease(self) -> Chunk | None:
-        """Lease one more chunk. Return None if there are four, or if the pool has no memory free for another.
+        """Lease one more chunk. Return None if the ring has four chunks, or if the pool has no memory free for another one.
 
         Raises:
-            OutOfBuffers: If there is no chunk yet, and waiting for the pool cannot help.
+            OutOfBuffers: If the ring has no chunk yet, and waiting for the pool cannot help.
         """
         if len(self._chunks) == _CHUNKS:
             return None
@@ -123,12 +126,13 @@ class ChunkRing:
         return self._chunks[-1]
 
     def memory(self, begin: int, end: int) -> torch.Tensor | None:
-        """Return memory for the bytes [begin, end) of a file, in a chunk that has room for them. Blocks while all are in use.
+        """Return memory for the bytes [begin, end) of a file, in a chunk with room for them.
 
-        Its offset within a page is that of ``begin`` in the file, so that direct I/O needs no further copy.
+        Blocks while all chunks are in use. The memory has the same offset within a page as ``begin`` has in the file, so that
+        direct I/O needs no further copy.
 
         Returns:
-            The memory. Its contents are undefined. None if the ring does not wait and the pool has no memory free.
+            The memory, with undefined contents. None if the ring does not wait and the pool has no memory free.
         """
         chunk = self._chunks[-1] if self._chunks else None
         start = 0 if chunk is None else chunk.used + (begin - chunk.used) % PAGE
@@ -146,7 +150,7 @@ class ChunkRing:
         return chunk.buffer[start : chunk.used]
 
     def sent(self, futures: Iterable[Future]) -> None:
-        """Keep the memory that :meth:`memory` has returned last until these transfers have ended."""
+        """Keep the memory last returned by :meth:`memory` from being reused until these transfers have ended."""
         self._chunks[-1].transfers.add(futures)
 
     def release(self) -> None:

@@ -19,14 +19,14 @@ Each = TypeVar("Each")
 
 
 class Run(NamedTuple):
-    """Pieces of one file that are near each other, and the range of the file to read for them."""
+    """Pieces of one file that lie close together, and the range of the file that contains them."""
 
     members: list[int]
     """Indices of the pieces, in the order of the file."""
     begin: int
     """First byte to read."""
     end: int
-    """Byte after the last."""
+    """End of the range to read: the offset after its last byte."""
 
 
 def runs(places: Sequence[tuple[int, int, int]], limit: int, alignment: int, gap: int = 0) -> Iterator[Run]:
@@ -36,7 +36,7 @@ def runs(places: Sequence[tuple[int, int, int]], limit: int, alignment: int, gap
         places: (file, offset, bytes) of each piece, in any order. Pieces may overlap.
         limit: Most bytes of a run, unless it has only one piece.
         alignment: Runs begin and end at multiples of this many bytes.
-        gap: Most bytes between two pieces that are read along with them instead of being skipped.
+        gap: Most bytes between two pieces of one run. These bytes are read too, although no piece needs them.
 
     Yields:
         The runs in the order of the files.
@@ -62,12 +62,12 @@ def runs(places: Sequence[tuple[int, int, int]], limit: int, alignment: int, gap
 def read_ahead(
     ranges: Iterable[Each], start: Callable[[Each, torch.Tensor], Future], pool: BufferPool
 ) -> Iterator[tuple[Each, torch.Tensor]]:
-    """Read ranges of files through leased chunks, some ahead of those that the caller is at.
+    """Read ranges of files through leased chunks, some ranges ahead of the one that the caller is using.
 
     At most 16 MiB are leased at a time.
 
     Args:
-        ranges: What to read: anything that ``start`` takes.
+        ranges: Ranges to read, in any form that ``start`` takes.
         start: Starts reading a range into the beginning of a chunk of CHUNK bytes.
         pool: Pool of the chunks.
 
@@ -105,10 +105,10 @@ def read_ahead(
 
 
 def scatter(addresses: Iterable[int], places: Sequence[tuple[int, int]], chunk: torch.Tensor, begin: int) -> None:
-    """Copy pieces of a file from a chunk of it to addresses in host memory. Blocks.
+    """Copy pieces of a file from a chunk, which has a range of the file, to addresses in host memory. Blocks.
 
     Args:
-        addresses: Where each piece is copied to. Not checked.
+        addresses: Address that each piece is copied to. Not checked.
         places: (offset, bytes) of each piece in the file; wholly in the chunk.
         chunk: Bytes of the file.
         begin: Offset of the chunk in the file.

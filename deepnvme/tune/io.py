@@ -1,4 +1,4 @@
-"""``python -m deepnvme.tune.io``: as ``ds_io``."""
+"""Entry point of ``python -m deepnvme.tune.io``, the same as ``ds_io``."""
 
 from deepnvme.tools.tune.ds_io import main
 

@@ -1,4 +1,4 @@
-"""``python -m deepnvme.tune.sweep``: as ``ds_nvme_tune``."""
+"""Entry point of ``python -m deepnvme.tune.sweep``, the same as ``ds_nvme_tune``."""
 
 from deepnvme.tools.tune.ds_nvme_tune import main
 

@@ -86,7 +86,7 @@ class NVMeHuggingFaceReader(HuggingFaceStorageReader):
         self._aio_config = config
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank loads. Called by ``dcp.load``. Blocks.
+        """Read the tensors that this rank loads. Called by ``dcp.load``. Blocks.
 
         Args:
             plan: What this rank loads.
@@ -107,7 +107,7 @@ class NVMeHuggingFaceReader(HuggingFaceStorageReader):
 
 
 def _read(path: Path, requests: Sequence[ReadItem], planner: LoadPlanner, engine: Engine) -> None:
-    """Read the parts of tensors that are requested from one file."""
+    """Read the requested parts of tensors from one safetensors file into the planner's tensors. Blocks."""
     elements = read_header(path)
     try:
         wanted = [Wanted(each, part(elements[each.storage_index.fqn], each)) for each in requests]

@@ -30,7 +30,7 @@ _RECORDS = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties",),  # until torch 2.2
 }  # fmt: skip
-"""Classes that are allowed because they have fields and nothing else, by module."""
+"""Names of the data classes that metadata may contain, by module. Their instances have fields and run no code."""
 _ENUMS = {
     "torch.distributed.checkpoint.metadata": ("_MEM_FORMAT_ENCODING",),
     "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING",),
@@ -42,14 +42,14 @@ _LARGEST = 2 << 30
 def load_metadata(path: Path) -> torch_metadata.Metadata:
     """Read the metadata file of a distributed checkpoint. Blocks.
 
-    Allowed are the classes that torch's writer uses and those that the user has added with
+    The file may refer to the classes that torch's writer uses, and to classes that the user has added with
     ``torch.serialization.add_safe_globals``.
 
     Args:
         path: The metadata file.
 
     Raises:
-        UnpicklingError: If the file refers to anything else. Names it.
+        UnpicklingError: If the file refers to any other class or function. Names it.
         CorruptCheckpoint: If the file is damaged, would change a class of torch, or refers to files outside its directory.
         OSError: If the file cannot be read. Names the file.
     """
@@ -90,7 +90,10 @@ class _Unpickler(pickle.Unpickler):
         self._arguments_left = len(text)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what the pickle gets for a name: a class of records, a stand-in, or what the user has allowed.
+        """Return the object for a name in the pickle.
+
+        That is a class of ``_RECORDS``, a dtype, a stand-in for a function or an enumeration, or an object that the user has
+        allowed.
 
         Raises _Refused for any other name.
         """
@@ -121,7 +124,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _EnumMember:
-    """Stands for a member of an enumeration and equals it. The member itself is shared by the whole process."""
+    """Stand-in for a member of an enumeration, equal to it: a pickle could change the member for the whole process."""
 
     __slots__ = ("_member",)
 
@@ -136,7 +139,7 @@ class _EnumMember:
 
 
 def _layout(name: str) -> torch.layout:
-    """Return torch's layout of this name. Raises ValueError for the name of anything else."""
+    """Return the ``torch.layout`` of this name. Raises ValueError if torch has something else under the name."""
     found = getattr(torch, name.removeprefix("torch."))
     if not isinstance(found, torch.layout):
         raise ValueError(f"{name} is no layout")
@@ -144,7 +147,7 @@ def _layout(name: str) -> torch.layout:
 
 
 def _path_of(name: str) -> Callable[..., PurePath]:
-    """Return the path class to use here: the checkpoint may have been saved on another operating system."""
+    """Return the pure path class that replaces a pickled class of ``pathlib``, which may be of another operating system."""
     return PureWindowsPath if "Windows" in name else PurePosixPath if "Posix" in name else PurePath
 
 
@@ -158,7 +161,10 @@ _CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 def _allowed(module: str, name: str) -> Any:
-    """Return what the user has allowed under this name, for torch.load as well. Raises _Refused otherwise."""
+    """Return the class or function that the user has allowed with ``torch.serialization.add_safe_globals``.
+
+    Raises _Refused if this name was not allowed.
+    """
     for each in torch.serialization.get_safe_globals():
         allowed, full = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
         if full == f"{module}.{name}":
@@ -167,7 +173,7 @@ def _allowed(module: str, name: str) -> Any:
 
 
 def _check(path: Path, loaded: Any) -> None:
-    """Raise CorruptCheckpoint unless this is the metadata of files in the same directory."""
+    """Raise CorruptCheckpoint unless ``loaded`` is complete metadata and names only files in the directory of ``path``."""
     if not isinstance(loaded, torch_metadata.Metadata) or not isinstance(getattr(loaded, "state_dict_metadata", None), dict):
         raise CorruptCheckpoint(path, f"it should hold a Metadata, and holds a {type(loaded).__name__}")
     for key, item in loaded.state_dict_metadata.items():
@@ -188,7 +194,7 @@ def _check(path: Path, loaded: Any) -> None:
 
 
 def _is_described(item: Any) -> bool:
-    """Return whether the item has the fields that a planner uses. Unpickling can make objects that lack any field."""
+    """Return whether an item's metadata have all fields that a load planner uses. Unpickling can leave out any field."""
     if isinstance(item, torch_metadata.BytesStorageMetadata):
         return True
     properties, size, chunks = (getattr(item, name, None) for name in ("properties", "size", "chunks"))
@@ -210,5 +216,5 @@ def _is_within(chunk: torch_metadata.ChunkStorageMetadata, size: Any) -> bool:
 
 
 def _is_shape(found: Any) -> TypeGuard[Sequence[int]]:
-    """Return whether this is a tuple or a list of sizes."""
+    """Return whether ``found`` is a tuple or a list of sizes: integers of at least 0."""
     return isinstance(found, tuple | list) and all(type(each) is int and each >= 0 for each in found)

@@ -24,18 +24,20 @@ class Damaged(ValueError):
 
 
 class CheckingPlanner:
-    """Wraps a load planner. Records whether it was used, and checks objects before it gets them. All other calls pass through.
+    """A load planner that checks objects before the wrapped planner gets them, and records whether that planner was used.
+
+    All other calls pass through.
 
     Args:
         planner: The planner to wrap.
-        weights_only: Whether it gets only objects that ``torch.load(weights_only=True)`` accepts.
+        weights_only: Whether the planner gets only objects that ``torch.load(weights_only=True)`` accepts.
     """
 
     def __init__(self, planner: LoadPlanner, weights_only: bool) -> None:
         self._planner = planner
         self._weights_only = weights_only
         self.used = False
-        """Whether anything of the planner was used since this was last set to False."""
+        """Whether any attribute or method of the wrapped planner was used since the caller last set this to False."""
 
     def __getattr__(self, name: str) -> Any:
         self.used = True
@@ -67,7 +69,7 @@ _TRUSTING = "If you trust who wrote the checkpoint, NVMeReader(path, weights_onl
 
 @contextlib.contextmanager
 def _told_apart() -> Iterator[None]:
-    """Turn exceptions of the block into Damaged, or into UnpicklingError for what was refused."""
+    """Turn errors of the ``with`` block into UnpicklingError if ``weights_only`` refused an object, otherwise into Damaged."""
     try:
         yield
     except Damaged:
@@ -87,7 +89,7 @@ def check_archive(value: io.BytesIO) -> None:
         value: Bytes that ``torch.save`` should have written.
 
     Raises:
-        UnpicklingError: If they are no archive of ``torch.save``.
+        UnpicklingError: If the bytes are no archive of ``torch.save``.
         Damaged: If the archive or its pickle is damaged, or the pickle could end the process: torch's ``weights_only``
             unpickles tuples nested to any depth, and hashing these recurses in C.
     """

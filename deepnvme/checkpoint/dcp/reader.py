@@ -1,4 +1,4 @@
-"""Read what ``torch.distributed.checkpoint`` loads, at the speed of the drive."""
+"""Storage reader for ``torch.distributed.checkpoint``: :class:`NVMeReader` loads checkpoints at the speed of the drive."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
 
 _COPIED = 64 << 20
-"""Most bytes read at a time into separate memory, to be copied into tensors from there."""
+"""Most bytes of buffers that are filled before their elements are copied into tensors, unless one part is larger."""
 _ARCHIVE = b"PK\3\4"
 
 
@@ -47,17 +47,17 @@ class Wanted(NamedTuple):
     """A requested part of a tensor, and where its elements are in the file."""
 
     request: ReadItem
-    """torch's request, by which the planner knows the target tensor."""
+    """torch's request, for which the planner provides the target tensor."""
     elements: Elements
     """Where the part is in the file."""
 
 
 class _Item(NamedTuple):
-    """One item that a rank saved: its place in the file, and the bytes that are read first."""
+    """One item that a rank saved: its place in the file, how much of it is read first, and the requests for its parts."""
 
     offset: int
     nbytes: int
-    """Bytes read at first: the whole item, or its beginning."""
+    """Bytes that are read first: all of a small item, or the beginning of a large one, which tells its format."""
     length: int
     """Bytes of the whole item."""
     requests: list[ReadItem]
@@ -68,24 +68,24 @@ class NVMeReader(FileSystemReader):
 
     >>> dcp.load(state_dict, storage_reader=NVMeReader(path))
 
-    It reads the checkpoints of :class:`NVMeWriter` and of torch's writer. A part of a tensor whose bytes in the file are those
-    needed in memory, with the same dtype, is read directly into place on the CPU or a CUDA device. For other parts, the bytes
-    from the first to the last element are read and the elements copied. Items that are not plain tensors, and items written
-    with extensions, are left to torch.
+    It reads the checkpoints of :class:`NVMeWriter` and of torch's writer. A requested part of a tensor is read directly
+    into its target on the CPU or a CUDA device if dtype and bytes are the same in the file as in the target. For other
+    parts, the bytes from the first to the last element are read into a buffer, and the elements are copied. torch itself
+    reads items that are not plain tensors, and items written with extensions.
 
     Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that has to be copied. An
-    item that is left to torch also takes its bytes in the file, which are checked first.
+    item that torch reads also takes its size in the file, because its bytes are checked first.
 
-    ``dcp.load`` wraps the errors below in a CheckpointException. Since torch 2.9, that has an AssertionError with the text in
-    place of an error from reading the metadata; :meth:`read_metadata` itself raises the original.
+    ``dcp.load`` wraps the errors below in a CheckpointException. Since torch 2.9, that has an AssertionError with the
+    text in place of an error from reading the metadata; :meth:`read_metadata` itself raises the original.
 
     Args:
         path: Directory of the checkpoint.
         weights_only: Among the items that are not tensors, True accepts only what ``torch.load(weights_only=True)``
-            accepts: numbers, text, containers, dtypes, and classes given to ``torch.serialization.add_safe_globals``. False
-            lets torch's planner unpickle anything, which can run code of the checkpoint's writer. None (the default) is True
-            unless TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, as for :func:`load`. TORCH_FORCE_WEIGHTS_ONLY_LOAD makes it True in
-            any case.
+            accepts: numbers, text, containers, dtypes, and classes given to ``torch.serialization.add_safe_globals``.
+            False lets torch's planner unpickle anything, which can run code of the checkpoint's writer. None (the
+            default) is True unless TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, as for :func:`load`.
+            TORCH_FORCE_WEIGHTS_ONLY_LOAD makes it True in any case.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
         *args: As for ``FileSystemReader``.
         **kwargs: As for ``FileSystemReader``.
@@ -94,15 +94,15 @@ class NVMeReader(FileSystemReader):
         RuntimeError: From the constructor, if TORCH_FORCE_WEIGHTS_ONLY_LOAD and
             TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD are both set.
         CorruptCheckpoint: If a file is damaged. Names the file and the item, with the bytes expected and found.
-        OSError: If a file cannot be opened (FileNotFoundError and others) or read. ESTALE if another checkpoint was saved over
-            this one meanwhile; some tensors may then have its values.
+        OSError: If a file cannot be opened (FileNotFoundError and others) or read. ESTALE if another checkpoint was saved
+            over this one meanwhile; some tensors may then have the values of the other checkpoint.
         UnpicklingError: If an item is not allowed by ``weights_only``, or the metadata hold more than torch's writer puts
             there.
         ValueError: If a part is requested that a saved tensor does not have.
     """
 
     _metadata_read: tuple[Path, file_io.Version] | None = None
-    """The metadata file that was read, and its version."""
+    """(path, version) of the metadata file that was read; None before :meth:`read_metadata`."""
 
     def __init__(
         self, path: str | os.PathLike[str], *args: Any, weights_only: bool | None = None, config: AioConfig | None = None,
@@ -134,7 +134,7 @@ class NVMeReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank loads. Called by ``dcp.load``. Blocks.
+        """Read the tensors and objects that this rank loads. Called by ``dcp.load``. Blocks.
 
         Args:
             plan: What this rank loads.
@@ -144,7 +144,7 @@ class NVMeReader(FileSystemReader):
             A completed future.
 
         Raises:
-            Exception: Those of the class.
+            Exception: The errors listed for :class:`NVMeReader`.
         """
         # torch's writer writes over the files of an earlier checkpoint. NVMeWriter never does.
         versions: dict[str | os.PathLike[str], file_io.Version] = dict([self._metadata_read] if self._metadata_read else [])
@@ -160,7 +160,7 @@ class NVMeReader(FileSystemReader):
         return done(None)
 
     def _read_items(self, plan: LoadPlan, checking: CheckingPlanner) -> None:
-        """Read what is requested, file by file, then leave to torch's reader what only that can read."""
+        """Read the plan's items, file by file; then have torch's reader read the items that only torch can read."""
         planner = cast(LoadPlanner, checking)
         by_file: dict[str, list[ReadItem]] = {}
         others = []
@@ -190,7 +190,10 @@ class NVMeReader(FileSystemReader):
                 raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
 
     def _check_before_torch(self, path: Path, request: ReadItem) -> None:
-        """Check a tensor that is not stored in a plain way. What was written with extensions cannot be checked."""
+        """Check the archive of a tensor that torch is about to unpickle, if ``weights_only``.
+
+        The bytes of an item that was written with extensions cannot be checked.
+        """
         info = self.storage_data[request.storage_index]
         if self._weights_only and request.type == LoadItemType.TENSOR and not getattr(info, "transform_descriptors", None):
             with open_item_file(path, request) as file:
@@ -201,7 +204,7 @@ class NVMeReader(FileSystemReader):
     def _read(
         self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner, engine: Engine
     ) -> list[ReadItem]:
-        """Serve the requests for one file. Returns the requests that are left to torch."""
+        """Read the requested items of one file. Returns the requests that only torch can serve."""
         others: list[ReadItem] = []
         wanted: list[Wanted] = []
         known = KnownArchives()
@@ -236,7 +239,7 @@ class NVMeReader(FileSystemReader):
         return others
 
     def _items(self, path: Path, size: int, requests: Sequence[ReadItem]) -> list[_Item]:
-        """Return the items that are requested from one file. Raises CorruptCheckpoint if one is not wholly in the file."""
+        """Group the requests for one file by item. Raises CorruptCheckpoint if an item ends past the end of the file."""
         by_item: dict[MetadataIndex, list[ReadItem]] = {}
         for request in requests:
             by_item.setdefault(request.storage_index, []).append(request)
@@ -256,7 +259,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner, engine: Eng
     Args:
         path: The file.
         wanted: The parts.
-        planner: Provides the target of each part, and is told when it is filled.
+        planner: Provides the target tensor of each part, and is told when that tensor is filled.
         engine: Engine that does the transfers.
 
     Raises:
@@ -272,7 +275,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner, engine: Eng
     to_copy = 0
 
     def end() -> None:
-        """Read the pending parts, copy the parts that have a buffer into their tensors, and tell the planner."""
+        """Read all pending parts, copy the parts in buffers into their targets, and tell the planner. Blocks."""
         memory = [file_io.Placed(each.offset, flat_bytes(to) if buffer is None else buffer) for _, each, to, buffer in pending]
         file_io.read([each for each in memory if each.nbytes], path, engine, buffer_pool())
         for request, elements, target, buffer in pending:
@@ -297,7 +300,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner, engine: Eng
 
 @contextlib.contextmanager
 def open_item_file(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
-    """Open a file to look into it. Raises OSError naming the requested item too."""
+    """Open the file of a requested item for reading. Raises OSError that names the item besides the file."""
     try:
         file = open_regular(path)
     except OSError as error:
@@ -308,7 +311,7 @@ def open_item_file(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def _naming_item(path: Path, request: ReadItem) -> Iterator[None]:
-    """Make the errors of unpickling an item name the file and the item."""
+    """Add the names of the file and the item to an error of unpickling that the ``with`` block raises."""
     try:
         yield
     except Damaged as error:
@@ -318,7 +321,7 @@ def _naming_item(path: Path, request: ReadItem) -> Iterator[None]:
 
 
 def _place(wanted: Sequence[Wanted], chunk: torch.Tensor, begin: int, planner: LoadPlanner) -> None:
-    """Copy parts from a chunk of the file, which begins at byte ``begin``, into their target tensors."""
+    """Copy parts of tensors from a chunk, which has the bytes of the file from ``begin`` on, into their target tensors."""
     targets = [_target(each, planner) for each in wanted]
     places = []
     addresses = []
@@ -335,7 +338,7 @@ def _place(wanted: Sequence[Wanted], chunk: torch.Tensor, begin: int, planner: L
 
 
 def part(elements: Elements, request: ReadItem) -> Elements:
-    """Return the part of a tensor that is requested. Raises ValueError naming the item if the tensor does not have it."""
+    """Return where the requested part of a tensor is. Raises ValueError, naming the item, for a part outside the tensor."""
     try:
         return elements.narrow(request.storage_offsets, request.lengths)
     except ValueError as error:
@@ -353,7 +356,7 @@ def _target(wanted: Wanted, planner: LoadPlanner) -> torch.Tensor:
 
 
 def _straight(elements: Elements, target: torch.Tensor) -> bool:
-    """Return whether the bytes in the file are exactly those of the target tensor."""
+    """Return whether the bytes in the file can be read directly into the target: same dtype, both contiguous, CPU or CUDA."""
     return (
         type(target) is torch.Tensor
         and target.dtype == elements.dtype
@@ -372,7 +375,10 @@ def _copy(buffer: torch.Tensor, elements: Elements, target: torch.Tensor) -> Non
 
 
 def _in_safetensors(path: Path, item: _Item, tables: dict[int, dict[str, Elements]]) -> Elements:
-    """Return the tensor of an item that is in a safetensors file embedded in this file."""
+    """Return where an item's tensor is, in the safetensors file that is embedded in ``path`` at the item's offset.
+
+    Raises CorruptCheckpoint if no safetensors file with the tensor begins there. ``tables`` caches the headers by offset.
+    """
     name = item.requests[0].storage_index.fqn
     try:
         if item.offset not in tables:

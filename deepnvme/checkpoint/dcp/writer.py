@@ -1,13 +1,15 @@
-"""Write what ``torch.distributed.checkpoint`` saves, at the speed of the drive.
+"""Storage writer for ``torch.distributed.checkpoint``: :class:`NVMeWriter` saves checkpoints at the speed of the drive.
 
 Invariants:
 
-1. A checkpoint exists when its metadata file has its name. Every file that the metadata name is whole by then.
-2. The files of an earlier checkpoint stay until the metadata file of the new one has replaced theirs: new files get a tag in
-   their names if there is an earlier checkpoint.
-3. The names of the files that became needless stand behind the pickle in the metadata file, so that the next save removes files
-   that an interrupted one has left.
-4. A file is removed only if its name has the form of such a file, and it is tagged or the old metadata file contains its name.
+1. A checkpoint exists once its metadata file has its final name. By then, every file that the metadata name is
+   complete.
+2. The files of an earlier checkpoint stay until the new metadata file has replaced the old one. If there is an earlier
+   checkpoint, the new files therefore get a tag in their names.
+3. The names of the files that are then obsolete are appended to the metadata file, after its pickle. So the next save
+   also removes files that an interrupted save has left.
+4. A file is removed only if its name has the form that these files have, and the name has a tag or occurs in the old
+   metadata file.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ Result = TypeVar("Result")
 _BLOCK = 4 << 20
 """Bytes of an earlier checkpoint's metadata that are searched at a time."""
 _TAG = 8
-"""Digits of a save's id in the names of its files, used when an earlier checkpoint is in the directory."""
+"""Digits of the save's id in the names of its files, which get this tag if the directory has an earlier checkpoint."""
 _NAME = re.compile(rf"__\d+_\d+(?P<tag>\.[0-9a-f]{{{_TAG}}})?{re.escape(DEFAULT_SUFFIX)}", re.ASCII)
 
 
@@ -124,7 +126,7 @@ class NVMeWriter(FileSystemWriter):
 
         Args:
             metadata: Metadata of the checkpoint. The places of its items are added here.
-            results: What the writes of each rank returned.
+            results: For each rank, the results of its :meth:`write_data`.
 
         Raises:
             OSError: From writing, naming the file.
@@ -147,7 +149,7 @@ class NVMeWriter(FileSystemWriter):
                 (Path(self.path) / name).unlink()
 
     def _metadata_file(self) -> Path:
-        """Return the metadata file: the one of all ranks, or this rank's own."""
+        """Return the path of the metadata file: one file for all ranks, or this rank's own file without collectives."""
         rank = getattr(self, "rank", None)  # since torch 2.9, as is use_collectives
         return Path(self.path) / (".metadata" if rank is None or self.use_collectives else f"__{rank}.metadata")
 
@@ -202,7 +204,7 @@ def write_files(
 
 
 def done(result: Result) -> Future[Result]:
-    """Return a future that has this result already."""
+    """Return an already completed future with this result."""
     future: Future[Result] = Future()
     future.set_result(result)
     return future
@@ -227,7 +229,7 @@ def _in_threads(function: Callable[[PlannedFile], Result], files: Sequence[Plann
 
 
 def _image(file: PlannedFile, planner: SavePlanner, safetensors: bool) -> tuple[FileImage, list[WriteResult]]:
-    """Return the image of a file and the place of each item in it. As in torch's files, objects come before tensors."""
+    """Build the image of a file, and return it with the place of each item. As in torch's files, objects come first."""
     image = FileImage()
     places: list[tuple[WriteItem, int, int]] = []
     tensors: list[tuple[WriteItem, torch.Tensor]] = []
@@ -278,7 +280,7 @@ def _add_safetensors(image: FileImage, tensors: Sequence[tuple[WriteItem, torch.
 
 
 def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
-    """Append what torch.save writes for the tensor. Returns the offset and the length in bytes."""
+    """Append the archive that torch.save writes for the tensor. Returns the archive's offset and length in bytes."""
     memory = memory_of_item(tensor)
     if memory is None:
         stream = io.BytesIO()
@@ -295,15 +297,15 @@ def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _publish(image: FileImage, path: Path, engine: Engine, *, fsync: bool, one_of_many: bool) -> None:
-    """Write an image to a file that appears whole."""
+    """Write an image to a temporary file, and rename that to ``path`` when it is complete. Blocks."""
     destination = Destination(path, fsync, one_of_many)
     destination.publish(engine, image.nbytes, lambda file: write(image, file, engine, buffer_pool()))
 
 
 def _named_in(file: Path, names: set[str]) -> set[str]:
-    """Return the names that occur among the bytes of the file.
+    """Return which of the names occur among the bytes of the file.
 
-    An empty set if the file cannot be read, so that files that somebody may need are kept.
+    If the file cannot be read, returns an empty set, so that no file that may still be needed is removed.
     """
     named: set[str] = set()
     longest = max(map(len, names), default=0)

@@ -23,14 +23,14 @@ from .pt_records import DAMAGE
 from .zip_directory import Record, data_of, entries
 
 _ALIGNMENT = 64
-"""Alignment of the records in bytes, torch's default: a small tensor should not take pages.
+"""Alignment of the records in an archive, in bytes: torch's default, so that a small tensor does not take whole pages.
 
-A large tensor is page-aligned by choosing where its archive begins.
+The storage of a large tensor is page-aligned by the offset at which its archive begins in the file.
 """
 
 
 def memory_of_item(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor with the same elements whose memory has no gaps: with the same strides and memory if possible, else a copy.
+    """Return a tensor with the same elements and no gaps in memory: the tensor itself if it has no gaps, otherwise a copy.
 
     Returns:
         The tensor, on the CPU or a CUDA device. None for a tensor that is more than its elements, such as a quantized one.
@@ -46,20 +46,20 @@ def memory_of_item(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 1-D view of the elements of a tensor without gaps, in the order of memory."""
+    """Return a 1-D view of the elements of a tensor that has no gaps in memory, in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 @functools.lru_cache(maxsize=4096)
 def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Return the bytes before and after those of the tensor in the archive of one whose memory has no gaps."""
+    """Return the bytes of a tensor's archive before and after the tensor's own bytes, for a tensor without gaps in memory."""
     like = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")  # cheap: no page of a large one is touched
     storage = like.untyped_storage()
     image = pt_image(like, pickle, 2, False, alignment=_ALIGNMENT)
     begin = image.begin_of(storage)
 
     def text(first: int, last: int) -> bytes:
-        """Return these bytes of the archive."""
+        """Return bytes [first, last) of the archive."""
         copied = torch.empty(last - first, dtype=torch.uint8, device="cpu")
         image.copy(first, last, copied)
         return memory_of(copied).tobytes()
@@ -68,13 +68,16 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -
 
 
 HEAD = 4 << 10
-"""Bytes of an archive's beginning by which a known kind is recognised. They include the pickle."""
+"""Bytes at the beginning of an archive that are compared with archives examined before. They include the pickle."""
 _LONG_HEAD = 64 << 10
-"""Bytes that include what is before the storage, even if records are page-aligned."""
+"""Bytes at the beginning of an archive that are read to examine it. The storage begins within them."""
 
 
 class KnownArchives:
-    """Recognises archives of the kinds that were examined before, by their length and first bytes."""
+    """The archives examined so far, by which others of the same dtype, shape and strides are recognised.
+
+    An archive is recognised by its length and its first bytes.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, list[tuple[bytes, Elements]]] = {}
@@ -110,7 +113,10 @@ class KnownArchives:
 
 
 def _examined(beginning: bytes, found: Sequence[Record], length: int) -> Elements | None:
-    """Return where the tensor of an archive is, in bytes from the start of the archive, or None if that is no plain one."""
+    """Return where the tensor of an archive is, in bytes from the start of the archive.
+
+    None unless the archive has one plain tensor, stored without compression.
+    """
     records = {record.inner_name: record for record in found}
     stream = records["data.pkl"]
     begin = data_of(beginning[stream.header :], stream.header)

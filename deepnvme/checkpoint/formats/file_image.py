@@ -1,4 +1,4 @@
-"""Describe the bytes of a file that is to be written by where they are in memory."""
+"""Describe the content of a file to be written as a list of pieces of memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WriteRange(NamedTuple):
     begin: int
     end: int
     tensor: torch.Tensor | None
-    """Where the bytes are in memory. None if they have to be gathered first."""
+    """The bytes of the range, as uint8. None if they have to be gathered from several small pieces first."""
 
 
 class FileImage:
@@ -45,24 +45,24 @@ class FileImage:
 
     def __init__(self) -> None:
         self._texts: list[bytearray] = []
-        """Copies of the texts that were added, which the pieces refer to."""
+        """Copies of the texts that were added. The pieces hold the addresses of these copies."""
         self._sources: dict[int, Source] = {}
         self._on_devices: set[int] = set()
         self._events: list[torch.cuda.Event] = []
-        """Waited for before memory of a device is copied."""
+        """CUDA events that :meth:`copy` waits for before it copies from a device."""
         self._kept: list[torch.Tensor] = []
         self.spread: list[tuple[int, int]] = []
-        """Ranges (begin, end) of the file of which this process has only parts."""
+        """Ranges (begin, end) of the file, in bytes, of which this process has only parts: one for each DTensor."""
         self.held: list[tuple[int, int]] = []
-        """Ranges (begin, end) within ``spread`` that this process has."""
+        """Ranges (begin, end) of the file, in bytes, that lie within ``spread`` and that this process has."""
         self._addresses = array("Q")
         self._lengths = array("Q")
         self._ends = array("Q")
         self._large: list[int] = []
         self.nbytes = 0
-        """Size of the file in bytes, as far as it was added."""
+        """Bytes of the file that were added so far."""
         self.checksums: Checksums | None = None
-        """Checksums that belong into the file and are not known yet: see :func:`add_checksums`. None if there are none."""
+        """Checksums that :func:`add_checksums` still has to compute and write into the file; None if there are none."""
 
     def add_text(self, text: bytes) -> None:
         """Append a copy of the bytes."""
@@ -75,22 +75,22 @@ class FileImage:
     def add(self, source: Source) -> None:
         """Append the bytes of a contiguous tensor or of a storage.
 
-        If it is neither on the CPU nor on a CUDA device, the bytes of a copy are appended, as torch.save does.
+        A source that is neither on the CPU nor on a CUDA device is first copied to the CPU, as torch.save does.
         """
         self.add_each([source])
 
     def add_each(
         self, sources: Sequence[Source], text: bytes = b"", headers: array[int] | None = None, paddings: array[int] | None = None
     ) -> None:
-        """Append several tensors or storages, each as by :meth:`add`, with text and padding before each.
+        """Append several tensors or storages as :meth:`add` does, each with text and padding before it.
 
         Takes a tenth of the time of adding them one by one: there can be tens of thousands.
 
         Args:
-            sources: What to append.
-            text: Bytes to divide among the sources.
-            headers: Bytes of ``text`` before each source. None for 0.
-            paddings: Bytes of padding before each source, after its text. None for 0.
+            sources: Tensors and storages to append.
+            text: The texts before the sources, one after the other.
+            headers: For each source, how many bytes of ``text`` stand before it. None for 0.
+            paddings: For each source, the bytes of padding between its text and the source. None for 0.
         """
         if not sources:
             return
@@ -122,14 +122,14 @@ class FileImage:
         return self._ends[piece] - self._lengths[piece]
 
     def add_part(self, data: torch.Tensor, runs: Sequence[tuple[int, int]], nbytes: int) -> None:
-        """Append a range of which this process has only some runs of bytes.
+        """Append a range of the file of which this process has only some runs of bytes.
 
         The runs are recorded in ``held`` and the range in ``spread``. The other bytes of the range can be neither written nor
         copied.
 
         Args:
             data: The bytes of the runs, one run after the other, on the CPU or a CUDA device.
-            runs: Where each run begins and ends, in bytes from the start of the range.
+            runs: (begin, end) of each run, in bytes from the start of the range.
             nbytes: Bytes of the range.
         """
         if not nbytes:
@@ -150,13 +150,13 @@ class FileImage:
         self._kept.append(data)
 
     def digest(self) -> bytes:
-        """Return a hash of the text, that is of everything but the tensors' bytes."""
+        """Return a SHA-256 hash of the added texts: of all bytes of the file but those of tensors and padding."""
         return hashlib.sha256(b"".join(self._texts)).digest()
 
     def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[WriteRange]:
-        """Yield the requests that write [begin, end) of the file, in order.
+        """Yield the ranges in which [begin, end) of the file is written, in order: one for each write request.
 
-        The boundaries between requests are page-aligned, so that each can bypass the page cache.
+        The boundaries between ranges are page-aligned, so that each request can bypass the page cache.
         """
         end = self.nbytes if end is None else end
         at = begin
@@ -209,14 +209,14 @@ class FileImage:
             torch.cuda.current_stream(device).synchronize()
 
     def fence(self) -> None:
-        """Make later copies, by any thread, wait for what this thread's current streams have been given so far."""
+        """Make later copies, in any thread, wait for the work that is now queued on this thread's current CUDA streams."""
         for device in {self._sources[piece].device for piece in self._on_devices}:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)
 
     def _append(self, address: int, nbytes: int) -> None:
-        """Make ``nbytes`` bytes at a memory address the next bytes of the file."""
+        """Append ``nbytes`` bytes at a memory address to the file."""
         end = self.nbytes = self.nbytes + nbytes
         self._addresses.append(address)
         self._lengths.append(nbytes)
@@ -235,13 +235,14 @@ class FileImage:
 
 
 def add_checksums(checksums: Checksums, begin: int, memory: torch.Tensor) -> None:
-    """Compute checksums over the next bytes of a file; write the checksums that belong into these bytes. Blocks, without the GIL.
+    """Compute checksums over the next bytes of a file, and fill in the checksums that are stored among these bytes.
 
-    Called for all bytes of the file, in order. Memory that was copied from the image has to pass before it is written, and is
-    written to. A tensor's own memory has data only, and may be under way to the drive meanwhile: it is only read.
+    Blocks, without holding the GIL. Called for all bytes of the file, in order. A chunk of gathered pieces has to be
+    passed before it is written to the file, because its checksums are written into it. A tensor's own memory is only
+    read, so its transfer to the drive may be in flight.
 
     Args:
-        checksums: Those of the image.
+        checksums: The checksums of the image.
         begin: Offset of the bytes in the file.
         memory: The bytes. Bytes on a device are only counted: they have no checksums here.
     """
@@ -254,7 +255,7 @@ _MOST_SUMMED = 256 << 20
 
 
 def _chunks(begin: int, end: int) -> Iterator[WriteRange]:
-    """Yield ranges of at most CHUNK bytes that have to be gathered."""
+    """Divide [begin, end) of the file into ranges of at most CHUNK bytes, whose pieces have to be gathered."""
     while begin < end:
         border = min(begin // PAGE * PAGE + CHUNK, end)
         yield WriteRange(begin, border, None)
@@ -262,5 +263,5 @@ def _chunks(begin: int, end: int) -> Iterator[WriteRange]:
 
 
 def _reachable(source: _Source) -> _Source:
-    """Return the source, or a copy on the CPU if it is on a device that the engine cannot read."""
+    """Return the source itself, or a copy on the CPU if the engine cannot read the memory of its device."""
     return source if source.device.type in ("cpu", "cuda") else source.cpu()  # type: ignore[return-value]

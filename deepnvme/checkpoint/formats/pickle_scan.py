@@ -59,9 +59,10 @@ def _is_storage(module: str, name: str) -> bool:
 def why_wasteful(stream: bytes) -> str | None:
     """Return why a pickle must not be unpickled ("is cut off ..."), or None if it may be.
 
-    Refused is what no pickler writes and what could take minutes, gigabytes or the process: nesting deeper than DEEPEST, a memo
-    index beyond the pickle's own size, very many objects outside the memo or memo entries that no pickler makes, setting
-    attributes of a class or a function for the whole process, or a pickle that is cut off.
+    A pickle is refused if no pickler writes such a pickle and unpickling it could take minutes or gigabytes, or end the
+    process: nesting deeper than DEEPEST, a memo index beyond the pickle's own size, very many objects outside the memo or
+    memo entries that no pickler makes, setting attributes of a class or a function for the whole process, or a pickle
+    that is cut off.
     """
     walk = load_async_io().checkpoint.pickle_walk
     nesting, unregistered, largest_memo_index, changes_globals, complete, _ = walk(stream, DEEPEST, _MOST_UNREGISTERED)
@@ -77,7 +78,7 @@ def why_wasteful(stream: bytes) -> str | None:
 
 
 _MOST_UNREGISTERED = 1_000_000
-"""Most objects outside the memo; they take less than 300 MB.
+"""Most objects that a pickle may leave out of its memo; they take less than 300 MB.
 
 Not 0, because ``pickletools.optimize`` omits memo entries that are not used.
 """
@@ -99,12 +100,12 @@ class PickleScan(pickle._Unpickler):
     def __init__(self, stream: bytes) -> None:
         super().__init__(io.BytesIO(stream))
         self.nbytes: dict[str, int] = {}
-        """Bytes of each storage by its key, in the order in which the pickle refers to them, which is that of the file."""
+        """Bytes of each storage by its key, in the order in which the pickle refers to the storages, and the file has them."""
         self.plain = True
         """Whether nothing that the pickle calls could look at the contents of storages. Final after ``load``."""
 
     def load_nothing(self: Any) -> None:
-        """Handle the operations for an empty list, dict or set with a stand-in, which collects nothing."""
+        """Handle the opcodes for an empty list, dict or set: push a stand-in, which stores nothing."""
         self.append(_anything)
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {

@@ -2,10 +2,10 @@
 
 Invariants:
 
-1. All records are stored, not deflated, in one folder: the pickle, short records, the storages in the order of the pickle, the
-   version and the identity.
-2. The data of a record begin at a multiple of the alignment; an extra field pads the header for that.
-3. Sizes and checksums follow the data ("data descriptor") and are repeated in the directory at the end.
+1. All records are stored, not deflated, in one folder: the pickle, short records, the storages in the order of the
+   pickle, the version and the serialization id.
+2. The data of each record begin at a multiple of the alignment. An extra field pads the record's header to that length.
+3. The size and checksum of a record follow its data ("data descriptor"), and are repeated in the directory at the end.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ def pt_image(
     across: Across | None = None,
     alignment: int = PAGE,
 ) -> FileImage:
-    """Return the image of the archive of an object.
+    """Pickle an object, and return the image of its .pt archive.
 
     Args:
         obj: Any object that pickles.
         pickle_module: Provides the pickler.
         protocol: Pickle protocol.
-        checksum: Whether the file has the CRC-32 of each storage, or 0 in its place. None for those that cost little: of storages
-            on the CPU, unless ranks save together. These are computed while the image is written, see
-            :attr:`FileImage.checksums`; the others now. Blocks for these. If it is None and
-            ``torch.serialization.set_crc32_options(False)`` was called, all records have 0, as in torch.save's files.
-        across: If several ranks save one object with DTensors together: pickles it alike on every rank. The image then has this
-            rank's part.
+        checksum: Whether the archive has the CRC-32 of each storage, or 0 in its place. True for all storages, False for
+            none. None for storages on the CPU, unless ranks save together: these cost little, because
+            :func:`add_checksums` computes them while the image is written. With True, all others are computed here, which
+            blocks. If ``checksum`` is None and ``torch.serialization.set_crc32_options(False)`` was called, all records
+            have 0, as in torch.save's files.
+        across: Given if several ranks save one object with DTensors together: makes every rank write the same pickle. The
+            image then has this rank's part of the DTensors.
         alignment: Each storage begins at a multiple of this many bytes.
 
     Raises:
-        ValueError: If ``checksum`` is given for an object with DTensors saved across ranks.
+        ValueError: If ``checksum`` is True for an object with DTensors saved across ranks.
         Exception: Whatever pickling raises.
     """
     stream, storages = pickled(obj, pickle_module, protocol, across)
@@ -89,7 +90,7 @@ def pt_image(
 def _image(
     text: bytes, headers: array[int], paddings: array[int], contents: list[bytes | torch.UntypedStorage | Sharded]
 ) -> FileImage:
-    """Return the image of an archive with these records. The other arguments are what ``zip_layout`` returns."""
+    """Return the image of an archive with the records ``contents``. ``zip_layout`` has returned the other arguments."""
     image, unused, first = FileImage(), io.BytesIO(text), 0
     for kind, run in itertools.groupby(contents, type):
         data: list[Any] = list(run)
@@ -117,7 +118,10 @@ def crc32_of(source: Source) -> int:
 
 
 def _identity(stream: bytes, sizes: array[int]) -> bytes:
-    """Return 40 digits, as torch writes them. They are the same for objects of the same structure."""
+    """Return the archive's serialization id: 40 digits, as in torch's archives.
+
+    It is a hash of the pickle and the sizes of the storages, so it is the same for objects of the same structure.
+    """
     digest = hashlib.sha256(stream)
     digest.update(sizes)
     return str(int.from_bytes(digest.digest(), "big"))[:40].zfill(40).encode()

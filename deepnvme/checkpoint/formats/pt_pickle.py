@@ -25,16 +25,19 @@ from deepnvme.ops import load_async_io
 
 
 class Pickled(NamedTuple):
-    """An object pickled as torch.save does, its storages beside it."""
+    """An object as ``torch.save`` pickles it: the pickle, and the storages that it refers to."""
 
     stream: bytes
-    """The pickle."""
+    """The bytes of the pickle."""
     storages: list[Any]
-    """The storages whose keys in the stream are "0", "1" and so on: UntypedStorage, and Sharded if saved across ranks."""
+    """The storages in the order of their keys in the pickle, "0", "1" and so on.
+
+    Each is an UntypedStorage, or a Sharded for a DTensor saved across ranks.
+    """
 
 
 class _Reference:
-    """Given to the pickler in place of a storage, to be written as its persistent id."""
+    """Stand-in for a storage, which the pickler writes as the storage's persistent id."""
 
     __slots__ = ("persistent_id",)
 
@@ -43,7 +46,7 @@ class _Reference:
 
 
 class _Hooks:
-    """Stands in the stream for the empty OrderedDict that each plain tensor has; takes less time and memory."""
+    """Stand-in for the empty OrderedDict of hooks in the pickle of each plain tensor. Takes less time and memory than a dict."""
 
     __slots__ = ()
 
@@ -101,7 +104,8 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
         obj: Any object that pickles.
         pickle_module: Provides the pickler.
         protocol: Pickle protocol.
-        across: If several ranks save the object together: pickles it alike on every rank, with whole tensors for DTensors.
+        across: Given if several ranks save the object together: makes every rank write the same pickle, in which each
+            DTensor is a whole tensor.
 
     Raises:
         RuntimeError: If one storage is used with two dtypes, which torch.load cannot read.
@@ -123,7 +127,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
         return None
 
     asked_first = getattr(pickle_module.Pickler, "reducer_override", None)
-    """The pickler's own hook. cloudpickle has one, for functions and classes that it pickles by value."""
+    """``reducer_override`` of the given pickler, asked before this one. cloudpickle has it for what it pickles by value."""
     hooks = _Hooks if asked_first is None else OrderedDict
 
     class Pickler(pickle_module.Pickler):  # type: ignore[name-defined, misc]
@@ -209,10 +213,10 @@ def unpickled(
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Disable the garbage collector in the block.
+    """Disable the garbage collector during the ``with`` block.
 
-    Pickling makes objects that live until its end. The collector examines them again and again, which takes half of the time of
-    pickling 10,000 tensors.
+    Pickling makes objects that live until it ends. The collector would examine them again and again, which takes half of
+    the time of pickling 10,000 tensors.
     """
     global _paused
     enabled = gc.isenabled()
@@ -228,11 +232,11 @@ def _without_collections() -> Iterator[None]:
 
 
 _paused = False
-"""Whether a thread has disabled the collector, for the whole process, and is going to enable it again."""
+"""Whether a thread has disabled the garbage collector of the process, and will enable it again."""
 
 
 def _resume() -> None:
-    """Enable the collector in a forked child, which may not have the thread that would do so."""
+    """Enable the garbage collector in a forked child, which may lack the thread that would enable it."""
     global _paused
     if _paused:
         _paused = False
@@ -243,7 +247,7 @@ os.register_at_fork(after_in_child=_resume)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is fully described by its storage, sizes and strides, and torch.save pickles it by these."""
+    """Return whether storage, sizes and strides describe the tensor completely, so that torch.save pickles only these."""
     return (
         tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)
@@ -257,9 +261,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _whole_elements(storage: UntypedStorage, nbytes: int) -> UntypedStorage:
-    """Return the storage without a rest smaller than one element.
+    """Return the storage without trailing bytes that are less than one element.
 
-    torch.save writes that rest too, and torch.load then refuses the file.
+    torch.save writes such bytes too, and torch.load then refuses the file.
     """
     return storage if storage.nbytes() == nbytes else storage[:nbytes]
 
@@ -274,7 +278,7 @@ def _storage_class(dtype: torch.dtype) -> Any:
 _NO_STORAGES = frozenset(
     (str, int, float, bool, NoneType, tuple, list, dict, OrderedDict, torch.Tensor, FunctionType, type, _Hooks)
 )
-"""Types of most objects that are pickled and are not storages."""
+"""Types of most pickled objects that are not storages: their persistent id is None without a call of Python code."""
 _ITEMSIZES = {
     dtype: dtype.itemsize
     for dtype in (

@@ -1,4 +1,4 @@
-"""Read what a .pt file holds, and find out what is wrong with it."""
+"""Read the directory and the records of a .pt file, and report which part of the file is damaged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .zip_directory import LOCAL_HEADER, BadDirectory, Record, data_of, entries
 
 
 class CorruptCheckpoint(OSError):
-    """A file is not, or not completely, what was saved. An OSError (EBADMSG) whose message says which part is damaged.
+    """A file is damaged, cut off, or no checkpoint. An OSError (EBADMSG) whose message says which part is damaged.
 
     Args:
         path: The file.
@@ -38,13 +38,13 @@ class CorruptCheckpoint(OSError):
 
 
 class WrongChecksum(CorruptCheckpoint):
-    """A storage or the pickle has other bytes than were saved.
+    """The bytes of a storage or of the pickle do not match the checksum that was saved.
 
     Args:
         path: The file.
         record: The damaged record.
-        offset: Where its data begin in the file.
-        crc32: CRC-32 of the data that were found.
+        offset: Where the record's data begin in the file, in bytes.
+        crc32: CRC-32 of the data in the file.
     """
 
     def __init__(self, path: str | os.PathLike[str], record: Record, offset: int, crc32: int) -> None:
@@ -104,13 +104,13 @@ class StoragePlaces:
 
 
 def is_zip(path: str | os.PathLike[str]) -> bool:
-    """Return whether the file begins as a zip archive, by which torch.load tells it from the older formats."""
+    """Return whether the file begins like a zip archive. torch.load tells .pt files from the older formats in the same way."""
     with with_filename(path), open_regular(path) as file:
         return file.read(4) == b"PK\3\4"
 
 
 def is_pickle(path: str | os.PathLike[str]) -> bool:
-    """Return whether the file begins as a pickle of protocol 2 or higher, as torch's older formats do.
+    """Return whether the file begins like a pickle of protocol 2 or higher, as files of torch before 1.6 do.
 
     False for a safetensors file, although that may begin with the same byte.
     """
@@ -173,7 +173,7 @@ _FACTS = {
     ".format_version": re.compile(rb"\d{1,18}"),
     ".storage_alignment": re.compile(rb"\d{1,18}"),
 }
-"""The other records that torch reads, with what each may contain."""
+"""Short records that torch reads besides the pickle and the storages, with the pattern that each has to match."""
 _LONGEST_FACT = 64
 
 
@@ -221,7 +221,7 @@ def refuse_damaged(path: str | os.PathLike[str], found: PtRecords, error: Except
 
     Args:
         path: The file.
-        found: Its directory.
+        found: Directory of the archive.
         error: What torch raised.
     """
     if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
@@ -235,9 +235,9 @@ def refuse_damaged(path: str | os.PathLike[str], found: PtRecords, error: Except
 
 
 def is_damage(error: Exception) -> bool:
-    """Return whether unpickling raises such an error for damaged bytes.
+    """Return whether an error is of a type that unpickling raises for damaged bytes.
 
-    False for UnpicklingError, because ``weights_only`` raises it too for what it refuses.
+    False for UnpicklingError, because unpickling with ``weights_only`` raises it too for an object that it refuses.
     """
     return isinstance(error, DAMAGE) and not isinstance(error, torch.OutOfMemoryError)
 
@@ -245,7 +245,7 @@ def is_damage(error: Exception) -> bool:
 DAMAGE = (
     ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError, struct.error,
 )  # fmt: skip
-"""What unpickling raises for damaged bytes, besides UnpicklingError."""
+"""Types of the errors that unpickling raises for damaged bytes, besides UnpicklingError."""
 
 
 def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> list[int]:
@@ -259,7 +259,7 @@ def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> lis
 
 
 def wrong_names(path: str | os.PathLike[str], records: Iterable[Record]) -> list[str]:
-    """Return messages for the records whose own headers have other names than the directory. Blocks."""
+    """Return a message for each record whose own header has another name than the directory. Blocks."""
     wrong = []
     with open_regular(path) as file:
         for record in records:
@@ -272,7 +272,7 @@ def wrong_names(path: str | os.PathLike[str], records: Iterable[Record]) -> list
 
 
 _SHOWN = 100
-"""Bytes of a damaged name that are shown."""
+"""Most bytes of a damaged name that a message shows."""
 
 
 def _data_offset(path: str | os.PathLike[str], file: BinaryIO, record: Record) -> int:

@@ -1,4 +1,4 @@
-"""What a file looks like that is no checkpoint: for errors, by its first bytes."""
+"""Guess the format of a file that is no checkpoint from its first bytes, for error messages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from deepnvme.files.replacing import with_filename
 
 _HEAD = 512
 _SHOWN = 40
-"""Characters of a text that an error shows."""
+"""Most characters of a text file that an error message shows."""
 SAFETENSORS = "a safetensors file"
 UNKNOWN = "a file of another kind"
-"""How :func:`guess_format` begins for such files."""
+"""Beginning of the description that :func:`guess_format` returns for a file of an unknown format."""
 _LONGEST_SAFETENSORS_HEADER = 100_000_000
 _TORCH_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"
-"""In a pickle, the number that files of torch before 1.6 begin with."""
+"""The number at the beginning of files of torch before 1.6, as a pickle has it."""
 _TORCH_MAGIC_AS_TEXT = b"L119547037146038801333356L"
 _TAR = (257, b"ustar")
-"""Where a tar archive has this; torch before 0.2 has saved in such."""
+"""Offset and bytes of the signature of a tar archive: torch before 0.2 has saved tar archives."""
 _BEGINNINGS = {
     b"\x93NUMPY": "a .npy file: use numpy.load",
     b"GGUF": "a GGUF file, as of llama.cpp",
@@ -29,9 +29,10 @@ _BEGINNINGS = {
 
 
 def guess_format(path: str | os.PathLike[str]) -> str | None:
-    """Return what a file looks like, such as "a .npy file"; None if it begins as torch's formats, or a zip archive, do.
+    """Return a description of what a file looks like, such as "a .npy file: use numpy.load".
 
-    Raises OSError if it cannot be read.
+    None if the file begins like a zip archive or like the older formats of torch. Raises OSError if the file cannot be
+    read.
     """
     with with_filename(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -55,7 +56,7 @@ def guess_format(path: str | os.PathLike[str]) -> str | None:
 
 
 def _text(head: bytes) -> str | None:
-    """Return what kind of text a file is that begins so; None if it is none."""
+    """Describe a text file by its first bytes, such as "JSON"; return None if they are not text."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut off
     except UnicodeDecodeError:

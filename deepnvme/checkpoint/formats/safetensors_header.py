@@ -59,7 +59,8 @@ def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
         metadata: Strings by name, or None.
 
     Returns:
-        (header, names): all bytes before the tensors, with the length; and the order of the tensors.
+        (header, names): all bytes of the file before the tensors, including the length of the header; and the names in the
+        order of the tensors in the file.
 
     Raises:
         UnknownDtype: If the format does not have a tensor's dtype.
@@ -116,7 +117,7 @@ def read_header(path: str | os.PathLike[str], begin: int = 0) -> dict[str, Eleme
 
 
 def _read_header(path: str | os.PathLike[str], begin: int) -> dict[str, Elements]:
-    """Do what :func:`read_header` does, with errors by the bytes of the header only."""
+    """Read a header as :func:`read_header` does, but without guessing the format of a file that is no safetensors file."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(begin)
@@ -136,7 +137,7 @@ def _read_header(path: str | os.PathLike[str], begin: int) -> dict[str, Elements
 
 
 class WrongHeader(Exception):
-    """A header or an index that is malformed or contradicts itself. The message does not name the file."""
+    """A header or an index is malformed or contradicts itself. The message does not name the file."""
 
 
 _MOST_VALUES = 8_000_000
@@ -144,12 +145,15 @@ _MOST_VALUES = 8_000_000
 
 
 def _values(text: bytes) -> int:
-    """Return how many values a JSON text has at most. Brackets and commas in strings are counted, too."""
+    """Return an upper bound on the number of values of a JSON text: brackets and commas in strings are counted, too."""
     return sum(map(text.count, (b"[", b"{", b",")))
 
 
 def _parsed(text: bytes) -> Any:
-    """Return the value of a JSON text. Raises ValueError if it is none, has too many values, or has a name twice in an object."""
+    """Return the value of a JSON text.
+
+    Raises ValueError if the text is not JSON, has too many values, or has an object with the same name twice.
+    """
     if _values(text) > _MOST_VALUES:
         raise ValueError(f"it has up to {_values(text)} values, and may have {_MOST_VALUES}")
     value = from_json(text, allow_inf_nan=False)
@@ -205,7 +209,7 @@ def parse_header(text: bytes, data: int, size: int) -> dict[str, Elements]:
 
 
 def _fields(name: str, field: Any) -> tuple[str, list[int], int, int]:
-    """Return the dtype, shape, begin and end of a tensor's entry."""
+    """Return the dtype, shape, begin and end that the header has for a tensor. Raises WrongHeader if one is malformed."""
     try:
         kind, shape, (begin, end) = field["dtype"], field["shape"], field["data_offsets"]
         numbers = [*shape, begin, end]
@@ -244,7 +248,10 @@ def _elements(name: str, kind: str, shape: list[int], begin: int, end: int, data
 
 
 def _index(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
-    """Return the object of an index. Raises CorruptCheckpoint that says what was ``expected``, and OSError."""
+    """Read an index file and return its JSON object.
+
+    Raises OSError, or CorruptCheckpoint with a message that says what was ``expected``.
+    """
     try:
         index = _parsed(read_regular(path, LONGEST_HEADER))
     except NotARegularSmallFile as error:
@@ -260,7 +267,7 @@ def read_offload_index(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]
     """Read accelerate's index of offloaded weights. Blocks.
 
     Returns:
-        For each weight, by name, an object of strings and a shape.
+        The entries of the index, by the weight's name. The fields of an entry are strings, such as its dtype, and a shape.
 
     Raises:
         CorruptCheckpoint: If the file is anything else, or larger than 100 MB.
@@ -274,12 +281,12 @@ def read_offload_index(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]
 
 
 def _is_offloaded_field(field: Any) -> bool:
-    """Return whether this is a string, such as the dtype, or a shape."""
+    """Return whether the field of an index entry is a string, such as the dtype, or a shape."""
     return isinstance(field, str) or (isinstance(field, list) and all(type(size) is int and size >= 0 for size in field))
 
 
 def shards_of(path: str | os.PathLike[str]) -> Mapping[str, list[str] | None]:
-    """Return the files of an index with the names of the tensors in each.
+    """Return the files that an index lists, with the names of the tensors in each.
 
     Args:
         path: An index (.json) or a safetensors file.
@@ -312,10 +319,10 @@ def indexed(path: str | os.PathLike[str], shard: str, names: Sequence[str] | Non
         path: The index, for errors.
         shard: The shard, for errors.
         names: Names of the tensors, as :func:`shards_of` returns them. None for all.
-        found: What the shard has, by name.
+        found: All entries of the shard, by name.
 
     Raises:
-        CorruptCheckpoint: If the shard lacks some of the names. Names them.
+        CorruptCheckpoint: If the shard lacks some of ``names``. The message lists them.
     """
     if names is None:
         return dict(found)
@@ -326,7 +333,7 @@ def indexed(path: str | os.PathLike[str], shard: str, names: Sequence[str] | Non
 
 
 def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that each tensor can be saved as the bytes of its elements, with the conditions of safetensors.
+    """Check that each tensor can be saved as the bytes of its elements, under the conditions of the safetensors library.
 
     Args:
         tensors: Tensors by name.
@@ -369,7 +376,8 @@ def check_contiguous(tensors: Mapping[str, torch.Tensor], remedy: str) -> None:
 def overlapping(tensors: Iterable[tuple[Any, str, torch.Tensor]]) -> list[list[str]]:
     """Group the names of tensors by overlapping memory. A tensor that overlaps no other is a group of its own.
 
-    Sorted by address, a tensor joins the group of the tensor before it if that ends after this one begins, as in safetensors.
+    The tensors are sorted by address. A tensor joins the group of the previous tensor if it begins before the end of that
+    tensor, as in safetensors.
 
     Args:
         tensors: (place, name, tensor) of each. Tensors of different places, such as devices, never overlap.

@@ -1,4 +1,4 @@
-"""Describe what one rank has of an object that several ranks save together: its shard of each DTensor."""
+"""Find out which bytes of an object's DTensors one rank writes when several ranks save the object together."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ Span = tuple[int, int]
 
 @dataclass(eq=False)
 class Sharded:
-    """Stands for the storage of a whole tensor of which this rank writes some bytes."""
+    """Stand-in for the storage of a whole tensor, of which this rank writes only some runs of bytes."""
 
     local: torch.Tensor
     """The bytes that this rank writes, one run after the other."""
     runs: list[Span]
-    """Where each run is in the whole tensor, in bytes."""
+    """Ranges (begin, end) of the runs in the whole tensor, in bytes."""
     whole: int
     """Bytes of the whole tensor."""
 
     def nbytes(self) -> int:
-        """Return the bytes of the whole tensor, as a storage does."""
+        """Return the size of the whole tensor in bytes. A method, as on UntypedStorage."""
         return self.whole
 
 
 class Across:
-    """Makes every rank pickle the same object alike: one for each save and rank."""
+    """State of one rank during a joint save, by which all ranks write the same pickle of their object."""
 
     def __init__(self) -> None:
         self._shards: dict[Any, tuple[Sharded, torch.Tensor]] = {}
-        """With each, the tensor whose storage is in its key: kept alive, so that no other gets the same key."""
+        """Results of :meth:`shard_of`, each with the local tensor of its key, kept so that no other can get the same key."""
         self._locations: dict[str, str] = {}
 
     def shard_of(self, tensor: torch.Tensor) -> Sharded | None:
-        """Return what stands for the storage of a DTensor, or None for any other tensor.
+        """Return the stand-in for the storage of a DTensor, or None for any other tensor.
 
-        DTensors with the same local memory, shapes, mesh and placements get the same result.
+        DTensors with the same local memory, shapes, mesh and placements get the same stand-in.
 
         Raises:
-            ValueError: If the placements do not say which bytes of the whole this rank has.
+            ValueError: If the placements do not say which bytes of the whole tensor this rank has.
         """
         from torch.distributed.tensor import DTensor
 
@@ -68,9 +68,9 @@ class Across:
         return self._shards[key][0]
 
     def location(self, storage: torch.UntypedStorage) -> str:
-        """Return the location tag of a storage, with its device renumbered.
+        """Return the location tag of a storage ("cpu", "cuda:0"), with its device renumbered.
 
-        Devices are numbered in the order in which they occur in the object, because each rank uses other devices.
+        Each rank uses other devices. So they are numbered in the order in which they occur in the object.
         """
         tag: str = location_tag(storage)
         kind, colon, _ = tag.partition(":")
@@ -81,7 +81,7 @@ class Across:
 
 
 def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
-    """Return which bytes of a DTensor this rank writes. Replicas share the work."""
+    """Return the bytes of a DTensor that this rank writes. Ranks with replicas of the same bytes share the work."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     nbytes = tensor.numel() * tensor.dtype.itemsize
@@ -112,7 +112,11 @@ def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
 
 
 def part_of_spans(spans: list[Span], count: int, index: int, split: int) -> list[Span]:
-    """Return one of ``count`` parts of the spans: one contiguous chunk, or ``split`` pieces spread over all."""
+    """Return the part ``index`` of ``count`` of a dimension's spans, as torch shards the dimension.
+
+    One contiguous part, or, for a strided shard, ``split`` pieces spread over the spans. Raises ValueError if the pieces
+    of a strided shard would be uneven.
+    """
     total = sum(end - begin for begin, end in spans)
     if split > 1 and total % (count * split):
         raise ValueError(f"{total} in {count} shards of {split} strides are uneven: save the full_tensor() of that DTensor")
@@ -128,7 +132,7 @@ def part_of_spans(spans: list[Span], count: int, index: int, split: int) -> list
 
 
 def taken(spans: Iterable[Span], begin: int, end: int) -> list[Span]:
-    """Return elements [begin, end) of the concatenated spans, as spans."""
+    """Return elements [begin, end) of the spans, counted as if the spans were joined, again as spans."""
     parts, before = [], 0
     for first, last in spans:
         low, high = max(first, first + begin - before), min(last, first + end - before)
@@ -158,13 +162,13 @@ def byte_runs(shape: tuple[int, ...], held: list[list[Span]], itemsize: int) -> 
 
 
 def equal_share(runs: Sequence[Span], share: int, shares: int) -> Span:
-    """Return one of several equal shares of runs of bytes, as a range within the concatenated runs; see :func:`taken`.
+    """Return one of several equal shares of runs of bytes, as a range within the joined runs; see :func:`taken`.
 
-    The shares are equal except that their borders are moved to page boundaries of the whole. A border belongs to the page that
-    it is in, so that neighbouring shares agree on it.
+    The borders between shares are moved back to page boundaries of the whole tensor or file, so the shares are only
+    nearly equal. A border is derived from the page that it is in, so that neighbouring shares agree on it.
 
     Args:
-        runs: Where each run is in the whole, in bytes.
+        runs: (begin, end) of each run in the whole tensor or file, in bytes.
         share: Number of the share, from 0.
         shares: Number of shares.
     """
@@ -172,7 +176,7 @@ def equal_share(runs: Sequence[Span], share: int, shares: int) -> Span:
     total = ends[-1] if ends else 0
 
     def border(number: int) -> int:
-        """Return where a share begins within the concatenated runs."""
+        """Return where share ``number`` begins within the joined runs, in bytes."""
         at = total * number // shares
         run = bisect.bisect_right(ends, at)
         if run == len(ends):

@@ -15,33 +15,33 @@ END = struct.Struct("<4sHHHHIIH")
 
 ZIP64 = 1
 LARGE = 0xFFFFFFFF
-"""From this value on, a size or an offset is stored as 8 bytes in an extra field."""
+"""Sizes and offsets from this value on do not fit into 4 bytes. They are stored as 8 bytes in an extra field."""
 _LONGEST_COMMENT = 0xFFFF
 _ENCRYPTED = 0x2061
 """Flags of encrypted data, patches, strongly encrypted data, and an encrypted directory."""
 _FOLDER = 0x10
-"""The attribute of a folder, whatever the record's name: torch reads nothing of it."""
+"""File attribute of a folder. torch reads no data of a record that has it, whatever the record's name."""
 _NEWEST = 63
-"""Version of the format, 6.3, up to which readers go."""
+"""Newest version of the zip format that readers support: 6.3."""
 _STORED, _DEFLATED = 0, 8
 _LARGEST = 256 << 20
-"""Most bytes of a directory: two million records."""
+"""Most bytes of a directory, enough for two million records."""
 
 
 class Record(NamedTuple):
-    """One record of an archive: in those of torch.save a storage, the pickle, or another."""
+    """One record of a zip archive. In a .pt file: a storage, the pickle, or a short record such as the version."""
 
     name: str
     header: int
     """Offset in the archive of the record's header, which the data follow."""
     nbytes: int
-    """Bytes of the data in the file."""
+    """Bytes that the data take in the file."""
     crc32: int
     """CRC-32 of the data. 0 if none was recorded."""
     stored: bool
     """Whether the data are stored as they are. False if they are deflated."""
     whole: int
-    """Bytes of the data when inflated."""
+    """Bytes of the data after inflating."""
 
     @property
     def inner_name(self) -> str:
@@ -50,7 +50,7 @@ class Record(NamedTuple):
 
     @property
     def key(self) -> str | None:
-        """Key of the storage by which the pickle refers to it. None if this is no storage."""
+        """Key by which the pickle refers to this storage. None for a record that is no storage."""
         name = self.inner_name
         return name[len("data/") :] if name.startswith("data/") else None
 
@@ -61,7 +61,7 @@ class Record(NamedTuple):
 
 
 class BadDirectory(ValueError):
-    """The directory is missing, or contradicts itself or the size of the file."""
+    """The directory of a zip archive is missing, or contradicts itself or the size of the file."""
 
 
 def entries(file: BinaryIO, begin: int = 0, end: int | None = None) -> list[Record]:
@@ -169,9 +169,9 @@ def _parse(directory: bytes, count: int, size: int) -> list[Record]:
 
 
 def _refuse_overlaps(found: Sequence[Record]) -> None:
-    """Raise BadDirectory if records share bytes of the file, or a name.
+    """Raise BadDirectory if two records share bytes of the file, or a name.
 
-    Otherwise each of many records could be as large as the whole file.
+    With shared bytes, a small file could hold many records, each as large as the whole file.
     """
     end, last = 0, ""
     for record in sorted(found, key=lambda record: record.header):

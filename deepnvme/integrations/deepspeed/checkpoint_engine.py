@@ -1,4 +1,4 @@
-"""A checkpoint engine for DeepSpeed, and its replacement of the engine that DeepSpeed's configuration calls the fast writer.
+"""A checkpoint engine for DeepSpeed, which takes the place of DeepSpeed's fast writer.
 
 DeepSpeed is imported only by :func:`replacements`.
 """
@@ -33,15 +33,16 @@ class CommitInfo(Protocol):
 class NVMeCheckpointEngine:
     """Saves and loads DeepSpeed's checkpoints with :func:`deepnvme.save` and :func:`deepnvme.load`.
 
-    Files have the names and the format of DeepSpeed's own ``TorchCheckpointEngine``, so either engine loads what the other saved.
-    Each file appears whole or not at all. Methods are called by DeepSpeed's engine and raise what the two functions raise.
+    Files have the names and the format of DeepSpeed's own ``TorchCheckpointEngine``, so either engine loads what the other
+    saved. Each file appears whole or not at all. DeepSpeed's engine calls the methods; they raise what ``deepnvme.save`` and
+    ``deepnvme.load`` raise.
 
     Contract: DeepSpeed 0.19, ``runtime/checkpoint_engine/checkpoint_engine.py``, and ``runtime/config.py`` for the JSON.
 
     Args:
-        config_params: DeepSpeed's configuration, which DeepSpeed passes to all of its checkpoint engines. An ``aio`` block in its
-            JSON is used as ``config`` if that is not given.
-        fsync: Whether to have the drive make files stable: see :func:`deepnvme.save`.
+        config_params: DeepSpeed's configuration, which DeepSpeed passes to all of its checkpoint engines. An ``aio`` block in
+            its JSON is used if ``config`` is None.
+        fsync: Whether to put files on stable storage: see :func:`deepnvme.save`.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
@@ -66,17 +67,17 @@ class NVMeCheckpointEngine:
         save(state_dict, path, fsync=self._fsync, config=self._config)
 
     def load(self, path: str | os.PathLike[str], map_location: MapLocation = None) -> Any:
-        """Load a checkpoint file, and return its object. Blocks.
+        """Load a checkpoint file, and return the saved object. Blocks.
 
-        Objects of any class are unpickled, because DeepSpeed's checkpoints have them, and that can run code: load only files
+        Objects of any class are unpickled, because DeepSpeed's checkpoints have them. Unpickling can run code: load only files
         that you trust.
         """
         return load(path, map_location, weights_only=False, config=self._config)
 
     def commit(self, info: CommitInfo) -> bool:
-        """Make the names of the checkpoint's directories stable on the drive, and return True. Blocks.
+        """Put the names of the checkpoint's directories on stable storage, and return True. Blocks.
 
-        Called when all files of a checkpoint have been saved.
+        Called by DeepSpeed when all files of a checkpoint have been saved.
         """
         directory = Path(info.save_dir)
         if self._fsync and directory.is_dir():
@@ -84,17 +85,17 @@ class NVMeCheckpointEngine:
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Return whether this data-parallel rank writes what is the same on all: the first one does."""
+        """Return whether this data-parallel rank writes the data that all of them share: True for rank 0 only."""
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
-        """Return whether files may still be being written after :meth:`save` returns: no."""
+        """Return False: no file is still being written after :meth:`save` has returned."""
         return False
 
     def preserves_storage_sharing(self) -> bool:
-        """Return whether tensors that share memory still do after loading: yes.
+        """Return True: tensors that share memory still share it after loading.
 
-        So a view is saved with the whole tensor it is a part of, unless DeepSpeed copies it first.
+        A view is therefore saved with the whole tensor that it is part of, unless DeepSpeed copies it first.
         """
         return True
 
@@ -110,10 +111,10 @@ class NVMeCheckpointEngine:
 
 
 def _aio_block(config_params: Any) -> AioConfig | None:
-    """Return the settings of the ``aio`` block in the JSON of a DeepSpeedConfig; None if it has none, or an empty one.
+    """Return the settings of the ``aio`` block in a DeepSpeedConfig's JSON; None if the block is missing or empty.
 
-    DeepSpeed's ``aio_config`` has all keys and never an unknown one, with defaults where there is no block. Only the JSON as it
-    was read says whether there is one.
+    DeepSpeed's ``aio_config`` has all known keys and no other, with defaults if there is no block. Only the JSON shows whether
+    there is one.
     """
     given = getattr(config_params, "_param_dict", None)
     block = given.get("aio") if isinstance(given, Mapping) else None
@@ -124,7 +125,7 @@ def _aio_block(config_params: Any) -> AioConfig | None:
 
 
 def replacements() -> Iterator[Replacement]:
-    """Return replacements of ``create_checkpoint_engine`` in every module of DeepSpeed that has it by name.
+    """Return replacements of ``create_checkpoint_engine`` in every module of DeepSpeed that defines or imports it.
 
     Raises UnknownShape if one of these modules does not have it, or its parameters differ.
     """
@@ -133,7 +134,7 @@ def replacements() -> Iterator[Replacement]:
 
 
 def _create_checkpoint_engine(own: Any, config_params: Any, *arguments: Any, **named: Any) -> Any:
-    """Return our engine in place of DeepSpeed's fast writer, and otherwise DeepSpeed's own."""
+    """Return an :class:`NVMeCheckpointEngine` in place of DeepSpeed's fast writer, and DeepSpeed's own engine otherwise."""
     writer = config_params.checkpoint_config["writer"] if config_params is not None else None
     if writer is not None and writer["type"] == "FAST" and not writer["decoupled"]:
         return NVMeCheckpointEngine(config_params)

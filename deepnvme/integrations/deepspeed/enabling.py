@@ -1,4 +1,4 @@
-"""Replace parts of DeepSpeed by this package's, all of them or none, and restore them."""
+"""Replace parts of DeepSpeed by parts of this package, all of them or none, and restore them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TESTED = ("0.19.5", "0.19.8")
 
 
 class _DeepSpeedOptions(NamedTuple):
-    """The arguments of the last call of :func:`enable`, which describes them."""
+    """The arguments of the last call of :func:`enable`, where they are described."""
 
     swappers: bool
     checkpoint: bool
@@ -86,7 +86,7 @@ def disable() -> None:
 
 
 def _undo() -> _DeepSpeedOptions | None:
-    """Restore DeepSpeed's own parts. Return what was enabled."""
+    """Restore DeepSpeed's own parts. Return the options that were enabled; None if nothing was enabled."""
     global _enabled
     before, _enabled = _enabled, None
     _set.close()
@@ -105,7 +105,7 @@ def _put(options: _DeepSpeedOptions) -> None:
 
 
 def _version() -> str:
-    """Import DeepSpeed and return its version. Raises RuntimeError if that was not tested."""
+    """Import DeepSpeed and return its version. Raises RuntimeError if this version was not tested."""
     first, last = TESTED
     try:
         deepspeed: Any = importlib.import_module("deepspeed")

@@ -29,7 +29,7 @@ class Launch(NamedTuple):
     """What to enable, and which program to run."""
 
     enable: dict[str, bool] | None
-    """Keyword arguments for :func:`enable`; None not to call it."""
+    """Keyword arguments for :func:`enable`; None if nothing is to be enabled."""
     is_module: bool
     """Whether the program is a module's name, as with ``python -m``, and not a script's path."""
     program: list[str]
@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
         environment: Environment variables.
 
     Raises:
-        SystemExit: As from argparse, for arguments or a value of the variable that are not valid.
+        SystemExit: If the arguments, or the value of :data:`VARIABLE`, are invalid. A message is printed, as by argparse.
     """
     parser = argparse.ArgumentParser(
         prog="python -m deepnvme.integrations.deepspeed",

@@ -49,14 +49,20 @@ def replacements() -> Iterator[Replacement]:
 
 
 def _builder(theirs: Any, ours: OpBuilder, before_theirs: Callable[[], object]) -> Iterator[Replacement]:
-    """Return the replacements for one builder.
+    """Return the replacements for one of DeepSpeed's builders.
 
-    ``load`` falls back to DeepSpeed's own op if ours cannot be loaded. DeepSpeed's op then says what it lacks itself. It links
-    with DeepSpeed's pin_memory op, which ``before_theirs`` loads.
+    ``load`` falls back to DeepSpeed's own op if this package's op cannot be loaded, and DeepSpeed's op then reports what it
+    lacks.
+
+    Args:
+        theirs: DeepSpeed's builder.
+        ours: The builder of this package.
+        before_theirs: Called before DeepSpeed's op is loaded: loads the pin_memory op, which DeepSpeed's op is linked with.
     """
     warned = False
 
     def load(own: Any, self: Any, verbose: bool = False) -> Any:
+        """Load this package's op or, with a RuntimeWarning, DeepSpeed's own op."""
         nonlocal warned
         try:
             return ours.load(verbose)
@@ -68,6 +74,7 @@ def _builder(theirs: Any, ours: OpBuilder, before_theirs: Callable[[], object]) 
             return own(self, verbose)
 
     def is_compatible(own: Any, self: Any, verbose: bool = False) -> bool:
+        """Return whether this package's op, or else DeepSpeed's own, can be loaded."""
         compiled = not ours.lacking() and ours.existing_build() is not None
         if not ours.is_compatible(verbose) and not compiled:
             return bool(own(self, verbose))
@@ -81,9 +88,9 @@ def _builder(theirs: Any, ours: OpBuilder, before_theirs: Callable[[], object]) 
 
 
 class PinHandle:
-    """DeepSpeed's ``pin_handle``, which pins memory with ``DS_PIN_MEMORY_BACKEND=native``.
+    """Replaces DeepSpeed's ``pin_handle``, which pins memory with ``DS_PIN_MEMORY_BACKEND=native``.
 
-    All of this package's handles recognise the memory as pinned.
+    All handles of this package recognise the memory as pinned.
 
     Contract: the op of DeepSpeed's ``PinMemoryBuilder``, as ``deepspeed/utils/pin_memory.py`` of 0.19 calls it.
     """
@@ -95,23 +102,24 @@ class PinHandle:
         self.is_pinned: Callable[[torch.Tensor], bool] = handle.is_pinned
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
-        """Unpin the memory of :meth:`new_cpu_locked_tensor` at this address, and return whether there was any.
+        """Unpin the memory of :meth:`new_cpu_locked_tensor` at this address, and return whether it was pinned.
 
-        Views of the tensor may live on.
+        Views of the tensor may still exist.
         """
         first = torch.frombuffer((ctypes.c_char * 1).from_address(address), dtype=torch.uint8)
         return self.free_cpu_locked_tensor(first)
 
 
 def _recorded(op: Any, tensor: torch.Tensor) -> bool:
-    """Return whether this package has pinned the tensor's memory. Fake and meta tensors, which a compiler passes, have none."""
+    """Return whether this package has pinned the tensor's memory. False for fake and meta tensors, which a compiler passes."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and bool(op.is_pinned(tensor))
 
 
 def _compatible_ops() -> Iterator[Replacement]:
-    """Return the replacement for DeepSpeed's record of ops that can be built.
+    """Return the replacement for DeepSpeed's record of compatible ops.
 
-    If DeepSpeed has not made the record yet, it will make it with the replaced builders; undoing removes it then.
+    If DeepSpeed has not made the record yet, it will make it with the replaced builders. In that case, undoing the replacement
+    removes the record.
     """
     ops = module("deepspeed.ops")
     known = vars(ops).get("__compatible_ops__")
@@ -122,7 +130,7 @@ def _compatible_ops() -> Iterator[Replacement]:
 
 
 class _Forgotten(Replacement):
-    """A name that DeepSpeed sets when it is first read. Nothing is set here, but undoing removes it."""
+    """A name that DeepSpeed sets when it is first read. This replacement sets nothing, but undoing it removes the name."""
 
     def set(self) -> Callable[[], None]:
         """Set nothing. Return a function that removes the name."""

@@ -33,11 +33,14 @@ _HEARD_WITHIN = 5.0  # seconds that the failed rank waits for the others to read
 _LEFT_WITHIN = 1.0  # seconds that the rank which serves the store waits for the others when its process ends
 _FAILURE, _HEARD = "failure", "heard"
 _LEFT = "null"
-"""Stored in place of a failure when a process ends, so that ranks stop reading: torch prints a page if the store is gone."""
+"""Stored in the process group's store when a process ends, so that all ranks stop reading.
+
+If the store were gone while a rank reads it, torch would print a page of errors.
+"""
 
 
 def replacements() -> Iterator[Replacement]:
-    """Return replacements of the methods of DeepSpeed's engine and ``zero.Init`` that do I/O, or wait for ranks that do."""
+    """Return replacements of the methods of DeepSpeed's engine and ``zero.Init`` that do I/O or wait for ranks doing I/O."""
     for path, names in _METHODS.items():
         place, _, name = path.rpartition(".")
         owner = attribute(module(place), name)
@@ -46,7 +49,7 @@ def replacements() -> Iterator[Replacement]:
 
 
 def _sharing_failures(own: Any, *arguments: Any, **named: Any) -> Any:
-    """Call a method; report its OSErrors to all ranks, and raise another rank's in place of a RuntimeError."""
+    """Call a method; report its OSErrors to all ranks, and replace a RuntimeError by the OSError of another rank."""
     try:
         result = own(*arguments, **named)
     except (OSError, RuntimeError) as error:
@@ -64,8 +67,8 @@ def _sharing_failures(own: Any, *arguments: Any, **named: Any) -> Any:
 class RankFailures:
     """Shares the first failure of any rank with all ranks of a process group, through the group's store.
 
-    Starts a daemon thread that reads the store twice a second. The store ends with the rank that serves it, so the failed rank
-    waits, for some seconds at most, until the others have read its failure. Thread-safe.
+    Starts a daemon thread that reads the store twice a second. The store ends with the rank that serves it, so a failed rank
+    waits, for a few seconds at most, until the other ranks have read its failure. Thread-safe.
 
     Args:
         store: The process group's ``torch.distributed`` store.
@@ -86,7 +89,7 @@ class RankFailures:
     def report(self, error: OSError) -> None:
         """Send this rank's error to the other ranks. Only the first call has an effect.
 
-        Blocks until all have read it, for some seconds at most. A store that is gone raises nothing.
+        Blocks until all ranks have read it, for a few seconds at most. Raises nothing if the store is gone.
         """
         self._ended.set()
         self._thread.join()
@@ -101,9 +104,9 @@ class RankFailures:
             self._wait_for_the_others(_HEARD_WITHIN)
 
     def leave(self) -> None:
-        """Make all ranks stop reading the store, because this process ends. A store that is gone raises nothing.
+        """Make all ranks stop reading the store, because this process ends. Raises nothing if the store is gone.
 
-        The rank that is likely to serve the store, rank 0, waits up to a second until the others have read this.
+        Rank 0, which probably serves the store, waits up to a second until the other ranks have read the message.
         """
         self._ended.set()
         self._thread.join()
@@ -130,12 +133,12 @@ class RankFailures:
             heard = self._store.add(_HEARD, 0)
 
     def _watch(self) -> None:
-        """Read the store twice a second until there is nothing more to read. What the thread runs."""
+        """Read the store twice a second until nothing more can follow. Runs in the daemon thread."""
         while not self._over and not self._ended.wait(_READ_EVERY):
             self._read_store()
 
     def _read_store(self) -> None:
-        """Read the store once, and log a failure that is found there."""
+        """Read the store once, and log the failure of another rank if there is one."""
         with self._reading:
             if self._over:
                 return

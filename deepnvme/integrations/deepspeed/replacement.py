@@ -17,7 +17,7 @@ class UnknownShape(RuntimeError):
 
 
 def module(name: str) -> Any:
-    """Import and return one of DeepSpeed's modules. Raises UnknownShape if there is none of that name."""
+    """Import and return a module of DeepSpeed. Raises UnknownShape if there is no module of this name."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -27,15 +27,15 @@ def module(name: str) -> Any:
 
 
 def attribute(owner: Any, name: str, parameters: Iterable[str] | None = None) -> Any:
-    """Return a function or class of a module or class of DeepSpeed's.
+    """Return a function or class that belongs to a module or class of DeepSpeed.
 
     Args:
         owner: The module or class.
         name: Name of the attribute.
-        parameters: Names of the parameters it must have, in order, without ``self``. None to accept any.
+        parameters: Names that the parameters must have, in order, without ``self``. None to accept any.
 
     Raises:
-        UnknownShape: If it is missing, cannot be called, or has other parameters.
+        UnknownShape: If the attribute is missing, cannot be called, or has other parameters.
     """
     path = f"{owner.__module__}.{owner.__qualname__}.{name}" if isinstance(owner, type) else f"{owner.__name__}.{name}"
     found = getattr(owner, name, None)
@@ -48,14 +48,14 @@ def attribute(owner: Any, name: str, parameters: Iterable[str] | None = None) ->
 
 
 class Replacement(NamedTuple):
-    """A name of a module or class, and the value to replace it by."""
+    """A name in a module or class of DeepSpeed, and the value that replaces its value."""
 
     owner: Any
     name: str
     ours: Any
 
     def set(self) -> Callable[[], None]:
-        """Replace the value, and return a function that restores it, unless other code has replaced it again since."""
+        """Replace the value, and return a function that restores the old one unless other code has replaced the value since."""
         before = vars(self.owner).get(self.name, _ABSENT)
         setattr(self.owner, self.name, self.ours)
 
@@ -71,12 +71,12 @@ class Replacement(NamedTuple):
 
 
 def around(owner: Any, name: str, function: Callable[..., Any], parameters: Iterable[str] | None = None) -> Replacement:
-    """Return the replacement of a function or method by one of ours that may call it.
+    """Return the replacement of a function or method of DeepSpeed by a wrapper around it.
 
     Args:
         owner: The module or class.
         name: Name of the function or method.
-        function: Called in its place, with DeepSpeed's own before the other arguments.
+        function: The wrapper. Called with DeepSpeed's own function before the other arguments.
         parameters: As for :func:`attribute`, which raises UnknownShape.
     """
     own = attribute(owner, name, parameters)
@@ -89,7 +89,7 @@ def around(owner: Any, name: str, function: Callable[..., Any], parameters: Iter
 
 
 def set_all(replacements: Iterable[Replacement]) -> contextlib.ExitStack:
-    """Set all replacements or, after an exception, none. Closing the result restores them, the last one first."""
+    """Set all replacements or, after an exception, none. Closing the returned stack restores the old values, last one first."""
     with contextlib.ExitStack() as undoing:
         for replacement in replacements:
             undoing.callback(replacement.set())

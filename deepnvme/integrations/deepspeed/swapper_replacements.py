@@ -1,7 +1,7 @@
-"""Replace the swapper classes that ZeRO stage 3 uses, and give each swapper a folder of its own in ``nvme_path``.
+"""Replaces the swapper classes that ZeRO stage 3 uses, and gives each swapper a folder of its own in ``nvme_path``.
 
 DeepSpeed names swap files by rank and parameter only. So two jobs with one ``nvme_path`` would train with each other's states,
-and the job that starts later would remove the other's parameters.
+and the job that starts later would remove the other job's parameters.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _SWAPPING = ("offload_optimizer_config", "aio_config")
 def replacements(*, ours: bool) -> Iterator[Replacement]:
     """Return replacements of the swapper classes in the modules where stage 3 looks for them.
 
-    Every replacement keeps its files apart from other jobs'.
+    With every replacement, a job's files are in another folder than other jobs' files.
 
     Args:
-        ours: Whether to use this package's swapper classes, or else classes derived from DeepSpeed's own.
+        ours: True for this package's swapper classes, False for classes derived from DeepSpeed's own.
 
     Raises:
         UnknownShape: If a part of DeepSpeed is not where it is expected, or has other parameters.
@@ -88,10 +88,10 @@ def _parameter_swapper(base: Any) -> type:
 
 
 def _with_last_gradients(partition_grads: Any, own: Any, stage3_optimizer: Any, *arguments: Any, **named: Any) -> None:
-    """Run stage 3's ``_configure_tensor_swapping``, and give our swapper access to stage 3's own gradient buffers.
+    """Run stage 3's ``_configure_tensor_swapping``, and give this package's swapper access to stage 3's gradient buffers.
 
-    These hold each parameter's gradient until the next one arrives. DeepSpeed's swappers keep gradients in their files instead.
-    Either way, a parameter that a backward does not reach is stepped with its last gradient.
+    The buffers have each parameter's gradient until the next one arrives. DeepSpeed's swappers keep gradients in files instead.
+    With either, a parameter that a backward does not reach is stepped with its last gradient.
     """
     own(stage3_optimizer, *arguments, **named)
     stage3 = weakref.ref(stage3_optimizer)
@@ -102,10 +102,11 @@ def _with_last_gradients(partition_grads: Any, own: Any, stage3_optimizer: Any, 
 def _partition_grads(
     stage3_optimizer: weakref.ref[Any], theirs: Any, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
 ) -> Any:
-    """Run stage 3's ``partition_grads``, after having our swapper copy the gradients in the buffers that it will add to.
+    """Run stage 3's ``partition_grads``. First have the swapper copy gradients from the buffers that it will add to.
 
-    The copy is made in every micro-batch of a step but the last. Stage 3 passes the swapper only gradients of parameters that the
-    last micro-batch reaches. Parameters that only an earlier one reaches are stepped with the gradient passed before.
+    The copy is made in every micro-batch of a step but the last, because stage 3 passes the swapper only gradients of
+    parameters that the last micro-batch reaches. A parameter that only an earlier micro-batch reaches is stepped with the
+    copied gradient.
     """
     stage3: Any = stage3_optimizer()  # alive: it is calling this function
     if not stage3.is_gradient_accumulation_boundary():

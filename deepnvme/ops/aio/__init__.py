@@ -1,4 +1,4 @@
-"""The async_io op."""
+"""The async_io op's builder."""
 
 from deepnvme._lazy import public_names
 

@@ -1,4 +1,4 @@
-"""The gds op."""
+"""The gds op's builder."""
 
 from deepnvme._lazy import public_names
 

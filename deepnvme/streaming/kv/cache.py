@@ -38,7 +38,7 @@ Where = Literal["cpu", "nvme"]
 
 @dataclass(frozen=True)
 class CacheReport(ReportFigures):
-    """What an :class:`OffloadedCache` holds now, and its I/O since it was made. ``as_dict()`` has the numbers."""
+    """Memory and drive space of an :class:`OffloadedCache` now, and its I/O so far. ``as_dict()`` returns the numbers."""
 
     bytes_in_memory: int
     """Host memory for positions that are not on the drive, including memory reserved for more."""
@@ -58,39 +58,40 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
     >>> with OffloadedCache(model.config, "nvme", path="/mnt/nvme") as cache, torch.no_grad():
     ...     model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
 
-    Takes the place of a DynamicCache and gives the same tokens. Layers of full, sliding-window and chunked attention are
-    offloaded; the states of linear attention, which do not grow, stay where the model has them. For encoder-decoder models see
+    Replaces a DynamicCache, and gives the same tokens. Layers of full, sliding-window and chunked attention are offloaded. The
+    states of linear attention do not grow, and stay where the model has them. For encoder-decoder models see
     :func:`offloaded_cache`.
 
-    With "nvme", a step of generation reads the keys and values of each layer while the layers before it compute, and writes those
-    of the new positions a few MiB at a time; positions that do not fill 2 MiB yet stay in memory. The files are removed by
-    :meth:`close`, when the cache is garbage-collected, and at exit; files of a killed process are removed when another cache is
-    made in the same ``path``.
+    With "nvme", a step of generation reads the keys and values of each layer while the layers before it compute. It writes
+    those of new positions a few MiB at a time; positions that do not fill a chunk of 2 MiB yet stay in memory. The files
+    are removed by :meth:`close`, when the cache is garbage-collected, and at exit. Files of a killed process are removed
+    when another cache is made in the same ``path``.
 
-    Memory beside ``memory_budget``: ``prefetch + 1`` times the largest layer (on the drive or not), 16 MiB for writes, and up to
-    2 MiB of newest positions for each layer.
+    Memory needed beside ``memory_budget``: ``prefetch + 1`` times the largest layer (on the drive or not), 16 MiB for
+    writes, and up to 2 MiB of newest positions for each layer.
 
-    Beam search, and selecting and repeating rows of the batch, rewrite nothing on the drive: rows are reordered when they are
-    read. ``crop`` and assisted generation work. One cache serves one sequence of forwards; it is not thread-safe. After an error
-    or interrupt inside the cache, or between the layers of a forward, the content is unusable: every use raises RuntimeError,
-    with the error as its cause, until :meth:`reset`.
+    Beam search, and selecting or repeating rows of the batch, rewrite nothing on the drive: rows are reordered when they are
+    read. ``crop`` and assisted generation work. One cache serves one sequence of forwards; it is not thread-safe. After an
+    error or interrupt inside the cache, or between the layers of a forward, the content is unusable: every use raises
+    RuntimeError, with the error as its cause, until :meth:`reset`.
 
     Args:
         config: The model's configuration.
         where: "cpu" for host memory, pinned if the model is on a CUDA device; "nvme" for a drive.
-        path: With "nvme", the directory in which the cache makes a directory of its own; made if it is missing. Otherwise None.
+        path: With "nvme", the directory in which the cache creates its own subdirectory; created if it is missing.
+            Otherwise None.
         memory_budget: With "nvme", bytes of host memory for whole layers that stay off the drive; 0 for none. Or "8GB", "25%",
-            "auto", see :data:`deepnvme.memory.MemoryBudget`: of what is available when the cache is made. As the cache grows,
-            one layer after another moves to the drive, chosen so that layers on the drive are spread among those in memory. On a
-            CPU, attention uses layers in memory in place, and a step copies nothing.
+            "auto", see :data:`deepnvme.memory.MemoryBudget`: a share of the memory available when the cache is made. As
+            the cache grows, one layer after another moves to the drive, chosen so that layers on the drive are spread
+            among those in memory. On a CPU, attention uses layers in memory in place, and a step copies nothing.
         prefetch: Number of layers that are read ahead, 0 or more.
         aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
             Only with "nvme".
 
     Raises:
         ValueError: If an argument is out of range, or the model has layers of another kind.
-        TypeError: If ``aio_config`` is something else than an AioConfig.
-        OSError: If the files cannot be made, or the kernel refuses the backend that ``aio_config`` names.
+        TypeError: If ``aio_config`` is not an AioConfig.
+        OSError: If the files cannot be created, or the kernel refuses the backend that ``aio_config`` names.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
         return states
 
     def reset(self) -> None:
-        """Remove all positions, and make the cache usable again after an error. May be repeated after an interrupt."""
+        """Remove all positions, and make the cache usable again after an error. If reset() is interrupted, call it again."""
         self._begun = None
         super().reset()  # type: ignore[no-untyped-call]
         self._drive.mend()
@@ -178,7 +179,10 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, OffloadedLayer)}
 
     def _begin_forward(self, first: OffloadedLayer) -> None:
-        """Note that a forward begins. Raises RuntimeError if an earlier one was broken off and the layers' positions differ."""
+        """Record that a forward begins at layer ``first``. Raises RuntimeError if the layers' positions differ.
+
+        They differ if an earlier forward was broken off between two layers.
+        """
         self._drive.check()
         states = {index: layer.state for index, layer in self._offloaded().items() if layer.state[0]}
         other = next((index for index in states if states[index] != first.state), None)
@@ -189,7 +193,7 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
         self._begun, self._updated = first.state, set()
 
     def _make_room(self, index: int, budget: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Move layers to the drive until those in memory, this one with its new positions included, fit into the budget."""
+        """Move layers to the drive until the layers in memory fit into the budget, with the new positions of layer ``index``."""
         layers = self._offloaded()
         layer = layers[index]
         wanted = layer.resident_bytes_with(key_states, value_states)
@@ -213,21 +217,22 @@ def offloaded_cache(
     prefetch: int = 1,
     aio_config: AioConfig | None = None,
 ) -> OffloadedCache | cache_utils.EncoderDecoderCache:
-    """Return an offloaded cache for any kind of model. Close it by :func:`close_cache`.
+    """Return an offloaded KV cache for any kind of model. Close it with :func:`close_cache`.
 
     Args:
-        config: The model's configuration. For an encoder-decoder model two caches are made, of its own and of cross attention.
+        config: The model's configuration. For an encoder-decoder model, two caches are made: for self-attention and for cross
+            attention.
         where: "cpu" or "nvme", as for :class:`OffloadedCache`.
-        path: With "nvme", the directory in which each cache makes a directory of its own.
-        memory_budget: With "nvme", bytes of host memory for whole layers; of two caches each has half.
+        path: With "nvme", the directory in which each cache creates its own subdirectory.
+        memory_budget: With "nvme", bytes of host memory for whole layers; each of two caches gets half.
         prefetch: Number of layers that each cache reads ahead.
         aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
             Only with "nvme".
 
     Raises:
         ValueError: If an argument is out of range, or the model has layers of another kind.
-        TypeError: If ``aio_config`` is something else than an AioConfig.
-        OSError: If the files cannot be made, or the kernel refuses the backend that ``aio_config`` names.
+        TypeError: If ``aio_config`` is not an AioConfig.
+        OSError: If the files cannot be created, or the kernel refuses the backend that ``aio_config`` names.
     """
     budget = _check(where, path, memory_budget, prefetch, aio_config)
     made = functools.partial(OffloadedCache, config, where, path=path, prefetch=prefetch, aio_config=aio_config)
@@ -254,11 +259,11 @@ def offload_kv(
     prefetch: int = 1,
     aio_config: AioConfig | None = None,
 ) -> None:
-    """Make ``model.generate()`` use an offloaded KV cache in each call that is not given a cache or asked for another kind.
+    """Make ``model.generate()`` use an offloaded KV cache, unless a call passes a cache or asks for another kind.
 
-    Each call makes a cache of its own and closes it at the end; a cache that is returned (``return_dict_in_generate``) stays open
-    until it is garbage-collected. A model without keys and values (such as Mamba) has states that do not grow, and is left as it
-    is. Other arguments as for :class:`OffloadedCache`.
+    Each call makes its own cache and closes it at the end. A cache that is returned (``return_dict_in_generate``) stays open
+    until it is garbage-collected. A model without keys and values (such as Mamba) is left as it is: its states do not grow.
+    Other arguments are those of :class:`OffloadedCache`.
 
     Args:
         model: A transformers model; its ``generate`` is replaced.
@@ -277,7 +282,7 @@ def offload_kv(
 
     @functools.wraps(generate)
     def offloading(*args: Any, **kwargs: Any) -> Any:
-        """Generate with a cache made for this call, if the caller gives none and asks for no other kind."""
+        """Call the original ``generate``, with a new offloaded cache unless the call passes a cache or asks for another kind."""
         if any(kwargs.get(name) is not None for name in _CACHE_ARGUMENTS) or _caches_otherwise(model, *args, **kwargs):
             return generate(*args, **kwargs)
         cache = offloaded_cache(
@@ -294,7 +299,7 @@ def offload_kv(
 
 
 def _cache_argument(model: PreTrainedModel) -> str | None:
-    """Return by which name the model takes a cache; None if it has no states that grow."""
+    """Return the name of the model's argument for a cache; None if the model has no states that grow."""
     names = inspect.signature(model.forward).parameters
     if "past_key_values" in names:
         return "past_key_values"
@@ -311,11 +316,11 @@ def _cache_argument(model: PreTrainedModel) -> str | None:
 def _caches_otherwise(
     model: PreTrainedModel, inputs: object = None, generation_config: object = None, *args: object, **options: object
 ) -> bool:
-    """Return whether ``generate`` with these arguments uses no cache, or one of the kinds that transformers makes."""
+    """Return whether a call of ``generate`` with these arguments uses no cache, or asks transformers for a kind of cache."""
     defaults = model.generation_config
 
     def chosen(name: str) -> object:
-        """Return a setting: of the call, else of its configuration, else of the model's."""
+        """Return a setting from the call's options, else from its ``generation_config``, else from the model's."""
         said = (options.get(name), getattr(generation_config, name, None), getattr(defaults, name, None))
         return next((each for each in said if each is not None), None)
 
@@ -324,7 +329,7 @@ def _caches_otherwise(
 
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""What ``generate`` calls a cache: the second is its name before transformers 5.24."""
+"""Names of the cache argument of ``generate``: "past_key_values" before transformers 5.24, then "cache"."""
 _OFFLOADED = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
 _KEPT = tuple(
     getattr(cache_utils, name)
@@ -334,7 +339,7 @@ _KEPT = tuple(
 
 
 def _check(where: str, path: object, memory_budget: MemoryBudget, prefetch: int, aio_config: object) -> int:
-    """Return the memory budget in bytes. Raises ValueError or TypeError for an argument that is wrong."""
+    """Check arguments, and return the memory budget in bytes. Raises ValueError or TypeError for a wrong argument."""
     budget = budget_bytes(memory_budget, "memory_budget")
     if where not in ("cpu", "nvme"):
         raise ValueError(f'where must be "cpu" or "nvme", got {where!r}')
@@ -350,5 +355,5 @@ def _check(where: str, path: object, memory_budget: MemoryBudget, prefetch: int,
 
 
 def _distance(layer: int, streamed: list[int], layers: int) -> int:
-    """Return how many layers away the nearest layer on the drive is; the first layer comes after the last."""
+    """Return the number of layers from a layer to the nearest one on the drive. The first layer follows the last."""
     return min((min(abs(layer - other), layers - abs(layer - other)) for other in streamed), default=layers)

@@ -1,4 +1,4 @@
-"""The part of a KV cache that is on a drive: chunks of positions, read in the order in which layers will need them."""
+"""The part of a KV cache that is on a drive: chunks of positions, read in the order in which the layers need them."""
 
 from __future__ import annotations
 
@@ -31,25 +31,27 @@ if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
 
 CHUNK_BYTES = 2 << 20
-"""Bytes of keys and values that are written together: enough for a drive's full speed, and little to keep back in memory."""
+"""Bytes of keys and values written together: enough for a drive's full speed, and few enough to keep in memory until then."""
 _WRITING = 16 << 20
-"""Bytes that are being written at a time: enough to keep a drive busy."""
+"""Most bytes of chunks being written at a time: enough to keep a drive busy."""
 _ROOM = 4
-"""Chunks that are read at a time at least, however short the layers are."""
+"""Least number of chunks for which there is memory to read ahead, however short the layers are."""
 _GROWTH = 4
-"""Memory for a layer is taken in steps of a sixteenth to an eighth (2 ** -4 of the next power of two): it is another position
-longer each time, and pinning takes 0.3 s for a GB."""
+"""Memory for a whole layer grows in steps of 1/16 to 1/8 of its size (2 ** -4 of the next power of two).
+
+A layer grows by a position in each step of generation, and pinning new memory takes 0.3 s per GB.
+"""
 
 
 class KVChunk(Block):
-    """Positions of a layer on the drive. They never change there.
+    """Consecutive positions of one layer, stored on the drive under one name. The stored bytes never change.
 
     Args:
         name: Name of the chunk in the store.
         start: The first position.
         end: The position after the last.
         form: Shape of the keys and values, as they are written.
-        device: The device that they are on.
+        device: The device on which the keys and values are computed.
     """
 
     __slots__ = ("copied_to", "created_on", "end", "form", "rows", "start")
@@ -60,37 +62,37 @@ class KVChunk(Block):
         self.end = end
         self.form = form
         self.rows: torch.Tensor | None = None
-        """Which row of the batch each of the cache's rows is; None while they are the same."""
+        """Stored batch row for each row of the cache's batch; None while both are the same."""
         # A device's tensor is written as its stream leaves it: the store sees to that.
         self.created_on = None if device.type == "cpu" else device
-        """The device whose memory the chunk is created in; None for host memory, and once it was created."""
+        """Device in whose memory the chunk is created; None for host memory, and after the chunk was created."""
         self.copied_to: torch.device | None = None
-        """The device that the chunk's host memory is copied to, perhaps after its use has ended."""
+        """Device that copies from the chunk's host memory, possibly still after the chunk was released; None without a copy."""
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Select and reorder the cache's rows. Nothing changes on the drive."""
+        """Select and reorder the cache's batch rows, when the chunk is read later. Nothing changes on the drive."""
         self.rows = rows if self.rows is None else self.rows[rows]
 
 
 class KVDrive:
-    """The chunks of all layers on the drive, and the memory through which they are read and written.
+    """The chunks of all layers on the drive, and the memory for reading and writing them.
 
-    Memory: one layer as attention sees it, chunks of ``prefetch`` layers that are being read, and 16 MiB that are being written.
-    More only while somebody keeps tensors that were returned.
+    Memory: one whole layer as attention sees it, chunks of ``prefetch`` layers that are being read, and 16 MiB that are being
+    written. More is used only while callers keep tensors that were returned to them.
 
     Args:
-        path: Where a directory of the cache's own is made; None for a cache with all layers in memory.
+        path: Directory in which the cache creates its own subdirectory; None for a cache with all layers in memory.
         layers: Number of layers.
         prefetch: Number of layers whose chunks are read ahead.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
-            Not without a path.
+            Ignored without a path.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, layers: int, prefetch: int, config: AioConfig | None = None) -> None:
         self.chunks: list[list[KVChunk]] = [[] for _ in range(layers)]
         """The chunks of each layer, in the order of their positions."""
         self.engine = Engine() if path is None else engine_for([path], config)
-        """Without a path it only pins memory."""
+        """The engine of the store; for a cache with all layers in memory, it only pins memory."""
         self._prefetch = prefetch
         self.pool = BufferPool(_WRITING)
         self._memory = _ChunkMemory(self.pool)
@@ -108,17 +110,19 @@ class KVDrive:
                 [Path(path)], "deepnvme-kv", self.engine, DirectoryOwner("OffloadedCache")
             )
         self.cache = BlockCache(_Chunks(self.store), self._memory, retain=False, retain_written=False, write_bytes=_WRITING)
-        """The chunks that are in memory: in use, read ahead, or being written."""
+        """Block cache of the chunks in memory: in use, read ahead, or being written."""
 
     @contextlib.contextmanager
     def changing(self, layer: int | None = None) -> Iterator[None]:
-        """Surround what changes a layer. After an error in it layers may differ in their positions, and cannot be used.
+        """Return a context manager for code that changes layers. If the code raises, the cache is unusable until :meth:`mend`.
+
+        The layers may then have different numbers of positions.
 
         Args:
-            layer: If the memory of :meth:`whole` is filled with this layer, it is released.
+            layer: The layer to be changed. If the memory of :meth:`whole` has this layer's keys and values, it is released.
 
         Raises:
-            RuntimeError: On entering after an error, which is its cause, until :meth:`mend`.
+            RuntimeError: On entering after such an error, which is its cause, until :meth:`mend`.
             ValueError: On entering after :meth:`close`.
         """
         self.check()
@@ -135,11 +139,11 @@ class KVDrive:
         self._broken = None
 
     def state(self) -> str:
-        """State for ``repr``: "closed", "broken off", "of process ...", or ""."""
+        """Return the state for ``repr``: "closed", "broken off", "of process ...", or "" if the cache is usable."""
         return state_text(self._closed, self._process) or ("broken off" if self._broken is not None else "")
 
     def check(self) -> None:
-        """Raise what :meth:`changing` raises on entering."""
+        """Raise ValueError or RuntimeError if the cache is unusable, as :meth:`changing` does."""
         if self._closed:
             raise ValueError("the cache is closed")
         broken = self._broken
@@ -148,12 +152,12 @@ class KVDrive:
             raise RuntimeError(text) from broken
 
     def break_off(self, error: BaseException) -> NoReturn:
-        """Raise an error, after which the layers cannot be used until :meth:`mend`."""
+        """Raise ``error``, and make the cache unusable until :meth:`mend`."""
         self._broken = error
         raise error
 
     def mend(self) -> None:
-        """Make the drive usable again when all layers are empty. Deletes chunks that an interrupt has left without a layer."""
+        """Make the cache usable again; all layers must be empty. Deletes stored chunks that an interrupt left without a layer."""
         self.cache.clear()
         if self.store is not None:
             kept = {chunk.name for chunks in self.chunks for chunk in chunks}
@@ -164,16 +168,17 @@ class KVDrive:
         self._broken = None
 
     def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Start writing positions as the layer's last chunk. Blocks only while memory for it has to be freed.
+        """Start writing positions as the layer's last chunk. Blocks only while memory for the chunk has to be freed.
 
         Args:
             layer: Number of the layer.
             start: The first position.
-            keys: Keys of the positions, [batch, heads, positions, dim], on any device. Copied: they may change afterwards.
+            keys: Keys of the positions, [batch, heads, positions, dim], on any device. They are copied, and may be changed
+                afterwards.
             values: Values of the positions, likewise.
 
         Raises:
-            OSError: With ENOSPC, naming the directory; or the error of an earlier write.
+            OSError: ENOSPC, naming the directory; or the error of an earlier write.
         """
         chunk = KVChunk(f"{layer}/{next(self._names)}", start, start + keys.shape[2], KVShape.of(keys, values), keys.device)
         self.cache.create(chunk)
@@ -185,21 +190,21 @@ class KVDrive:
         self.chunks[layer].append(chunk)
 
     def expect(self, layer: int) -> None:
-        """Start reading the layer's chunks, and then those of the layers after it, as far as there is room."""
+        """Start reading the chunks of a layer, and then those of the ``prefetch`` layers after it, as far as there is room."""
         after = range(layer, layer + min(self._prefetch + 1, len(self.chunks)))
         ahead = itertools.chain.from_iterable(self.chunks[index % len(self.chunks)] for index in after)
         self.cache.expect(Use(chunk, self._memory.reading) for chunk in ahead)
 
     def read(self, chunk: KVChunk, device: torch.device, use: Callable[[Pair], None]) -> None:
-        """Call ``use`` with the chunk's keys and values as they were written, on the CPU. Waits for them, and starts later reads.
+        """Wait for a chunk, and call ``use`` with its keys and values on the CPU. Also starts further expected reads.
 
         Args:
             chunk: The chunk.
-            device: Where ``use`` copies them; a copy enqueued on its current stream may go on afterwards.
-            use: Is called once. May not keep what it is given.
+            device: Device to which ``use`` copies the chunk; the copy may still be running on its current stream afterwards.
+            use: Called once with the keys and values as they were written. It must keep no reference to them.
 
         Raises:
-            OSError: Naming the file; also the error of an earlier write.
+            OSError: The error of the read, naming the file, or of an earlier write.
         """
         self.cache.acquire([chunk])
         try:
@@ -218,12 +223,14 @@ class KVDrive:
             self.store.delete(chunk.name)
 
     def whole(self, form: KVShape, positions: int, device: torch.device) -> Pair:
-        """Return memory for a layer as attention sees it, with undefined contents. It replaces that of the last call.
+        """Return memory for all keys and values of a layer that attention sees, with undefined contents.
+
+        The memory that the previous call returned is released.
 
         Args:
             form: Shape of the layer's keys and values.
             positions: Number of positions.
-            device: Where the memory is to be. On the CPU it is pinned, and lent again when nobody has a view of it any more.
+            device: Device of the memory. On the CPU it is pinned, and reused once no view of it exists any more.
 
         Returns:
             Keys and values, each [batch, heads, positions, dim].
@@ -241,14 +248,14 @@ class KVDrive:
         return form.pair(self._whole.buffer, positions)
 
     def show(self, layer: int, gather: Callable[[], Pair]) -> Pair:
-        """Return a layer's keys and values in the memory of :meth:`whole`, which ``gather`` fills if they are not there yet."""
+        """Return a layer's keys and values in the memory of :meth:`whole`. ``gather`` fills it if it has another layer."""
         if self._shown is None or self._shown[0] != layer:
             with self.changing():
                 self._shown = layer, gather()
         return self._shown[1]
 
     def release_whole(self) -> None:
-        """Release the memory of :meth:`whole`: it is used again when nobody has a view of it."""
+        """Release the memory of :meth:`whole`. It is reused once no view of it exists any more."""
         self._shown = None
         if self._whole is not None:
             self._whole.release()
@@ -268,7 +275,7 @@ class KVDrive:
 
 
 class _Chunks:
-    """Reads and writes chunks in a store; None if all layers are in memory, because then there are no chunks."""
+    """Transfers chunks between the block cache and a store. Without a store, all layers are in memory, and no chunks exist."""
 
     def __init__(self, store: TensorStore | None) -> None:
         self._store = store
@@ -285,7 +292,7 @@ class _Chunks:
 
 
 class _ChunkMemory:
-    """Memory for chunks: ``reading`` bytes for chunks that are read ahead, and 16 MiB for chunks that are written."""
+    """Memory for the chunks of the block cache: ``reading`` bytes for read-ahead, and 16 MiB for chunks being written."""
 
     separate_residents = False
 
@@ -295,13 +302,13 @@ class _ChunkMemory:
         self.limit = _WRITING
 
     def make_room(self, reading: int, beside: int) -> None:
-        """Set the bytes for reading ahead, and the bytes of the pool that are leased for other things."""
+        """Set the bytes for read-ahead, and the pool's budget: these, 16 MiB for writes, and ``beside`` for other leases."""
         self.reading = reading
         self.limit = reading + _WRITING
         self.pool.set_budget(self.limit + beside)
 
     def take(self, block: Block) -> Memory | None:
-        """Return memory for a chunk, on the device that produces it; None if the pool has no room. Never waits."""
+        """Return memory for a chunk, on the device where it is created; None if the pool has no room. Never waits."""
         assert isinstance(block, KVChunk)
         if block.created_on is not None:
             return OwnMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.created_on))
@@ -309,12 +316,12 @@ class _ChunkMemory:
         return None if lease is None else _Staged(lease, block)
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
-        """Return memory for a chunk, beyond the limit if need be."""
+        """Return memory for a chunk, even beyond the limit."""
         assert isinstance(block, KVChunk)
         return _Staged(self.lease(block.nbytes), block)
 
     def lease(self, nbytes: int) -> Lease:
-        """Lease memory, beyond the pool's budget if somebody keeps what was lent."""
+        """Lease memory from the pool. Raises the pool's budget if leased memory that callers keep leaves no room."""
         lease = self.pool.try_lease(nbytes)
         if lease is None:
             self.pool.set_budget(self.pool.in_use + 2 * padded(nbytes))
@@ -323,7 +330,7 @@ class _ChunkMemory:
 
 
 class _Staged:
-    """Host memory of a chunk, which a device may be copying when it is released."""
+    """Leased host memory of a chunk. A device may still be copying from it when it is released."""
 
     def __init__(self, lease: Lease, chunk: KVChunk) -> None:
         self._lease, self._chunk = lease, chunk
@@ -335,7 +342,7 @@ class _Staged:
         return self._lease.buffer
 
     def release(self) -> None:
-        """Give the memory back, after the device has copied it if it does."""
+        """Release the lease, after the device's copy from it has finished if there is one. Never blocks."""
         device, self._chunk.copied_to = self._chunk.copied_to, None
         self._lease.release(after=Computed(device) if device is not None and device.type == "cuda" else None)
 
@@ -344,5 +351,5 @@ _INTERRUPTED = KeyboardInterrupt("a change was interrupted")
 
 
 def _without_traceback(error: BaseException) -> BaseException:
-    """Return an error like this one without its traceback, which would keep the memory of all callers."""
+    """Return an equivalent error without a traceback, which would keep the memory of all calling frames alive."""
     return copy.copy(error) if isinstance(error, OSError) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""One layer of the offloaded KV cache, as transformers' cache interface wants it."""
+"""One layer of the offloaded KV cache, with the interface of transformers' cache layers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .strip import KVShape, Pair, Strip, in_one_thread, slice_positions
 class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The keys and values of one layer: older positions in chunks on the drive, the newest in memory.
 
-    A layer that is not ``streamed`` has all positions in memory; if the model computes on the CPU, attention uses them in place.
-    Otherwise the positions are gathered into one piece of memory for each forward of the layer. Not thread-safe.
+    A layer that is not ``streamed`` has all positions in memory; if the model computes on the CPU, attention uses them in
+    place. In all other cases, each forward of the layer gathers the positions into one piece of memory. Not thread-safe.
 
     Args:
         drive: The cache's drive, shared by all layers.
@@ -54,15 +54,15 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Keys of all positions kept, [batch, heads, positions, dim]; None if the layer holds nothing.
+        """Keys of all positions kept, [batch, heads, positions, dim]; None if the layer is empty.
 
-        Reads what is on the drive. The tensor is valid only until another layer is used.
+        Reads positions that are on the drive. Blocks. The tensor is valid only until another layer is used.
         """
         return None if self._strip is None else self._all()[0]
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Values of all positions kept; as ``keys``."""
+        """Values of all positions kept, in the same form as :attr:`keys`."""
         return None if self._strip is None else self._all()[1]
 
     def get_seq_length(self) -> int:
@@ -74,7 +74,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.sliding_window if self.is_sliding else -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of positions that ``query_length`` new ones attend to, themselves included, and the first of them."""
+        """Return how many positions ``query_length`` new ones attend to, including themselves, and the first of these."""
         seen = self._seen_from()
         return self._length - seen + query_length, seen
 
@@ -84,17 +84,18 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def state(self) -> tuple[int, int]:
-        """Number of positions, and number of times that positions or rows of the batch were removed or reordered.
+        """Number of positions, and number of changes so far that removed or reordered positions or rows of the batch.
 
-        Between two forwards it is equal for all layers that hold anything; the cache uses this to detect a broken-off forward.
+        Between two forwards, the state is equal for all layers that are not empty; the cache uses this to detect a broken-off
+        forward.
         """
         return self._length, self._changes
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take batch size, heads, dims, dtype and device from these keys and values. Nothing is copied.
+        """Set batch size, heads, dims, dtype and device to those of these keys and values. Copies nothing.
 
         Raises:
-            ValueError: If they are not keys and values of one layer.
+            ValueError: If these are not keys and values of one layer.
         """
         form = KVShape.of(key_states, value_states)
         self._device = key_states.device
@@ -105,7 +106,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Append new positions, and return all keys and values that attention sees.
 
-        Reads earlier positions from the drive, and starts writing new ones. Blocks for the reads.
+        Reads earlier positions from the drive, and starts writing new ones. Blocks until the reads have ended.
 
         Args:
             key_states: Keys of the new positions, [batch, heads, positions, dim].
@@ -117,8 +118,8 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             Keys and values, the new positions last. They are valid only until another layer is used.
 
         Raises:
-            ValueError: If shape, dtype or device do not fit the positions before.
-            RuntimeError: If autograd would need the states, or the cache is unusable after an error.
+            ValueError: If shape, dtype or device differ from those of earlier positions.
+            RuntimeError: If the states require grad, or the cache is unusable after an error.
             OSError: If reading or writing fails.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
@@ -148,11 +149,11 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Remove the newest positions, and then those that have left the sliding window.
 
         Args:
-            tokens_to_remove: Minus the number of positions to remove, as in transformers; 0 or negative.
+            tokens_to_remove: Negative number of positions to remove, as in transformers: -3 removes three. Or 0.
 
         Raises:
             ValueError: If the number is positive.
-            RuntimeError: If older positions, which the sliding window would contain again, were removed already.
+            RuntimeError: If the sliding window would go back to positions that were removed already.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of positions to remove as a negative number, got {tokens_to_remove}")
@@ -217,12 +218,12 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return 0 if self._strip is None else self._strip.nbytes
 
     def resident_bytes_with(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
-        """Return what ``resident_bytes`` would be after appending these states to a layer that is not streamed."""
+        """Return what :attr:`resident_bytes` would be after appending these states in memory, writing none to the drive."""
         strip = self._strip or Strip(KVShape.of(key_states, value_states), self._memory, 0)
         return strip.nbytes_with(key_states.shape[2])
 
     def stream(self) -> None:
-        """Move the layer to the drive for good: write all positions that fill chunks, and later ones as they fill chunks."""
+        """Move the layer to the drive for good: positions that fill chunks are written, now and in later updates."""
         self.streamed = True
         if self._strip is not None:
             with self._drive.changing():
@@ -230,21 +231,21 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def _chunks(self) -> list[KVChunk]:
-        """The layer's positions on the drive, in their order."""
+        """The layer's chunks on the drive, in the order of their positions."""
         return self._drive.chunks[self._index]
 
     def _seen_from(self) -> int:
-        """Return the first position that attention sees together with the next new one."""
+        """Return the first position that the next new position attends to."""
         return max(self._length - self.sliding_window + 1, 0) if self.is_sliding else 0
 
     @property
     def _newest(self) -> Strip:
-        """The newest positions, in memory. Only of a layer that is initialized."""
+        """The strip of newest positions, in memory. The layer must be initialized."""
         assert self._strip is not None
         return self._strip
 
     def _check_fit(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Raise ValueError if these states cannot be appended to the positions before."""
+        """Raise ValueError if shape, dtype or device of new positions differ from those of earlier positions."""
         form = self._newest.form
         if KVShape.of(keys, values) != form or keys.device != self._device:
             got = f"{KVShape.of(keys, values)} on {keys.device}"
@@ -256,19 +257,19 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return empty_aligned(nbytes) if self._device.type == "cpu" else self._drive.engine.empty_pinned(nbytes, torch.uint8)
 
     def _replace_newest(self, start: int, states: Pair) -> None:
-        """Make these, the first of which is position ``start``, the newest positions, in new memory."""
+        """Replace the strip of newest positions by a copy of ``states``, which begin at position ``start``."""
         strip = Strip(self._newest.form, self._memory, start)
         strip.append(*states)
         self._strip = strip
 
     def _all(self) -> Pair:
-        """Return the keys and values of all positions kept, gathered if they are not in host memory already."""
+        """Return the keys and values of all positions kept: in place in host memory if possible, else gathered."""
         if not self.streamed and self._device.type == "cpu":
             return self._newest.view(self._first, self._length)
         return self._drive.show(self._index, lambda: self._gathered(self._first, self._length))
 
     def _with(self, seen: int, key_states: torch.Tensor, value_states: torch.Tensor) -> Pair:
-        """Return the keys and values of positions from ``seen`` on, with the new ones behind them."""
+        """Return the keys and values from position ``seen`` on, followed by the new ones."""
         if seen == self._length:
             return key_states, value_states
         states = self._gathered(seen, self._length + key_states.shape[2])
@@ -277,12 +278,15 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return states
 
     def _gathered(self, begin: int, end: int) -> Pair:
-        """Return memory for positions from ``begin`` to ``end``, filled with those that the layer has."""
+        """Return memory for positions ``begin`` to ``end``, filled with those that the layer has. Blocks.
+
+        Earlier positions are read from the drive, and the newest are copied from memory; positions behind these stay undefined.
+        """
         states = self._drive.whole(self._newest.form, end - begin, self._device)
         self._drive.expect(self._index)
 
         def bring() -> None:
-            """Read the chunks, and copy them to their positions."""
+            """Read the chunks from the drive, and copy each to its positions in ``states``."""
             for chunk in self._chunks:
                 if chunk.end > begin:  # earlier chunks have left the window; they are kept in case of a crop
                     self._drive.read(chunk, self._device, functools.partial(_place, chunk, states, begin))
@@ -296,10 +300,10 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     # The drive.
 
     def _store(self, seen: int, states: Pair, begin: int) -> None:
-        """Write the positions from ``begin`` on that fill chunks, and keep the others in memory.
+        """Write the positions from ``begin`` on that fill chunks, and keep the rest as the newest in memory.
 
-        ``states`` are the positions from ``seen`` on, the new ones at their end. If they contain all that is not on the drive,
-        chunks are written from them directly.
+        ``states`` are the positions from ``seen`` on, the new ones at their end. If they include all positions that are
+        not on the drive, chunks are written from ``states`` directly, without a copy to the strip.
         """
         end = seen + states[0].shape[2]
         if begin < seen or end - begin < self._per_chunk:
@@ -309,15 +313,15 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._store_chunks(lambda first, last: slice_positions(states, first - seen, last - seen), begin, end)
 
     def _store_newest(self) -> None:
-        """Write those of the newest positions that fill chunks."""
+        """Write those of the newest positions that fill chunks, and keep the rest."""
         newest = self._newest
         if newest.end - newest.start >= self._per_chunk:
             self._store_chunks(newest.view, newest.start, newest.end)
 
     def _store_chunks(self, states: Callable[[int, int], Pair], begin: int, end: int) -> None:
-        """Write the positions from ``begin`` to ``end`` that fill chunks; the others become the newest in memory.
+        """Write the positions from ``begin`` to ``end`` that fill chunks, and keep the rest as the newest in memory.
 
-        ``states`` returns the positions from its first argument to its second.
+        ``states(first, last)`` returns the keys and values of positions ``first`` to ``last``.
         """
         while end - begin >= self._per_chunk:
             self._drive.write(self._index, begin, *states(begin, begin + self._per_chunk))
@@ -326,11 +330,15 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def _per_chunk(self) -> int:
-        """Positions in a chunk: as many as ``CHUNK_BYTES`` have room for, at least 1."""
+        """Number of positions that fill a chunk of ``CHUNK_BYTES``; at least 1."""
         return max(CHUNK_BYTES // self._newest.form.position_bytes, 1)
 
     def _keep(self, first: int, end: int) -> None:
-        """Remove all positions before ``first`` and from ``end`` on. A chunk stays on the drive until all of it is removed."""
+        """Remove all positions before ``first`` and from ``end`` on.
+
+        A chunk at the front stays on the drive until all its positions are removed. A partly removed chunk at the end is
+        read back into memory.
+        """
         if self._strip is None:
             return
         while self._chunks and self._chunks[-1].end > end:
@@ -346,7 +354,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._first, self._length = first, end
 
     def _gathered_chunk(self, chunk: KVChunk) -> Pair:
-        """Read one chunk into memory of its own."""
+        """Read one chunk into newly allocated memory, and return its keys and values."""
         form, positions = self._newest.form, chunk.end - chunk.start
         states = form.pair(self._memory(positions * form.position_bytes), positions)
         self._drive.read(chunk, states[0].device, functools.partial(_place, chunk, states, chunk.start))
@@ -354,7 +362,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 def _place(chunk: KVChunk, states: Pair, begin: int, stored: Pair) -> None:
-    """Copy a chunk that was read to its positions in ``states``, the first of which is position ``begin``."""
+    """Copy the keys and values of a chunk, ``stored``, to its positions in ``states``, which begin at position ``begin``."""
     start = max(chunk.start, begin)
     for mine, theirs in zip(states, stored, strict=True):
         rows = theirs if chunk.rows is None else theirs.index_select(0, chunk.rows)

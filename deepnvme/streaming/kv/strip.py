@@ -1,4 +1,4 @@
-"""Keys and values in memory: their shape, and a strip of consecutive positions that can grow."""
+"""Keys and values in memory: their shape, and a growing strip of consecutive positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Memory = Callable[[int], torch.Tensor]
 """A function that returns a new uint8 tensor of one dimension with the given number of bytes, not initialised."""
 
 _LEAST_GROWTH = 256 << 10
-"""A strip grows by at least this many bytes: a step of generation adds only one position, of a few KiB."""
+"""Least bytes by which a strip grows, because a step of generation adds only one position, of a few KiB."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class KVShape:
     heads: tuple[int, int]
     """Number of heads of the keys and of the values."""
     dims: tuple[int, int]
-    """Size of one head's key and value."""
+    """Size of one head's key, and of its value."""
     dtype: torch.dtype
     """Dtype of keys and values."""
 
@@ -119,7 +119,7 @@ class Strip:
         return slice_positions(self._pair, begin - self._origin, end - self._origin)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append a copy of these positions, from any device."""
+        """Append a copy of the keys and values of new positions, from any device."""
         new = keys.shape[2]
         if self._capacity_with(new) != self._capacity:
             self._replace(self._capacity_with(new), self.view(self.start, self.end))
@@ -133,20 +133,20 @@ class Strip:
         self.end = max(min(self.end, end), self.start)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keep only these rows of the batch, in this order; a row may be named several times. Copies the strip."""
+        """Replace the batch by ``rows`` of it, in this order; a row may be selected several times. Copies the strip."""
         old = self.view(self.start, self.end)
         self.form = replace(self.form, batch=len(rows))
         self._replace(self._capacity, tuple(states.index_select(0, rows) for states in old))
 
     def _capacity_with(self, new: int) -> int:
-        """Return the capacity in positions that is needed to append ``new`` ones: the present one if they fit."""
+        """Return the capacity, in positions, that a strip needs to append ``new`` ones; unchanged if they fit."""
         if self.end + new - self._origin <= self._capacity:
             return self._capacity
         wanted = self.end + new - self.start
         return wanted + max(wanted // 8, -(-_LEAST_GROWTH // max(self.form.position_bytes, 1)))
 
     def _replace(self, capacity: int, content: tuple[torch.Tensor, ...]) -> None:
-        """Allocate new memory of this capacity, and copy ``content`` to its beginning."""
+        """Allocate memory for ``capacity`` positions, and copy the keys and values in ``content`` to its beginning."""
         self._pair = self.form.pair(self._make(capacity * self.form.position_bytes), capacity)
         self._capacity, self._origin = capacity, self.start
         for mine, theirs in zip(self.view(self.start, self.end), content, strict=True):

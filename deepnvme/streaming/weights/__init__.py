@@ -1,1 +1,1 @@
-"""The store of a model's weights: their sources, their layout in extents, quantisation, building and reading."""
+"""The store of a model's weights: sources of weights, layout in extents, quantisation, building and reading."""

@@ -1,4 +1,4 @@
-"""Opens a weight store, or builds it if it is missing; of processes started together one builds and the others wait."""
+"""Opens a weight store, or builds it if it is missing. If several processes need it, one builds it and the others wait."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
 
 BUILDING = "building"
-"""Name of a directory, in the store's first one, that the building process locks, and that is removed afterwards."""
+"""Name of a temporary directory, inside the store's first directory, that the building process locks and later removes."""
 PATIENCE_SECONDS = 3600.0
-"""Seconds to wait for another process: enough to build some TB. A builder that dies is not waited for."""
+"""Seconds to wait for another process that builds: enough for some TB. If that process dies, waiting ends at once."""
 _LONGEST_SHOWN = 200
 """Characters shown of an origin that another program has written."""
 
@@ -36,20 +36,21 @@ def opened_or_built(
     build: Callable[[Path], WeightStore],
     config: AioConfig | None = None,
 ) -> WeightStore:
-    """Open the store in the directories, or build it there. Blocks.
+    """Open the weight store in the directories, or build it if there is none. Blocks.
 
     While another process or thread builds the store, waits for it, and logs a warning that names it.
 
     Args:
-        where: The store's directories, with their weights.
-        origin: The facts that the store's origin has to hold, encoded as JSON.
+        where: The store's directories, with their weights: the relative share of the data that each gets.
+        origin: The facts about the checkpoint that the store's origin must have, as JSON.
         build: Builds and opens the store. Its argument is a temporary directory inside the store's first one, which may contain
             files of a process that was killed.
         config: Settings of the engine that opens the store; None for the profile of the drive.
 
     Raises:
         ValueError: If the directories have a store of another origin; the message names the differences.
-        StoreLocked: If another process, which is named, has been building for an hour, or uses the directory otherwise.
+        StoreLocked: If another process has been building for an hour, or uses the directory for something else; the message
+            names it.
         Exception: What ``build`` raises.
     """
     first: Path = next(iter(where))
@@ -68,10 +69,10 @@ def opened_or_built(
 
 
 def open_existing(where: Mapping[Any, float], origin: Mapping[str, Any], config: AioConfig | None = None) -> WeightStore | None:
-    """Open the store in the directories; return None if there is none. The arguments are those of :func:`opened_or_built`.
+    """Open the weight store in the directories; return None if there is none. Arguments are those of :func:`opened_or_built`.
 
     Raises:
-        ValueError: If its origin differs from ``origin``; the message names the differences.
+        ValueError: If the store's origin differs from ``origin``; the message names the differences.
         Exception: What :meth:`WeightStore.open` raises otherwise.
     """
     try:
@@ -95,7 +96,7 @@ def open_existing(where: Mapping[Any, float], origin: Mapping[str, Any], config:
 
 
 def _facts(origin: str) -> dict[str, Any]:
-    """Return the facts in a store's origin; if it is not a JSON object, its text as the fact "origin"."""
+    """Parse a store's origin into facts. Text that is not a JSON object becomes the only fact, "origin"."""
     try:
         found = json.loads(origin or "{}")
     except (ValueError, RecursionError):
@@ -104,7 +105,7 @@ def _facts(origin: str) -> dict[str, Any]:
 
 
 def _alone_in(directory: Path) -> DirectoryLock:
-    """Lock a directory, waiting while another process or thread has the lock. Raises StoreLocked after an hour."""
+    """Lock a directory, waiting while another process or thread has it locked. Raises StoreLocked after an hour."""
     began = time.monotonic()
     said = False
     owner = DirectoryOwner("WeightStore", "wait until it is built")

@@ -31,17 +31,18 @@ T = TypeVar("T")
 Started = TypeVar("Started")
 
 _READ = 2
-"""Extents in memory that are read or finished: one is read while another is converted and checksummed."""
+"""Extents in memory that are not being written: one is read while another is converted and checksummed."""
 _WRITTEN = 2
 """Extents in memory that are being written."""
 _CHECKSUM_DIGITS = 10
-"""Decimal digits of a 32-bit checksum, which takes the place of null in the manifest."""
+"""Most decimal digits of a 32-bit checksum: by so many bytes the manifest grows when a checksum replaces null."""
 
 
 class ExtentBuilder:
-    """An extent to be built: its layout with the weights as the source has them, and its layout in the store.
+    """Builds one extent: reads its weights from a source, and converts them to their form in the store.
 
-    ``read`` is the former, ``extent`` the latter; they differ if weights are converted or quantised.
+    ``read`` is the layout of the weights as they are read, ``extent`` their layout in the store. They differ if weights are
+    converted or quantised.
     """
 
     def __init__(
@@ -52,14 +53,15 @@ class ExtentBuilder:
         dtype: torch.dtype | None = None,
         scheme: Scheme | None = None,
     ) -> None:
-        """Lay the extent out.
+        """Compute the layouts of an extent.
 
         Args:
-            plan: Name of the extent and of its weights.
+            plan: Name of the extent and names of its weights.
             source: Where the weights are read from.
             names: The source's name of each weight.
-            dtype: To which floating-point weights are converted; None for no conversion.
-            scheme: How to quantise weights that become smaller by it; not applied to REST, whose weights stay in memory.
+            dtype: Dtype to which floating-point weights are converted; None for no conversion.
+            scheme: How to quantise weights that quantisation makes smaller; None for no quantisation. Not applied to REST,
+                whose weights stay in memory.
         """
         infos = {weight: source.info(names[weight]) for weight in plan.weights}
         self.read = laid_out(plan.name, infos)
@@ -83,10 +85,10 @@ class ExtentBuilder:
 
         Args:
             read: The weights as they were read, ``read.nbytes`` bytes.
-            memory: For the result, ``extent.nbytes`` bytes.
+            memory: Memory for the result, ``extent.nbytes`` bytes.
 
         Raises:
-            ValueError: If a weight, which is named, cannot be quantised.
+            ValueError: If a weight cannot be quantised; the message names it.
         """
         for before, after in zip(self.read.weights, self.extent.weights, strict=True):
             if after.scheme is None:
@@ -99,9 +101,9 @@ def structure_for(source: Source, model: nn.Module | None, blocks: Sequence[str]
     """Return the blocks of a new store, and the source's name of each weight.
 
     Args:
-        source: Where the weights are from.
+        source: The source of the weights.
         model: The model that the weights are for; None to find the blocks by the weights' names.
-        blocks: Names or patterns of the modules that are to be blocks; None to find them.
+        blocks: Names or patterns of the modules that become blocks; None to find them.
 
     Raises:
         WeightMismatch: If source and model differ.
@@ -135,12 +137,12 @@ def build(
 
     Args:
         builders: The extents, at least one.
-        source: Where the weights are read from. Must not have changed at the end if it is of files.
-        manifest: What the store is to say of the weights; without the extents.
-        where: The store's directories, with their weights.
-        engine: Does the writing.
+        source: Where the weights are read from. If they are in files, the files must not change until the end.
+        manifest: The manifest of the store, without the extents.
+        where: The store's directories, with their weights: the relative share of the data that each gets.
+        engine: Writes the extents.
         checksum: Whether to compute the CRC-32 of each extent.
-        progress: Called with the bytes written so far and in all, after each extent.
+        progress: Called after each extent with the bytes written so far and in all; None for no call.
 
     Raises:
         FileExistsError: If there is a store already.
@@ -200,18 +202,20 @@ def write_extents(
 def read_ahead(
     items: Iterable[T], count: int, pool: BufferPool, nbytes: Callable[[T], int], start: Callable[[T, torch.Tensor], Started]
 ) -> Iterator[tuple[T, Lease, Started]]:
-    """Start reading items, each into leased memory, and yield them in order; later ones are read meanwhile.
+    """Start reading items, each into leased memory, and yield them in order while later ones are read.
+
+    The caller waits for the read of each item. Before it takes the next item, it must release the lease of this one, and
+    keep no view of its memory.
 
     Args:
-        items: What to read.
-        count: How many are in memory at a time, the one that was yielded included. It is to be released, and no view of its
-            memory kept, before the next one is taken.
+        items: The items to read.
+        count: Number of items in memory at a time, including the one that was yielded last.
         pool: Leases the memory.
         nbytes: Returns how many bytes of memory an item takes.
         start: Starts reading an item into memory.
 
     Yields:
-        Each item with its memory, and what ``start`` has returned.
+        Each item with its lease, and what ``start`` has returned.
     """
     under_way: deque[tuple[T, Lease, Started]] = deque()
     for item in items:
@@ -225,7 +229,7 @@ def read_ahead(
 
 
 def _budget(builders: Sequence[ExtentBuilder]) -> int:
-    """Return how many bytes are in memory at a time at most."""
+    """Return the most bytes of memory that :func:`write_extents` needs at a time."""
     read = [each.read.nbytes for each in builders]
     written = [each.extent.nbytes for each in builders]
     most = max(

@@ -22,18 +22,18 @@ from deepnvme.store.manifest import CorruptManifest
 NAME = "manifest"
 """Name of the store's tensor that holds the manifest."""
 _KIND = "deepnvme weights", 1
-"""Format and version."""
+"""Name and version of the manifest's format."""
 LARGEST = 64 << 20
-"""Bytes that a manifest may have: enough for half a million weights."""
+"""Most bytes of a manifest: enough for half a million weights."""
 
 
 class Weight(NamedTuple):
-    """A weight's place in its extent."""
+    """A weight's place and form in its extent."""
 
     name: str
-    """Name of the weight; of a tied one the first."""
+    """Name of the weight; the first name of a tied weight."""
     info: WeightInfo
-    """Dtype and shape that the weight has in the model."""
+    """Dtype and shape of the weight in the model, not as quantised."""
     offset: int
     """Where the weight begins, in bytes from the start of the extent."""
     scheme: Scheme | None = None
@@ -101,18 +101,18 @@ class Extent:
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """Describes the content of a weight store."""
+    """Describes the content of a weight store: extents, blocks, tied weights and origin."""
 
     model: str
-    """Name of the class of the model for which the store was built; empty if only the names of weights were known."""
+    """Class name of the model for which the store was built; "" if it was built without a model."""
     extents: Mapping[str, Extent]
     """Extents by name, in their order on the drive."""
     blocks: Mapping[str, tuple[str, ...]]
-    """Names of the extents, without REST, that each block needs; blocks by name, in the order of registration."""
+    """For each block, in the order of registration, the names of the extents that it needs, except REST."""
     ties: Mapping[str, str]
-    """First names of tied weights, by each of their further names."""
+    """First name of each tied weight, by its further names."""
     origin: str = ""
-    """Text of whoever built the store about where the weights are from."""
+    """Text about the source of the weights, from the program that built the store."""
 
 
 def key_of(extent: str) -> str:
@@ -158,11 +158,11 @@ def encode(manifest: WeightManifest) -> bytes:
 
 
 def decode(data: bytes, where: Path) -> WeightManifest:
-    """Return the manifest in the bytes that were stored.
+    """Return the manifest encoded in ``data``.
 
     Args:
         data: What :func:`encode` returned.
-        where: A directory of the store, for errors.
+        where: A directory of the store, for error messages.
 
     Raises:
         CorruptManifest: If the bytes are damaged, or of another format or version.
@@ -179,7 +179,7 @@ def _fields(weight: Weight) -> list[Any]:
 
 
 def _manifest(fields: Any) -> WeightManifest:
-    """Return the manifest that the second line says. Raises ValueError, or what other JSON leads to."""
+    """Return the manifest for the parsed JSON of its second line. Raises ValueError, TypeError or others for wrong fields."""
     extents = {name: _extent(name, *each) for name, *each in fields["extents"]}
     blocks = {name: tuple(map(string, needed)) for name, needed in fields["blocks"].items()}
     ties = {name: string(first) for name, first in fields["ties"].items()}
@@ -187,7 +187,7 @@ def _manifest(fields: Any) -> WeightManifest:
 
 
 def _extent(name: Any, nbytes: Any, crc32: Any, weights: Any) -> Extent:
-    """Return an extent, of which the manifest says these."""
+    """Return an extent, made of its parsed fields in the manifest. Raises ValueError if they are wrong."""
     found = Extent(string(name), tuple(_weight(*each) for each in weights), None if crc32 is None else number(crc32))
     if found.nbytes != nbytes:
         raise ValueError(f"extent {name!r} has {nbytes} bytes, and its weights {found.nbytes}")
@@ -195,7 +195,7 @@ def _extent(name: Any, nbytes: Any, crc32: Any, weights: Any) -> Extent:
 
 
 def _weight(name: Any, dtype: Any, shape: Any, offset: Any, scheme: Any = None) -> Weight:
-    """Return a weight, of which the manifest says these: its offset is in the extent."""
+    """Return a weight, made of its parsed fields in the manifest. Raises ValueError if they are wrong."""
     if scheme is not None and scheme not in SCHEMES:
         raise ValueError(f"weight {name!r} is quantised to {scheme!r}, which this version does not know")
     return Weight(string(name), WeightInfo(dtype_named(string(dtype)), numbers(shape)), number(offset), scheme)

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
 
 Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
-"""One or several directories of a store; a mapping gives each a weight, a positive number (otherwise all weigh 1)."""
+"""One or several directories of a store. A mapping gives each a weight (default 1): its share of the data."""
 Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | Location] | Source
-"""What a store can be built from: see :meth:`WeightStore.build`."""
+"""Types of ``model_or_checkpoint`` in :meth:`WeightStore.build`."""
 _VERIFIED_AT_A_TIME = 3
 """Extents in memory in :meth:`WeightStore.verify`: two are read while the checksum of a third is computed."""
 _IN_FLIGHT_BYTES = 32 << 20
@@ -49,7 +49,7 @@ fourth longer."""
 
 
 class CorruptExtent(OSError):
-    """Raised if the bytes of an extent are not those that were built (errno EBADMSG). The message names extent and weights."""
+    """Raised (errno EBADMSG) if an extent's bytes differ from those that were built. The message names extent and weights."""
 
 
 class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
@@ -78,11 +78,11 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         self.blocks: Mapping[str, tuple[str, ...]] = manifest.blocks
         """Names of the extents that each block needs, by the module's name; without REST, which is always needed."""
         self.ties: Mapping[str, str] = manifest.ties
-        """First names of tied weights, by each of their further names."""
+        """First name of each tied weight, by its further names."""
         self.weights = {weight.name: (extent, weight) for extent in self.extents.values() for weight in extent.weights}
-        """Weights, each with its extent, by name (the first of a tied weight's names)."""
+        """Name of the extent and description of each weight, by the weight's (first) name."""
         self.origin = manifest.origin
-        """The text given to :meth:`build` about where the weights are from."""
+        """Text about the source of the weights, as given to :meth:`build`."""
         self._unverified = {name for name, extent in self.extents.items() if verify and extent.crc32 is not None}
         self._lock = threading.Lock()
         for extent in self.extents.values():
@@ -111,28 +111,28 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
     ) -> WeightStore:
         """Write a model's or checkpoint's weights to one or several directories as a new store, and open it. Blocks.
 
-        At most four extents are in memory at a time, and beside two of them what their files have in another form than memory.
-        The store exists only once all of it has been written: what an error, Ctrl-C or a crash leaves behind cannot be opened,
-        and is removed at once or by the next build.
+        At most four extents are in memory at a time, and for two of them also the weights as they are in their files, if
+        these differ from the tensors. The store exists only once all of it is written: what an error, Ctrl-C or a crash
+        leaves behind cannot be opened, and is removed at once or by the next build.
 
         Args:
-            model_or_checkpoint: One of: a module; a .safetensors file; a .pt file, as torch.save writes it of a state_dict; the
+            model_or_checkpoint: One of: a module; a .safetensors file; a .pt file that torch.save wrote of a state_dict; the
                 index.json of several such files, or the directory that they are in; a mapping of names to tensors or
                 :class:`Location`; or a :class:`Source`.
             path: One or several directories, as for TensorStore, without a store in them.
             quantize: "int8" or "int4" for weights of blocks that become smaller by it; they are dequantised when they are read.
                 None for no quantisation. Weights in no block stay as they are.
-            model: Only with a checkpoint: the module it is for, which may be on the meta device. It determines the blocks and the
-                tied weights; the names must be the same. Without it the blocks are derived from the names.
-            blocks: Names or patterns of the modules that are to be blocks; None to find them. See
+            model: Only with a checkpoint: the module it is for, which may be on the meta device. It determines the blocks
+                and the tied weights; the names must be the same. Without it, the blocks are derived from the names.
+            blocks: Names or patterns of the modules that become blocks; None to find them. See
                 :func:`deepnvme.model.structure.structure_of`.
-            dtype: Floating-point dtype to which weights of floating point are converted; None for no conversion.
-            checksum: Whether to keep the CRC-32 of each extent, which takes 0.1 s of one core for each GB.
-            progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
-                for one from the beginning, False for none; or a function that is called with the bytes written so far and the
-                bytes in all.
-            origin: Text to keep in the store about where its weights are from.
-            config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+            dtype: Dtype to which floating-point weights are converted; None for no conversion.
+            checksum: Whether to store the CRC-32 of each extent, which takes 0.1 s of one core for each GB.
+            progress: None for a progress bar on stderr after two seconds, if stderr is a terminal or a notebook's; True
+                for one from the beginning, False for none; or a function that is called with the bytes written so far and
+                the bytes in all.
+            origin: Text to keep in the store about the source of its weights.
+            config: Settings of the engine; None for the profile of the drives, see :func:`deepnvme.engine_for`.
                 The drives are those of the directories and of the files that the weights are read from.
 
         Raises:
@@ -141,10 +141,11 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             FileNotFoundError: If the checkpoint, or one of its files, is missing.
             FileExistsError: If a directory has a store already.
             StoreLocked: If a directory is in use.
-            ValueError: If an argument is out of range, a file is no checkpoint that can be read, or a value cannot be quantised.
+            ValueError: If an argument is out of range, a file is no checkpoint that can be read, or a value cannot be
+                quantised.
             UnpicklingError: If a .pt file holds anything but tensors.
-            TypeError: If ``model_or_checkpoint`` has no weights, or ``config`` is something else than an AioConfig.
-            OSError: With ENOSPC, before anything is written, if there is not enough space; otherwise from reading and writing.
+            TypeError: If ``model_or_checkpoint`` has no weights, or ``config`` is not an AioConfig.
+            OSError: ENOSPC, before anything is written, if there is not enough space; otherwise from reading and writing.
         """
         if quantize is not None and quantize not in SCHEMES:
             raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, or None, got {quantize!r}")
@@ -167,21 +168,21 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
 
     @classmethod
     def open(cls, path: Directories, *, verify: bool = True, config: AioConfig | None = None) -> WeightStore:
-        """Open a store that was built before.
+        """Open a weight store that was built before.
 
         Args:
             path: All directories of the store.
             verify: Whether to check the checksum of each extent when it is read for the first time.
-            config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
-                Without it, each worker has at most 32 MiB in flight, so that extents arrive one after the other.
+            config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`. With None,
+                each worker has at most 32 MiB in flight, so that extents arrive one after the other.
 
         Raises:
-            FileNotFoundError: If no store was built there, or not to its end.
-            ValueError: If the directories hold another kind of store, or are not all directories of one store.
-            CorruptManifest: If the description of the weights is damaged.
+            FileNotFoundError: If the directories have no store, or one that was not built to its end.
+            ValueError: If the directories have another kind of store, or are not all directories of one store.
+            CorruptManifest: If the manifest of the weights is damaged.
             CorruptExtent: If an extent is missing or has the wrong size.
             StoreLocked: If the store is being built.
-            TypeError: If ``config`` is something else than an AioConfig.
+            TypeError: If ``config`` is not an AioConfig.
             OSError: If the kernel refuses the backend that ``config`` names, or a directory cannot be read.
         """
         directories = directory_weights(path)
@@ -213,11 +214,11 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         Args:
             extent: Name of the extent.
             out: ``extents[extent].nbytes`` bytes (uint8), contiguous, on any device. It must not be touched until the future is
-                done. Memory of a lease is read into without a copy.
+                done. Memory of a lease is read into directly, without a copy.
 
         Returns:
-            A future whose result is a view of ``out``. Its ``result`` raises what fails later, CorruptExtent included: if
-            :meth:`verifies` is true, the thread that asks for the result computes the checksum.
+            A future whose result is a view of ``out``. Its ``result()`` raises later errors, including CorruptExtent: if
+            :meth:`verifies` is true, the thread that calls ``result()`` computes the checksum.
 
         Raises:
             KeyError: If there is no such extent.
@@ -329,7 +330,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
 
 
 def _read_from(given: Given) -> list[str | os.PathLike[str]]:
-    """Return files, or the directories of files, that weights are read from: none for weights in memory, or of a Source."""
+    """Return the files, or directories of files, that weights are read from; none for weights in memory or a Source."""
     if isinstance(given, str | os.PathLike):
         return [given]
     if isinstance(given, Mapping):  # perhaps thousands of files, in few directories

@@ -1,4 +1,4 @@
-"""Examines a directory: its filesystem, device and free space, and whether direct I/O works there, by trying it."""
+"""Probes of ds_report for a directory: its filesystem, device, free space, and whether direct I/O works there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DirectIO:
     works: bool | None
     """Whether direct I/O works; None if that could not be found out."""
     outcome: str
-    """The result in a few words."""
+    """Short text of the result for the report, such as "works" or "not tried: ..."."""
     problem: str = ""
     """What is wrong, and what to do; empty if direct I/O works."""
     memory_alignment: int | None = None
@@ -44,14 +44,14 @@ class DirectIO:
 
 
 def directory_facts(directory: Path, gds: GdsProbe) -> list[Fact]:
-    """Return the facts about a directory. Makes one small file in it, and removes it.
+    """Return the report's findings about a directory. Creates one small file there, and removes it.
 
     Args:
         directory: The directory.
         gds: Whether GPU-direct storage is possible on this machine.
 
     Raises:
-        OSError: If it is not a directory that can be entered.
+        OSError: If ``directory`` is not a directory, or cannot be entered.
     """
     if not directory.is_dir():
         directory.stat()  # raises the reason if the directory does not exist or cannot be reached
@@ -78,9 +78,10 @@ def directory_facts(directory: Path, gds: GdsProbe) -> list[Fact]:
 
 @contextlib.contextmanager
 def open_descriptor(path: str | os.PathLike[str], flags: int) -> Iterator[int]:
-    """Provide the descriptor of a file, and close it at the end.
+    """Open a file, yield its descriptor, and close it at the end of the ``with`` block.
 
-    For what a file object cannot do: flags of its own, and no warning if an interrupt comes before its ``with``.
+    Used instead of a file object where ``os.open`` flags are needed, and because an interrupt just before the ``with`` block
+    then gives no warning.
     """
     descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
@@ -125,12 +126,12 @@ def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:
 
 
 def _failed(when: str, error: OSError, directory: Path, mount: Mount | None) -> DirectIO:
-    """Return the result if the trial failed.
+    """Return the result of a trial that raised ``error``.
 
     Args:
-        when: The step that failed; empty if no file could be made.
-        error: Why.
-        directory: Where it was tried.
+        when: The step that failed; empty if no file could be created.
+        error: The error of that step.
+        directory: The directory of the trial.
         mount: The mount that the directory is on; None if unknown.
     """
     if error.errno in _NO_SPACE:
@@ -150,7 +151,7 @@ def _failed(when: str, error: OSError, directory: Path, mount: Mount | None) -> 
 
 
 def _transfer(descriptor: int) -> DirectIO:
-    """Write a page and read it back through a descriptor opened with O_DIRECT."""
+    """Write a page and read it back through a descriptor opened with O_DIRECT, and return the result."""
     with mmap.mmap(-1, 2 * PAGE) as memory:  # page-aligned, as direct I/O needs it; bytes objects are not
         memory[:PAGE] = os.urandom(PAGE)
         with memoryview(memory) as view, view[:PAGE] as first, view[PAGE:] as second:
@@ -164,10 +165,10 @@ def _transfer(descriptor: int) -> DirectIO:
 
 
 def _tried_alignment(descriptor: int, memory: memoryview) -> tuple[int, int]:
-    """Return the smallest of the usual alignments for memory and offset with which a read is accepted."""
+    """Return the smallest alignments of memory and of file offset, in bytes, with which the kernel accepts a direct read."""
 
     def accepted(start: int, offset: int) -> bool:
-        """Return whether a read at this offset works, into memory from ``start`` on."""
+        """Return whether a direct read at file offset ``offset``, into memory from ``start`` on, succeeds."""
         with memory[start : start + offset] as part:
             try:
                 return os.preadv(descriptor, [part], offset % PAGE) > 0
@@ -184,7 +185,7 @@ def _alignment(name: str, size: int | None) -> Fact:
 
 
 def _describe(drive: Drive, block: Path | None) -> str:
-    """Return the mount's source, and of what disks and kind it is, their models and the block sizes."""
+    """Return a text that names the mount's source, its disks with their kind and models, and the block sizes."""
     source = drive.mount.source if drive.mount else "unknown"
     if block is None:
         return f"{source}, no block device"
@@ -216,7 +217,10 @@ def _space(directory: Path) -> list[Fact]:
 
 
 def _gds_fact(filesystem: str, block: Path | None, gds: GdsProbe) -> Fact:
-    """Return whether GPU-direct storage works there, with the first obstacle only: the machine's are in the other sections."""
+    """Return whether GPU-direct storage works in the directory, and the first obstacle if not.
+
+    Obstacles of the machine, such as a missing driver, are in other sections of the report.
+    """
     problem = ""
     if filesystem not in _GDS_FILESYSTEMS:
         wanted = " or ".join(_GDS_FILESYSTEMS)

@@ -41,7 +41,7 @@ class Report:
     ninja: Fact
     """Path of ninja, which compiling ops requires."""
     ops: list[machine_probes.Op]
-    """The ops: whether they are installed, and whether they can work here."""
+    """The ops: whether each is installed, and whether it can work on this machine."""
     backends: list[Fact]
     """The backends of async_io, fastest first."""
     environment: list[Fact]
@@ -55,10 +55,10 @@ class Report:
 
 
 def gather(directory: str | os.PathLike[str] | None = None) -> Report:
-    """Examine this machine. Blocks, for about 1.5 s, most of it to examine the processor.
+    """Examine this machine and, if given, a directory. Blocks for about 1.5 s, mostly to identify the processor.
 
     Args:
-        directory: Also examine this directory, by writing a small file there, which is removed. None for no directory.
+        directory: Directory to examine by writing a small file there, which is removed. None for no directory.
 
     Raises:
         OSError: If ``directory`` is not a directory that can be entered.
@@ -132,8 +132,8 @@ def render(report: Report, *, operators: bool = True, explanations: bool = True,
 def as_json(report: Report, *, operators: bool = True, explanations: bool = True) -> str:
     """Return the report as a JSON object.
 
-    Each section maps a fact's key to an object: "value" (sizes in bytes; null if unknown, absent or unlimited, which "text" tells
-    apart), "text" as :func:`render` shows it, "status" and "problems".
+    Each section maps a finding's key to an object with "value" (sizes in bytes), "text" as :func:`render` shows it, "status"
+    and "problems". A "value" of null means unknown, absent or unlimited: "text" says which.
 
     Args:
         report: What :func:`gather` returned.
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the ``ds_report`` command. Exits with status 2 if the arguments are wrong.
 
     Args:
-        arguments: Command line without the program's name; None for that of the process.
+        arguments: Command line without the program's name; None for ``sys.argv[1:]``.
     """
     parser = argparse.ArgumentParser("ds_report", description="What this machine offers to tensor I/O.")
     parser.add_argument("--version", action="version", version=f"deepnvme {__version__}")

@@ -17,38 +17,38 @@ class Fact:
     """One finding of the report: a line of its text, and an entry of its JSON."""
 
     name: str
-    """Name in the text."""
+    """Name of the finding in the text report."""
     value: Value
     """The value; sizes in bytes. None if it is unknown or absent."""
     text: str = ""
-    """The value as printed, if that is not ``str(value)``."""
+    """Text of the value as printed; empty for ``str(value)``."""
     status: Status = ""
     """Judgement; empty if there is nothing to judge."""
     problems: tuple[str, ...] = ()
-    """Each says what is wrong or missing and, after it, what to type to fix it."""
+    """Problems of the finding, one text each: what is wrong or missing, then what to type to fix it."""
     named: str = ""
-    """The key in JSON, if that is not the name in snake_case."""
+    """Key of the finding in JSON; empty for the name in snake_case."""
 
     @classmethod
     def checked(
         cls, name: str, value: Value, text: str, problem: str, named: str = "", good: Status = "", bad: Status = "WARNING"
     ) -> Fact:
-        """Return a finding that is judged by whether there is a problem.
+        """Return a finding with the status ``bad`` if there is a problem, and ``good`` otherwise.
 
         Args:
-            name: Name in the text.
+            name: Name in the text report.
             value: The value; sizes in bytes.
             text: The value as printed; empty for ``str(value)``.
-            problem: What is wrong or missing, and what to type to fix it; empty if nothing is.
-            named: The key in JSON, if that is not the name in snake_case.
-            good: The judgement without a problem.
-            bad: The judgement with one.
+            problem: What is wrong or missing, and what to type to fix it; empty if nothing is wrong.
+            named: Key in JSON; empty for the name in snake_case.
+            good: Status without a problem.
+            bad: Status with a problem.
         """
         return cls(name, value, text, bad if problem else good, (problem,) if problem else (), named)
 
     @property
     def key(self) -> str:
-        """Key in JSON, for programs. It stays the same from version to version."""
+        """Key of the finding in JSON. It stays the same in all releases, because programs read it."""
         return self.named or re.sub(r"\W+", "_", self.name.lower()).strip("_")
 
     @property

@@ -1,6 +1,6 @@
-"""Examines this machine: the ops, their backends, the installed software and the kernel's limits.
+"""Probes of ds_report for this machine: the ops, their backends, the installed software and the kernel's limits.
 
-Only small test programs are compiled, and torch is not imported, so that all of it takes about a second.
+They compile only small test programs and do not import torch, so all of them together take about a second.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Op:
     installed: bool
     """Whether the op was compiled ahead of time."""
     compatible: bool
-    """Whether the op can be compiled, or was, and works on this machine."""
+    """Whether the op is compiled or can be compiled, and works on this machine."""
     problems: tuple[str, ...]
     """Why it is not installed or not compatible, and what to type to change that."""
 
@@ -54,7 +54,7 @@ def ninja() -> Fact:
 
 
 def ops() -> list[Op]:
-    """Return the state of every op."""
+    """Return, for every op, whether it is installed and whether it can work on this machine."""
     return [_op(builder) for builder in ALL_OPS.values()]
 
 
@@ -77,7 +77,7 @@ def environment(gds: GdsProbe) -> list[Fact]:
     """Return the paths and versions of torch, this package, compilers, CUDA and cuFile.
 
     Args:
-        gds: What GPU-direct storage requires, and what of it there is.
+        gds: Which requirements of GPU-direct storage were found on this machine.
     """
     torch = installed_torch()
     without_torch = "" if torch else "torch is not installed: pip install torch"
@@ -117,10 +117,10 @@ def system() -> list[Fact]:
 
 
 def _op(builder: OpBuilder) -> Op:
-    """Return the state of one op.
+    """Return whether an op is installed, and whether it can work on this machine.
 
-    It is compatible unless something stands against it: what it needs is lacking, or it is neither compiled nor can be. A
-    compatible op that is not installed has a problem, too: why it is not, and how to install it.
+    An op is compatible unless a requirement is missing, or it is neither compiled nor can be compiled. A compatible op that is
+    not installed has a problem as well: why it is not installed, and the command that installs it.
     """
     # An op without C++ sources needs no compiling.
     installed = builder.is_prebuilt() if builder.sources() else toolchain.Attempt(True)
@@ -141,7 +141,7 @@ def _ahead_of_time(builder: OpBuilder) -> str:
 
 
 def _backend(backend: Backend) -> Fact:
-    """Return whether the kernel accepts a backend."""
+    """Return a finding that says whether the kernel accepts a backend."""
     value, problem = "usable", ""
     if not backend.kernel:
         remedy = {"io_uring": _uring_remedy, "libaio": _aio_remedy}[backend.name](backend.kernel.reason)
@@ -174,7 +174,7 @@ def _aio_remedy(reason: str) -> str:
 
 
 def _op_in_use() -> Fact:
-    """Return where the async_io op that would be loaded comes from, and what compiled it."""
+    """Return the finding on where the async_io op that would be loaded comes from, and which compiler built it."""
     name, key = "deepnvme op in use", "op_in_use"
     builder = AsyncIOBuilder()
     library, origin, problem = builder.existing_build(), "compiled at first use", ""
@@ -192,7 +192,7 @@ def _op_in_use() -> Fact:
 
 
 def _compiler_of(library: Path) -> str | None:
-    """Return the compiler that a module's file names; None if the file names none."""
+    """Return the name and version of the compiler recorded in a compiled library; None if none is recorded."""
     # Each object file names its compiler in .comment, those of the C library, which GCC compiled, too: Clang is looked for first.
     content = library.read_bytes()
     found = re.search(rb"[\w ]*clang version [\d.]+", content) or re.search(rb"GCC: \([^)]*\) [\d.]+", content)
@@ -200,7 +200,7 @@ def _compiler_of(library: Path) -> str | None:
 
 
 def _wheel_platform() -> str | None:
-    """Return the platform of the published wheel that this package was installed from; None if it was not."""
+    """Return the platform tag of the wheel that this package was installed from; None for another installation."""
     try:
         text = importlib.metadata.distribution("deepnvme").read_text("WHEEL")
     except importlib.metadata.PackageNotFoundError:
@@ -223,7 +223,17 @@ def _compiler() -> Fact:
 
 
 def _found(name: str, found: Found, gds: GdsProbe, note: str = "", in_brief: bool = False) -> Fact:
-    """Return a fact about a part of the CUDA software; ``note`` is a warning about it. Without a GPU nothing is advised."""
+    """Return the finding about one part of the CUDA software.
+
+    If the part is missing, the finding says how to install it, but only on a machine with a GPU.
+
+    Args:
+        name: Name of the part in the text report.
+        found: Path and version of the part, or the problem with it.
+        gds: Says whether the machine has a GPU.
+        note: A warning about the part; empty for none.
+        in_brief: Whether to show the version without the path.
+    """
     if found.path is None or found.problem:
         return Fact(name, None, problems=(found.problem,) if gds.gpu else ())  # no status: only the gds op needs it
     text = found.version or "version unknown"
@@ -258,13 +268,13 @@ def _memory() -> Fact:
 
 
 def _aio_events_used() -> tuple[Value, str, str] | None:
-    """Probe how many events of the kernel's asynchronous I/O are in use."""
+    """Return how many libaio events are in use on this machine, as (value, text, problem); None if unknown."""
     used = _read(AIO_LIMITS / "aio-nr")
     return None if used is None else (int(used), "", "")
 
 
 def _aio_events_allowed() -> tuple[Value, str, str] | None:
-    """Probe how many events of the kernel's asynchronous I/O are allowed; few of them left is a problem."""
+    """Return the system's limit on libaio events, as (value, text, problem); None if unknown. Few left are a problem."""
     used, allowed = (_read(AIO_LIMITS / name) for name in ("aio-nr", "aio-max-nr"))
     if used is None or allowed is None:
         return None
@@ -274,7 +284,7 @@ def _aio_events_allowed() -> tuple[Value, str, str] | None:
 
 
 def _memory_lock() -> tuple[Value, str, str]:
-    """Probe the limit of locked memory; it is a problem if it is small and applies to this process."""
+    """Return the limit on locked memory, as (value, text, problem). A small limit that applies to this process is a problem."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -296,7 +306,7 @@ def _memory_lock() -> tuple[Value, str, str]:
 
 
 def _huge_pages() -> tuple[Value, str, str]:
-    """Probe when the kernel uses huge pages; never is a problem."""
+    """Return when the kernel uses transparent huge pages, as (value, text, problem). The setting "never" is a problem."""
     text = _read(HUGE_PAGES)
     if text is None:
         return None, "unknown", f"{HUGE_PAGES} is missing: use a kernel with CONFIG_TRANSPARENT_HUGEPAGE"
@@ -307,7 +317,7 @@ def _huge_pages() -> tuple[Value, str, str]:
 
 
 def _shared_memory() -> tuple[Value, str, str]:
-    """Probe the size of /dev/shm; a small one is a problem."""
+    """Return the size of /dev/shm in bytes, as (value, text, problem). A small size is a problem."""
     try:
         size = shutil.disk_usage("/dev/shm").total
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Finds out which drive profile is in force for a directory, and says it in words."""
+"""Reports which drive profile applies to a directory, as a line of ds_report."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ _KIND_TEXT: dict[Kind, str] = {
 
 
 def profile_fact(directory: Path, drive: Drive, tunable: bool) -> Fact:
-    """Return the report's line on a directory's drive profile; its value is the path of the profile's file, None for the default.
+    """Return the report's line about the drive profile that applies to a directory.
+
+    Its value is the path of the profile's file, or None if the default settings apply.
 
     Args:
         directory: The directory.
-        drive: The drive that it is on.
-        tunable: Whether files can be stored there, so that ``ds_nvme_tune`` can find settings.
+        drive: The drive that the directory is on.
+        tunable: Whether files can be stored in the directory, so that ``ds_nvme_tune`` can find settings.
     """
     default = f"the default of {_KIND_TEXT[drive.kind]}: {settings_text(default_settings(drive))}"
     tune = f"ds_nvme_tune --nvme_dir {shlex.quote(str(directory))} --save_profile"
@@ -64,7 +66,7 @@ def settings_text(settings: AioConfig) -> str:
 
 
 def _profile_text(profile: DriveProfile) -> str:
-    """Return a profile's settings, what was measured with them, and the path of its file."""
+    """Return a text with a profile's settings, the rates measured with them, and the path of its file."""
     directions = (("read", profile.read_gb_per_second), ("write", profile.write_gb_per_second))
     rates = ", ".join(f"{operation} {rate:.2f}" for operation, rate in directions if rate is not None)
     when = f"measured {profile.measured_at.partition('T')[0]}".rstrip()

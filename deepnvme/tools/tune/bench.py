@@ -1,4 +1,7 @@
-"""Makes the transfers of a search: a tensor and a file for each folder, kept for all of it, and handles for each setting."""
+"""Makes the transfers that a search measures.
+
+Each folder has one tensor and one file for the whole search. Handles are made anew for each setting.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,17 @@ _MOST_RETIRING = 4
 
 
 class TrialBench:
-    """Moves tensors to and from files in folders with different settings, and measures it.
+    """Reads and writes a tensor in each folder with different settings, and measures the transfers.
 
     A context manager: entering it allocates the tensors and writes the files, and raises Unsuitable or OSError if that fails;
     leaving it removes the files. Not thread-safe.
 
     Args:
-        folders: The folders.
+        folders: Folders to measure.
         io_size: Bytes of the tensor and of the file for each folder.
         gpu: Whether the tensors are in GPU memory.
         gds: Whether GPU tensors are moved by GPUDirect Storage.
-        progress: Called with a description of each step of entering.
+        progress: Called with a description of each step while the context is entered.
     """
 
     def __init__(self, folders: Sequence[Path], io_size: int, gpu: bool, gds: bool, progress: Callable[[str], None]) -> None:
@@ -68,12 +71,15 @@ class TrialBench:
         self._stack.close()
 
     def usable(self, settings: Sequence[AioConfig]) -> tuple[list[AioConfig], dict[str, str]]:
-        """Return the settings with which a handle can be made, and why it cannot with each of the others.
+        """Return the settings that work on this machine, and the reasons why the others do not.
 
-        A reason is, for example, the system's limit on events or threads.
+        A setting works if handles can be made with it. The system's limit on events or threads may prevent that.
+
+        Returns:
+            The working settings, and a reason for each refused setting, by a text of the setting's options.
 
         Raises:
-            Unsuitable: If it can be made with none.
+            Unsuitable: If no setting works.
         """
         refused: dict[AioConfig, str] = {}
         for setting in settings:
@@ -89,14 +95,15 @@ class TrialBench:
     def move(
         self, shares: Mapping[Operation, Mapping[int, float]], setting: AioConfig, operation: Operation, nbytes: int
     ) -> Observation:
-        """Move data to or from several folders at the same time, none of it in the page cache, and measure it. Blocks.
+        """Transfer data to or from several folders at the same time, and measure it. Blocks.
 
-        Each call continues in the files where the last one ended: the same bytes could be cached by the drive, or by a virtual
-        drive's host.
+        The files' pages are dropped from the page cache first. Each call continues in the files where the last call ended,
+        because the same bytes could be cached by the drive, or by a virtual drive's host.
 
         Args:
-            shares: The share of ``nbytes`` for each folder, by its number; 1 for the folder that gets most.
-            setting: For the handles.
+            shares: For each direction, the share of ``nbytes`` for each folder by its index; 1 for the folder with the largest
+                share.
+            setting: Settings of the handles.
             operation: Whether to read or to write.
             nbytes: Bytes for the folder with the share 1.
 
@@ -129,7 +136,7 @@ class TrialBench:
         return Observation(moved, seconds, cpu, latency.p50, latency.p99)
 
     def _handles_for(self, setting: AioConfig) -> list[Any]:
-        """Return a handle with this setting for each folder. The handles of the setting before are closed in the background."""
+        """Return one handle with this setting for each folder. Handles of the previous setting are closed in the background."""
         from . import transfers
 
         if setting != self._setting:

@@ -1,4 +1,4 @@
-"""What ds_io and ds_nvme_tune share: types of options, what is printed, questions, errors and interrupts.
+"""Command-line code that ds_io and ds_nvme_tune share: option types, output, questions, errors and interrupts.
 
 Results go to stdout or a file; progress, errors and questions to stderr.
 """
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def size(text: str) -> int:
-    """Return the bytes of a size such as "400M", where K, M, G and T are powers of 1024."""
+    """Parse a size such as "400M" and return it in bytes; K, M, G and T are powers of 1024."""
     found = parse_size(text)
     if not found:
         raise argparse.ArgumentTypeError(f"must be a size such as 4096, 128K, 400M or 1G, got {text!r}")
@@ -58,14 +58,14 @@ def size(text: str) -> int:
 
 
 def directory(text: str) -> Path:
-    """Return the path of a directory; refuses the empty string only."""
+    """Parse the path of a directory. Refuses only the empty string; the directory need not exist."""
     if not text:
         raise argparse.ArgumentTypeError("must be a directory, got ''")
     return Path(text)
 
 
 def output_file(text: str) -> str:
-    """Return the path of a file to write, in a directory that exists; or "-" for stdout."""
+    """Parse the path of an output file, whose directory must exist; "-" stands for stdout."""
     path = Path(text)
     if text != "-" and not path.resolve().parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no directory '{path.parent}'")
@@ -75,14 +75,14 @@ def output_file(text: str) -> str:
 
 
 def natural(text: str, least: int = 0) -> int:
-    """Return a whole number of at least ``least``."""
+    """Parse a whole number of at least ``least``."""
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, got {text!r}")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """Return a whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     return natural(text, 1)
 
 
@@ -104,15 +104,15 @@ def size_text(size: int) -> str:
 
 
 def show_result(text: str, document: dict[str, Any], json_path: str | None) -> None:
-    """Print a result as text, and write it as JSON if that is wanted.
+    """Print a result as text, and write it as JSON if a path is given.
 
     Args:
-        text: The text for stdout.
-        document: The same; its values may be dataclasses, whose fields become keys, settings and paths.
-        json_path: A file for the JSON; "-" for stdout instead of the text; None for none.
+        text: The result as text, for stdout.
+        document: The result for JSON. Values may be dataclasses (written as objects), settings and paths.
+        json_path: File for the JSON; "-" to print the JSON instead of the text; None to write no JSON.
 
     Raises:
-        OSError: If it cannot be written; names the file.
+        OSError: If the file cannot be written. The error names the file.
     """
     as_json = json.dumps(document, indent=2, default=_plain)
     emit(as_json if json_path == "-" else text)
@@ -121,23 +121,24 @@ def show_result(text: str, document: dict[str, Any], json_path: str | None) -> N
 
 
 def _plain(value: Any) -> Any:
-    """Return what json does not know as something that it knows."""
+    """Convert a value that json cannot encode: settings and dataclasses to a dict, everything else to a str."""
     if isinstance(value, BaseModel):
         return value.model_dump()
     return dict(vars(value)) if dataclasses.is_dataclass(value) else str(value)
 
 
 def write_out(text: str, path: str) -> None:
-    """Write a text and a line feed to a file. Raises OSError, which names the file."""
+    """Write a text and a line feed to a file. Raises an OSError that names the file."""
     with with_filename(path), open(path, "w", encoding="utf-8") as file:
         file.write(text + "\n")
 
 
 def can_ask() -> bool:
-    """Return whether somebody is there to answer a question.
+    """Return whether a user can answer a question on the terminal.
 
-    That is, if all three streams are terminals, and the process is in the foreground: a background job that reads from its
-    terminal is stopped. Who has interrupted the program already is not asked: further interrupts are ignored.
+    All three standard streams must be terminals, and the process must be in the foreground: a background job that reads from
+    its terminal is stopped. Returns False after the user has interrupted the program, because further interrupts are ignored
+    then.
     """
     if any(stream is None or not stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         return False
@@ -148,12 +149,12 @@ def can_ask() -> bool:
 
 
 def ask(question: str) -> bool:
-    """Ask a question on stderr, and return whether the answer is "y" or "yes". Blocks until there is one.
+    """Ask a question on stderr, and return whether the answer is "y" or "yes". Blocks until the user answers.
 
-    The end of the input and an interrupt mean no.
+    End of input, or an interrupt, counts as no.
 
     Args:
-        question: What is asked; how to answer is added.
+        question: Text of the question, to which " [y/N]" is appended.
     """
     try:
         with contextlib.suppress(termios.error):
@@ -174,11 +175,11 @@ def ask(question: str) -> bool:
 def one_line_errors(program: str) -> Iterator[None]:
     """Exit with one line on stderr if the ``with`` block fails: status 1, or 130 after SIGINT, SIGTERM or SIGHUP.
 
-    The first of these signals is a KeyboardInterrupt, and further ones are ignored, so that files are removed in any case.
-    Signals that somebody else handles or ignores are left as they are. Warnings are printed as one line each.
+    The first of these signals raises KeyboardInterrupt and the next ones are ignored, so that files are removed in any case.
+    Signals that other code already handles or ignores keep their handlers. Each warning is printed as one line.
 
     Args:
-        program: The name at the beginning of each line.
+        program: The program's name, with which each line begins.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     taken = [number for number, each in before.items() if each in (signal.SIG_DFL, signal.default_int_handler)]

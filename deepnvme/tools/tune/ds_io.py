@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the ``ds_io`` command. Exits with status 2 if the arguments are wrong, 1 if the job fails, 130 if interrupted.
 
     Args:
-        arguments: Command line without the program's name; None for that of the process.
+        arguments: Command line without the program's name; None for ``sys.argv[1:]``.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> Parser:
-    """Return the parser. Its results have the names of the fields of Job and AioConfig that they become."""
+    """Return the argument parser. Its options are named after the fields of Job and AioConfig that they set."""
     parser = Parser("ds_io", "Measure what a drive gives a tensor.")
     where = parser.add_argument_group("where").add_argument
     where("--folder", type=directory, metavar="DIR", help="a directory on the drive, for every process")
@@ -92,7 +92,7 @@ def _parser() -> Parser:
 
 
 def _job(parser: Parser, options: argparse.Namespace) -> Job:
-    """Return the job that the options describe; exit if they do not fit together."""
+    """Return the job that the options describe. Exits with status 2 if options contradict each other."""
     if (options.folder is None) == (not options.folder_to_device_mapping):
         parser.error("give either --folder or --folder_to_device_mapping")
     if options.use_gds and not options.gpu:
@@ -113,7 +113,7 @@ def _job(parser: Parser, options: argparse.Namespace) -> Job:
 
 
 def _place(parser: Parser, mapping: str) -> Place:
-    """Parse an argument DIR:GPU. Ends the program with a message if it is none."""
+    """Parse an argument of the form ``DIR:GPU``. Exits with status 2 and a message if it has another form."""
     folder, colon, device = mapping.rpartition(":")
     if not colon or not folder or not (device.isascii() and device.isdecimal()):
         parser.error(f"--folder_to_device_mapping: must be DIR:GPU, such as {os.path.join('/mnt', 'nvme0')}:0, got {mapping!r}")
@@ -121,10 +121,10 @@ def _place(parser: Parser, mapping: str) -> Place:
 
 
 def as_document(measurement: Measurement) -> dict[str, Any]:
-    """Return all results for JSON.
+    """Return a measurement as a JSON document.
 
-    Sizes are in bytes, times in seconds, and a GB is 10^9 bytes; except under "deepspeed", which has the values of DeepSpeed's
-    lines, where it is 1024^3 bytes.
+    Sizes are in bytes, times in seconds, and a GB is 10^9 bytes. Only the values under "deepspeed", which DeepSpeed prints as
+    lines, use a GB of 1024^3 bytes.
     """
     paths, nbytes = measurement.paths, measurement.nbytes
     if paths is not None:
@@ -150,7 +150,7 @@ def as_document(measurement: Measurement) -> dict[str, Any]:
 
 
 def _loop(sample: Sample) -> dict[str, Any]:
-    """Return one loop for JSON, without the latencies of blocks: the document has those of all loops together."""
+    """Return one loop for JSON, without I/O block latencies: the document has the latencies of all loops together."""
     found = {**vars(sample), "task_seconds": sample.task_seconds, "gb_per_second": sample.gb_per_second}
     del found["block_latency"]
     return found

@@ -44,15 +44,15 @@ _PROGRAM = "ds_nvme_tune"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the ``ds_nvme_tune`` command, and print or write what it found.
+    """Run the ``ds_nvme_tune`` command: find the best settings, and print or write the results.
 
-    At the end it stores drive profiles, or asks on a terminal whether it should.
+    At the end it stores drive profiles, or asks on a terminal whether to store them.
 
     Exits with status 2 if the arguments are wrong, 1 if tuning fails or, after printing the results, a file cannot be written,
     and 130 if it was interrupted, after printing the results so far.
 
     Args:
-        arguments: Command line without the program's name; None for that of the process.
+        arguments: Command line without the program's name; None for ``sys.argv[1:]``.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> Parser:
-    """Return the parser. Some of its results have the names of the fields of Order that they become."""
+    """Return the argument parser. Options that set a field of Order have the field's name."""
     written = f"It writes to the drive: at most {size_text(WRITES)} for each search (--max-writes)."
     parser = Parser(_PROGRAM, f"Find the best settings for a drive, in less than a minute for one folder. {written}")
     add = parser.add_argument
@@ -119,7 +119,7 @@ def _parser() -> Parser:
 
 
 def _order(options: argparse.Namespace) -> Order:
-    """Return what the options order."""
+    """Return the tuning order that the options describe."""
     settings = tuple(read_sweep(options.sweep_config, options.gds)) if options.sweep_config is not None else None
     given = {name: getattr(options, name) for name in ("io_size", "read", "write", "gpu", "gds", "max_writes")}
     folders = tuple(dict.fromkeys(options.nvme_dir))
@@ -127,7 +127,7 @@ def _order(options: argparse.Namespace) -> Order:
 
 
 def _writes_announced(order: Order) -> str:
-    """Return what is said before anything is written."""
+    """Return the line that announces, before tuning, how much is written and where."""
     where = " and ".join(str(folder) for folder in order.folders)
     amount = f"{order.write_limit / 1e9:.3g} GB"
     if not order.write:
@@ -136,12 +136,12 @@ def _writes_announced(order: Order) -> str:
 
 
 def _say(line: str) -> None:
-    """Print a line to stderr, with the program's name before it."""
+    """Print a line to stderr that begins with the program's name."""
     print(f"{_PROGRAM}: {printable(line)}", file=sys.stderr)
 
 
 def _each_step_once() -> SearchProgress:
-    """Return a function that prints each new step to stderr."""
+    """Return a progress function that prints each step to stderr once, when it begins."""
     printed: set[str] = set()
 
     def show(share: float, step: str) -> None:
@@ -154,13 +154,13 @@ def _each_step_once() -> SearchProgress:
 
 
 def as_document(tuning: Tuning) -> dict[str, Any]:
-    """Return all results for JSON. Sizes are in bytes, times in seconds, and a GB is 10^9 bytes.
+    """Return the results of a run as a JSON document. Sizes are in bytes, times in seconds, and a GB is 10^9 bytes.
 
     "aio" is the block for a DeepSpeed configuration.
     """
 
     def flat(result: Result) -> dict[str, Any]:
-        """Return a result with the fields of its setting beside its own."""
+        """Return a result as one flat dict: its own fields, and the fields of its setting."""
         own = {name: value for name, value in vars(result).items() if name != "setting"}
         return {**result.setting.model_dump(), **own, "in_flight_bytes": result.setting.in_flight_bytes}
 
@@ -173,14 +173,14 @@ def as_document(tuning: Tuning) -> dict[str, Any]:
 
 
 def _save_or_offer_profiles(tuning: Tuning, save: bool | None) -> None:
-    """Store the profiles of the drives, if that is wanted, and say so.
+    """Store the drive profiles, or ask whether to, and print which settings are used from now on.
 
     Args:
         tuning: Complete results.
-        save: Whether to store them; None to ask, or where nobody can be asked to say how.
+        save: True to store them, False not to. None to ask the user or, without a terminal, to print how to store them.
 
     Raises:
-        RuntimeError: If a profile cannot be stored; names the file.
+        RuntimeError: If a profile cannot be stored. The error names the file.
     """
     found, skipped = profiles_from(tuning, datetime.now().astimezone())
     if save is None and found:
@@ -204,12 +204,13 @@ def _save_or_offer_profiles(tuning: Tuning, save: bool | None) -> None:
 
 
 def profiles_from(tuning: Tuning, ended: datetime) -> tuple[list[DriveProfile], list[str]]:
-    """Return the profiles of the drives that the folders are on, and for each folder that can have none the reason, in one line.
+    """Return drive profiles for the tuned folders' drives, and a one-line reason for each folder without one.
 
-    There is one profile for each drive, with the best settings of a folder alone; of several folders on one drive, the first's.
+    There is one profile for each drive, with the best settings of a folder measured alone. If several folders are on one drive,
+    the first folder's settings are used.
 
     Args:
-        tuning: Complete results; not of GPUDirect Storage, whose settings are those of another op.
+        tuning: Complete results. Not from GPUDirect Storage, whose settings belong to another op.
         ended: When the run ended.
 
     Raises:
@@ -237,14 +238,15 @@ def profiles_from(tuning: Tuning, ended: datetime) -> tuple[list[DriveProfile], 
 
 
 def write_logs(tuning: Tuning, directory: Path) -> None:
-    """Write a log for each setting and direction of the recommended search, for scripts that read DeepSpeed's.
+    """Write logs in the format of DeepSpeed's sweep: one for each setting and direction of the recommended search.
 
-    DeepSpeed's names do not contain the backend: of several, the fastest is written. What reads the logs chooses the highest
-    rate; so an eliminated setting, whose rate comes from few short transfers, is given no higher one than the recommended one.
+    DeepSpeed's file names do not contain the backend: of several settings with one name, the fastest is written. Scripts that
+    read the logs choose the highest rate. The rate of an eliminated setting comes from few short transfers, so it is capped at
+    the rate of the recommended setting.
 
     Args:
         tuning: The results.
-        directory: Made if it is missing.
+        directory: Directory for the logs, created if missing.
 
     Raises:
         OSError: If a file cannot be written.

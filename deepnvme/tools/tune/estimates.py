@@ -1,7 +1,7 @@
-"""Estimates of noisy measurements, and how sure they are. Few stalled transfers move neither by much.
+"""Estimates of differences between noisy measurements, with confidence intervals. A few stalled transfers hardly change either.
 
-Intervals of a final are distribution-free. Those of rounds with few passes are from a standard error that all settings of the
-round tell together, as if the noise were normal.
+Intervals from the final are distribution-free. Rounds with few passes use a standard error that is estimated from all settings
+of the round together, as if the noise were normal.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Difference:
     """
 
     slower: float
-    """The estimate; negative if the setting was measured to be faster."""
+    """Estimated difference, as a share of the time (0.02 is 2 %); negative if the setting was measured to be faster."""
     interval: tuple[float, float] | None
-    """Both ends of the interval around the estimate; None if a single pass says nothing about the noise."""
+    """Lower and upper end of the confidence interval; None if too few passes were made to estimate the noise."""
 
     @property
     def distinguishable(self) -> bool:
-        """Whether the interval excludes that both are equally fast."""
+        """Whether the interval excludes that the setting and the recommended one are equally fast."""
         return self.clearly_slower or (self.interval is not None and self.interval[1] < 0)
 
     @property
@@ -58,23 +58,23 @@ class Difference:
 
 
 def hodges_lehmann(values: Sequence[float]) -> float:
-    """Return the Hodges-Lehmann estimate: the median of the means of all pairs of values, each with itself, too.
+    """Return the Hodges-Lehmann estimate: the median of the means of all pairs of values, a value with itself included.
 
-    Nearly as precise as the mean where noise is normal, and hardly affected by stalls.
+    It is nearly as precise as the mean if the noise is normal, and stalls hardly affect it.
     """
     return statistics.median(_pair_means(values))
 
 
 def _pair_means(values: Sequence[float]) -> list[float]:
-    """Return the means of all pairs of values, each with itself, too (Walsh averages)."""
+    """Return the means of all pairs of values, a value with itself included (Walsh averages)."""
     return [(one + other) / 2 for one, other in itertools.combinations_with_replacement(values, 2)]
 
 
 def differences(logarithms: Mapping[AioConfig, Sequence[float]], base: AioConfig) -> dict[AioConfig, Difference]:
-    """Estimate how much longer each of the other settings takes than ``base``, with intervals that hold together.
+    """Estimate how much longer each other setting takes than ``base``, with simultaneous confidence intervals.
 
     Args:
-        logarithms: For each setting the logarithms of its times, pass by pass.
+        logarithms: For each setting, the logarithms of its times, one for each pass.
         base: One of the settings.
     """
     apart = {
@@ -87,12 +87,12 @@ def differences(logarithms: Mapping[AioConfig, Sequence[float]], base: AioConfig
 
 
 def difference(values: Sequence[float], error: float | None, comparisons: int) -> Difference:
-    """Return a difference for its logarithms, pass by pass.
+    """Return the difference between two settings, estimated from their difference in each pass.
 
     Args:
-        values: The logarithms.
-        error: Their standard error, for an interval of few values; None if it is not known.
-        comparisons: Number of intervals that shall hold together.
+        values: For each pass, the logarithm of the ratio of the two settings' times.
+        error: Standard error of the estimate, which gives the interval if there are few values; None if unknown.
+        comparisons: Number of simultaneous intervals, which all hold together with the probability :data:`CONFIDENCE`.
     """
     means, count = sorted(_pair_means(values)), len(values)
     middle = statistics.median(means)
@@ -109,9 +109,9 @@ def difference(values: Sequence[float], error: float | None, comparisons: int) -
 
 
 def standard_error(series: Iterable[Sequence[float]]) -> float | None:
-    """Return the standard error of the Hodges-Lehmann estimate of one of several series of equal length, judged by all of them.
+    """Return the standard error of the Hodges-Lehmann estimate of a series, judged by the spread within all series.
 
-    Returns None if no series has two values: nothing is known about the noise then.
+    All series have equal length. Returns None if no series has two values, since they say nothing about the noise then.
     """
     values = list(series)
     apart = [abs(one - other) for found in values for one, other in itertools.combinations(found, 2)]

@@ -16,11 +16,11 @@ class Spread:
     """Median and quartiles of repeated measurements: half of them lie between the quartiles, even if one was disturbed."""
 
     median: float
-    """The median."""
+    """Median of the measurements."""
     low: float
-    """The first quartile."""
+    """First quartile of the measurements."""
     high: float
-    """The third quartile."""
+    """Third quartile of the measurements."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
@@ -32,9 +32,9 @@ class Spread:
 
 
 def latency_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Counter[float]:
-    """Return the histogram of latencies of the blocks that ended between two snapshots of an engine's statistics.
+    """Return the latency histogram of the I/O blocks that completed between two snapshots of an engine's statistics.
 
-    Upper bounds of the bins in seconds, with the number of blocks; empty bins are left out.
+    Keys are the upper bounds of the bins in seconds, values the numbers of I/O blocks. Empty bins are left out.
     """
     blocks = Counter(after["block_latency"]) - Counter(before["block_latency"])
     return Counter({nanoseconds / 1e9: count for nanoseconds, count in blocks.items()})
@@ -42,26 +42,30 @@ def latency_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Coun
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Percentiles of latencies in seconds, up to the longest, and how many there were."""
+    """Percentiles and maximum of latencies in seconds, and the number of latencies."""
 
     p50: float
-    """The median."""
+    """Median latency in seconds."""
     p90: float
-    """90 % are not longer."""
+    """90th percentile in seconds: 90 % of the latencies are not longer."""
     p99: float
-    """99 % are not longer."""
+    """99th percentile in seconds: 99 % of the latencies are not longer."""
     p999: float
-    """99.9 % are not longer."""
+    """99.9th percentile in seconds: 99.9 % of the latencies are not longer."""
     longest: float
-    """The longest of all."""
+    """Longest latency in seconds."""
     count: int
     """Number of latencies."""
 
     @classmethod
     def of(cls, counts: Mapping[float, int]) -> Percentiles:
-        """Return the percentiles of times in seconds, each with the number of times that it was measured; at least one.
+        """Return the percentiles of latencies that are given as a histogram.
 
-        Each percentile is one of these times: the smallest that at least that share does not exceed.
+        Each percentile is one of the given latencies: the smallest one that at least that share of all measurements does not
+        exceed.
+
+        Args:
+            counts: Number of measurements for each latency in seconds; at least one entry.
         """
         values = sorted(counts)
         seen = list(itertools.accumulate(counts[value] for value in values))

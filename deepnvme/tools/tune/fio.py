@@ -1,4 +1,4 @@
-"""Runs fio, parses its results, and compares them with those of a job of ours.
+"""Runs fio, parses its results, and compares them with the results of a ds_io job.
 
 Both move the same bytes with the same settings, and find the page cache in the same state.
 """
@@ -47,13 +47,13 @@ def output_of(command: Sequence[str]) -> str:
 
 
 def version(program: str) -> str:
-    """Return the version that fio prints. Raises FioFailed."""
+    """Return the version of fio, as it prints it. Raises FioFailed."""
     return output_of([program, "--version"]).strip()
 
 
 @dataclass(frozen=True)
 class FioTransfer:
-    """What fio is to move, and how: all files at the same time, by O_DIRECT."""
+    """A transfer that fio makes: all files at the same time, with O_DIRECT."""
 
     program: str
     """Path of fio."""
@@ -62,27 +62,27 @@ class FioTransfer:
     operation: Operation
     """Whether to read or to write."""
     paths: Sequence[Path]
-    """The files."""
+    """Paths of the files."""
     nbytes: int
-    """Bytes of each file: a multiple of ``block_size`` for each of the jobs, or one smaller block of whole sectors."""
+    """Bytes of each file. Each job's part is a multiple of ``block_size``, or one smaller request of whole sectors."""
     block_size: int
     """Bytes of a request."""
     queue_depth: int
-    """Requests in flight of each job."""
+    """Requests that each job keeps in flight."""
     jobs: int = 1
-    """How many jobs share each file."""
+    """Number of fio jobs that share each file."""
     huge_pages: bool = False
     """Whether buffers are in reserved huge pages (vm.nr_hugepages), instead of ordinary memory."""
     fsync: bool = False
-    """Whether fio ends writes by an fsync."""
+    """Whether fio ends a write with an fsync."""
 
     def run(self, fresh: bool = False) -> Timing:
-        """Let fio move the files, and return what it measured by its own clocks, without its start. Blocks.
+        """Run fio once, and return the time by fio's own clocks, which excludes its start-up. Blocks.
 
         An interrupt of this process ends fio's processes.
 
         Args:
-            fresh: Whether the files are new: fio reserves their space before its measured time begins.
+            fresh: Whether the files are new: fio then reserves their space before its measured time begins.
 
         Raises:
             FioFailed: If fio fails, does not move all bytes, or its report cannot be read.
@@ -116,7 +116,7 @@ class FioTransfer:
 
 
 def find_suitable(job: Job) -> str:
-    """Return the path of fio. Raises Unsuitable if it is not installed, or cannot do the same as the job."""
+    """Return the path of fio. Raises Unsuitable if fio is not installed, or cannot make the job's transfer."""
     program = shutil.which("fio")
     if program is None:
         raise Unsuitable("--compare fio: fio was not found; install your distribution's package of that name")
@@ -134,13 +134,13 @@ class FioContender:
     """Repeats a job's transfer with fio, and compares the results.
 
     Args:
-        job: The job; :func:`find_suitable` has accepted it.
+        job: A job that :func:`find_suitable` has accepted.
         program: Path of fio.
-        backend: The backend that our handle uses. fio uses io_uring if that does, otherwise libaio.
+        backend: The backend of the job's handle. fio uses io_uring if the handle does, otherwise libaio.
         directories: The job's directory for each place.
 
     Raises:
-        FioFailed: If fio fails; the methods raise it too.
+        FioFailed: If fio fails. All methods can raise it.
     """
 
     def __init__(self, job: Job, program: str, backend: str | None, directories: Sequence[Path]) -> None:
@@ -161,7 +161,7 @@ class FioContender:
             self._buffers += f"; to give it some: {packages.as_root(f'sysctl vm.nr_hugepages={pages}')}"
 
     def loop(self, number: int) -> None:
-        """Make one transfer with fio. Blocks. The file's pages in the page cache are dropped first."""
+        """Make one transfer with fio. Blocks. The pages of its files are dropped from the page cache first."""
         paths = self._transfer.paths
         if self._job.operation == "write" and self._job.different_files:
             for path in paths:
@@ -170,18 +170,18 @@ class FioContender:
         self._samples.append(self._transfer.run(fresh=not paths[0].exists()))
 
     def comparison(self, ours: Sequence[Sample], first: int) -> FioComparison:
-        """Return fio's results compared with ours.
+        """Return fio's results compared with the job's.
 
         Args:
-            ours: Our samples, one for each loop of fio.
-            first: Number of the first loop that counts.
+            ours: The job's samples, one for each loop of fio.
+            first: Index of the first loop that counts, after the warm-up.
         """
         ratio = Spread.of([mine.gb_per_second / its.gb_per_second for mine, its in zip(ours, self._samples, strict=True)][first:])
         return FioComparison(self._version, self._transfer.ioengine, self._buffers, tuple(self._samples[first:]), ratio)
 
 
 def huge_pages_free() -> tuple[int, int]:
-    """Return the bytes of a huge page and how many of them are free; 0 and 0 if the kernel does not tell."""
+    """Return the size of a huge page in bytes, and the number of free huge pages; (0, 0) if the kernel does not report them."""
     fields = dict(line.split(":", 1) for line in lines_of(Path("/proc/meminfo")))
     size, free = (int(fields.get(name, "0").split()[0]) for name in ("Hugepagesize", "HugePages_Free"))
     return size * 1024, free

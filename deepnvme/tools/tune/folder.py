@@ -1,6 +1,7 @@
-"""What a measurement needs of a folder and this machine: it examines them, and checks that space and memory suffice.
+"""Checks folders and memory before a measurement, and prepares files and devices for it.
 
-It also brings files and device into a defined state.
+The checks find out filesystem and device, and whether space and memory suffice. Before each measurement, pages are dropped from
+the page cache and the device becomes idle.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ class FolderFacts:
     device: str
     """Device or other source of the mount."""
     direct: bool
-    """Whether transfers bypass the page cache."""
+    """Whether transfers bypass the page cache (direct I/O)."""
     label: str
-    """What a measurement there measures: "ext4, takes direct I/O"; "tmpfs, in memory, not a drive"."""
+    """Short text on what a measurement in the folder measures: "ext4, takes direct I/O"; "tmpfs, in memory, not a drive"."""
 
 
 def folder_facts(folder: Path) -> FolderFacts:
-    """Return the facts about a folder, after removing what killed runs have left in it (:func:`remove_abandoned`).
+    """Return the facts about a folder. Removes directories left by killed runs first (:func:`remove_abandoned`).
 
-    Makes small files in it and removes them. Raises Unsuitable if it cannot be written to.
+    Creates small files in the folder and removes them. Raises Unsuitable if the folder cannot be written to.
     """
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise Unsuitable(f"'{folder}' is not a directory")
@@ -56,10 +57,10 @@ def folder_facts(folder: Path) -> FolderFacts:
 
 
 def check_space(needs: Iterable[tuple[Path, int]], remedy: str = "give a smaller --io_size or another folder") -> None:
-    """Raise Unsuitable if a filesystem has not enough free space for all folders on it.
+    """Raise Unsuitable if a filesystem has too little free space for all folders on it together.
 
     Args:
-        needs: Pairs of a folder and the bytes needed in it; a folder may come several times.
+        needs: Pairs of a folder and the bytes needed in it; a folder may occur several times.
         remedy: What the user can do, for the message.
     """
     wanted: dict[int, tuple[Path, int]] = {}
@@ -100,10 +101,10 @@ def sync(path: Path) -> None:
 
 
 def settle(directory: Path, limit_seconds: float = 2.0) -> None:
-    """Wait until a directory's device is idle, after committing pending unlinks and allocations.
+    """Commit pending unlinks and allocations of a directory's filesystem, then wait until its device is idle. Blocks.
 
-    On a mount with ``discard`` the commit makes the device trim. Blocks, for ``limit_seconds`` at most after the commit; only for
-    the commit if the device does not tell its requests in flight.
+    On a mount with ``discard`` the commit makes the device trim. The wait ends after ``limit_seconds`` at most; there is none
+    if the kernel does not report the device's requests in flight.
     """
     sync(directory)
     device = directory.stat().st_dev

@@ -1,6 +1,6 @@
-"""Successive halving: measure many settings briefly, keep the better ones, measure these for longer, until few are left.
+"""Successive halving: measure many settings briefly, then the better ones for longer, until few are left.
 
-All measuring is done by a function that is passed in, so that tests can search where the true speeds are known.
+The measuring function is a parameter, so tests can search among settings whose true speeds are known.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _LEAST_TIE, _MOST_TIE = 0.005, 0.015
 _CPU_STEP, _CPU_SHARE = 0.003, 0.15
 
 Measure = Callable[[AioConfig, Operation, int], Observation]
-"""A function that moves at most the given number of bytes with a setting. The search passes on what it raises."""
+"""Function that transfers at most the given number of bytes with a setting, in one direction. What it raises ends the search."""
 SearchProgress = Callable[[float, str], None]
-"""Called with the share of the search that is done, and a description of the current step."""
+"""Function called with the share of the search that is done (0 to 1), and a description of the current step."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Sample:
     """One transfer in each direction with one setting, one right after the other."""
 
     observed: Mapping[Operation, Observation]
-    """The measured values of each direction."""
+    """What was measured in each direction."""
     batch: int
-    """Number of the batch of the round in which it was made."""
+    """Number of the batch, within its round, to which the transfers belong."""
 
     @property
     def seconds_per_byte(self) -> float:
-        """Seconds to move a byte in each direction."""
+        """Sum over the directions of the seconds to move one byte."""
         return sum(each.seconds / each.nbytes for each in self.observed.values())
 
 
@@ -73,18 +73,18 @@ class Round:
     nbytes: int
     """Bytes of each transfer."""
     samples: dict[AioConfig, list[Sample]]
-    """For each setting its samples, one for each pass."""
+    """The samples of each setting, one for each pass."""
 
     @property
     def passes(self) -> int:
-        """The number of passes in which every setting was measured."""
+        """Number of complete passes, in which every setting was measured."""
         return min(map(len, self.samples.values()))
 
     def log_times(self) -> dict[AioConfig, list[float]]:
-        """Return for each setting, pass by pass, the logarithm of its seconds per byte without the machine's drift.
+        """Return the logarithm of each setting's seconds per byte in each pass, with the machine's drift removed.
 
-        The drift of a batch is how much longer its transfers took than those of the same settings usually do. What is usual is
-        found anew without that drift, and so on (Tukey's median polish).
+        The drift of a batch is how much longer its transfers took than is usual for their settings. Usual times and drifts are
+        estimated in turn (Tukey's median polish).
         """
         passes = self.passes
         times = {each: [math.log(sample.seconds_per_byte) for sample in found[:passes]] for each, found in self.samples.items()}
@@ -101,11 +101,11 @@ class Round:
         return times
 
     def observed(self, setting: AioConfig, operation: Operation) -> list[Observation]:
-        """Return what was measured with a setting in one direction, pass by pass; nothing for another direction."""
+        """Return a setting's observations in one direction, one for each complete pass; an empty list if it was not measured."""
         return [each.observed[operation] for each in self.samples[setting][: self.passes] if operation in each.observed]
 
     def cpu_seconds_per_gb(self, setting: AioConfig) -> float:
-        """Return the CPU seconds per 10^9 bytes with a setting, the mean of the directions."""
+        """Return a setting's CPU seconds per 10^9 bytes, averaged over the directions."""
         directions = self.samples[setting][0].observed
         return statistics.fmean(_cpu_seconds_per_gb(self.observed(setting, each)) for each in directions)
 
@@ -113,7 +113,8 @@ class Round:
 def _cpu_seconds_per_gb(observed: Sequence[Observation]) -> float:
     """Return the median of the CPU seconds per 10^9 bytes.
 
-    The median, because other work of the process falls into a transfer now and then, such as closing the handle before.
+    A median, because a transfer's CPU time now and then includes other work of the process, such as closing the previous
+    handle.
     """
     return statistics.median(each.cpu_seconds_per_gb for each in observed)
 
@@ -129,24 +130,24 @@ def search(
     clock: Callable[[], float] = time.monotonic,
     auto: str = "auto",
 ) -> Search:
-    """Find the setting that moves a byte in each of the directions in the least time. Blocks.
+    """Find the setting that takes the least time to move a byte in every direction. Blocks.
 
-    Every setting is measured at least twice, however long that takes. In the final, settings that cannot be told apart are a tie,
-    which goes to the least CPU time, then to the backend "auto", then to the least memory in flight.
+    Every setting is measured at least twice, however long that takes. In the final, settings that cannot be told apart count as
+    tied. Among these, the least CPU time decides, then the backend "auto", then the least memory in flight.
 
-    An interrupt (KeyboardInterrupt) ends the search with the results so far. If there are none, it is raised.
+    An interrupt (KeyboardInterrupt) ends the search with the results so far, and is raised if there are none.
 
     Args:
         settings: The settings to choose from.
         operations: The directions to measure.
         measure: Makes one transfer.
         io_size: Bytes of the largest transfer.
-        seconds: How long to search at most, approximately; less if ``max_writes`` is reached before. Transfers are made as small
-            as necessary for it, but not smaller than 4 to 16 MiB.
-        max_writes: The most bytes to ask ``measure`` to write; at least :func:`least_written`. None for no limit.
-        progress: Called with the share that is done and the current step.
+        seconds: Approximate length of the search; less if ``max_writes`` is reached before. Transfers are made small enough to
+            fit, but not smaller than 4 to 16 MiB.
+        max_writes: The most bytes to write by ``measure``; at least :func:`least_written`. None for no limit.
+        progress: Called with the share of the search that is done, and the current step.
         clock: Returns the time in seconds.
-        auto: The backend that "auto" selects, for the results.
+        auto: Name of the backend that "auto" selects, for the results.
     """
     remaining = list(dict.fromkeys(settings))
     counts = settings_per_round(len(remaining))
@@ -179,12 +180,16 @@ def settings_per_round(settings: int) -> list[int]:
 
 
 def least_written(settings: int, io_size: int) -> int:
-    """Return the bytes that a search among ``settings`` settings writes at least."""
+    """Return the fewest bytes that a search among ``settings`` settings writes."""
     return min(io_size, _SHORTEST_BYTES[0]) * (1 + _least_transfers(settings_per_round(settings)))
 
 
 def _least_transfers(counts: Sequence[int]) -> int:
-    """Return the transfers in each direction that rounds make at least, the last of which is the final; 0 for none."""
+    """Return the fewest transfers that rounds make in each direction.
+
+    Args:
+        counts: Settings in each round, the last of which is the final; empty for no transfers.
+    """
     return sum(counts[:-1]) * _LEAST_PASSES + sum(counts[-1:]) * _LEAST_FINAL_PASSES
 
 
@@ -196,18 +201,18 @@ class _Runner:
     measure: Measure
     clock: Callable[[], float]
     end: float
-    """When the search should end."""
+    """Time, by ``clock``, at which the search should end."""
     writes_left: int | None
     """Bytes that may still be written; None for no limit."""
     shortened: bool = False
-    """Whether the limit of bytes written, rather than the time, ended a round."""
+    """Whether the limit on bytes written, rather than the time, ended a round."""
     rate: float = 0.0
-    """Bytes per second, moved in each direction, in the round before, with all that was done besides."""
+    """Bytes per second in each direction during the previous round, including the time between transfers."""
     rounds: list[Round] = field(default_factory=list)
     order: random.Random = field(default_factory=lambda: random.Random(0))
 
     def warm_up(self, setting: AioConfig, counts: Sequence[int], io_size: int) -> None:
-        """Make one transfer in each direction, which tells how long they take."""
+        """Make one transfer in each direction, to learn the rate that transfers reach."""
         nbytes = min(io_size, _WARM_UP_BYTES)
         if self.writes_left is not None:
             shortest = min(io_size, _SHORTEST_BYTES[0])
@@ -217,13 +222,13 @@ class _Runner:
         self.rate = nbytes / (self.clock() - begin)
 
     def round(self, contenders: Sequence[AioConfig], counts: Sequence[int], io_size: int, show: Callable[[float], None]) -> None:
-        """Measure all settings pass by pass.
+        """Measure all settings of a round, pass by pass.
 
-        Rounds share what is left of time and bytes equally, but for the last one, which gets more.
+        The remaining time and bytes are divided equally among the remaining rounds, but the final gets twice as much.
 
         Args:
-            contenders: The settings.
-            counts: Settings of this round and of those to follow.
+            contenders: Settings to measure.
+            counts: Number of settings in this round and in each later one.
             io_size: Bytes of the largest transfer.
             show: Called with the share of the round that is done.
         """
@@ -245,14 +250,14 @@ class _Runner:
         self.rate = nbytes * done * len(contenders) / (self.clock() - begin)
 
     def _plan(self, counts: Sequence[int], least: int, io_size: int, movable: float, share: float) -> tuple[int, int]:
-        """Return the bytes of each transfer of a round, and the most passes to make if there is time.
+        """Return the bytes of each transfer of a round, and the most passes to make.
 
         Args:
-            counts: Settings of this round and of those to follow.
-            least: Passes to make in any case.
+            counts: Number of settings in this round and in each later one.
+            least: Passes that are made however long they take.
             io_size: Bytes of the largest transfer.
-            movable: Bytes that can be moved in each direction in the time for the round.
-            share: The round's share of what is left.
+            movable: Bytes that can be moved in each direction in the round's time.
+            share: The round's share of the bytes that may still be written.
         """
         passes, most = (_FINAL_PASSES, _MOST_FINAL_PASSES) if len(counts) == 1 else (_PASSES, _MOST_PASSES)
         low, high = (min(io_size, each) for each in _SHORTEST_BYTES)
@@ -268,13 +273,13 @@ class _Runner:
         return allowed, possible
 
     def _sample(self, setting: AioConfig, nbytes: int, batch: int) -> Sample:
-        """Make a transfer in each direction."""
+        """Make one transfer in each direction with a setting."""
         if self.writes_left is not None:
             self.writes_left -= nbytes
         return Sample({operation: self.measure(setting, operation, nbytes) for operation in self.operations}, batch)
 
     def drop_unfinished_round(self) -> None:
-        """Forget the last round if it has no whole pass; of the first one, keep the settings that were measured."""
+        """Discard the last round if no pass of it is complete; if it is the first round, keep the settings that were measured."""
         if not self.rounds or self.rounds[-1].passes > 0:
             return
         unfinished = self.rounds.pop()
@@ -284,7 +289,7 @@ class _Runner:
 
 
 def _whole_mib(nbytes: float) -> int:
-    """Round down to whole MiB, if it is one at least."""
+    """Round down to whole MiB; below 1 MiB, to whole bytes."""
     return int(nbytes) >> 20 << 20 or int(nbytes)
 
 
@@ -292,10 +297,10 @@ def _whole_mib(nbytes: float) -> int:
 
 
 def _promoted(measured: Round, count: int) -> list[AioConfig]:
-    """Return the ``count`` settings for the next round.
+    """Return the ``count`` settings that take part in the next round.
 
-    Two thirds of the places go to the fastest. The others go to the settings with the least CPU time of those that may really be
-    as fast, because the tie in the final is to be decided among these.
+    Two thirds are the fastest settings. The others have the least CPU time among the settings that may be as fast as the
+    fastest one, because CPU time decides a tie in the final.
     """
     logarithms = measured.log_times()
     fastest = sorted(logarithms, key=lambda each: hodges_lehmann(logarithms[each]))
@@ -308,7 +313,10 @@ def _promoted(measured: Round, count: int) -> list[AioConfig]:
 
 
 def _cheapest_first(settings: Sequence[AioConfig], measured: Round) -> list[AioConfig]:
-    """Sort by CPU time in steps of a difference that counts; then "auto" before named backends; then by the memory in flight."""
+    """Sort settings by CPU time, then "auto" before named backends, then by memory in flight.
+
+    CPU times that differ too little to matter count as equal.
+    """
     cpu = {each: measured.cpu_seconds_per_gb(each) for each in settings}
     least = min(cpu.values(), default=0.0)
     step = max(_CPU_STEP, least * _CPU_SHARE)
@@ -321,7 +329,7 @@ def _cheapest_first(settings: Sequence[AioConfig], measured: Round) -> list[AioC
 
 
 def _results(rounds: Sequence[Round], seconds: float, complete: bool, shortened: bool, auto: str) -> Search:
-    """Choose a setting by the final, and compare all others with it, each in its last round."""
+    """Choose the recommended setting from the final, and compare each other setting with it in that setting's last round."""
     final = rounds[-1]
     logarithms = final.log_times()
     fastest = min(logarithms, key=lambda each: hodges_lehmann(logarithms[each]))
@@ -352,7 +360,7 @@ def _results(rounds: Sequence[Round], seconds: float, complete: bool, shortened:
 
 
 def _figures(setting: AioConfig, best: AioConfig, operation: Operation, measured: Round, final: Round) -> Figures | None:
-    """Return the values of a setting in one direction in a round; None if that direction was not measured."""
+    """Return a setting's values in one direction in a round, with the rate scaled to the final; None if not measured."""
     found = measured.observed(setting, operation)
     if not found:
         return None
@@ -368,16 +376,16 @@ def _figures(setting: AioConfig, best: AioConfig, operation: Operation, measured
 
 
 def _is_tie(found: Difference) -> bool:
-    """Return whether a setting counts as equally fast as the fastest."""
+    """Return whether a setting counts as tied with the fastest one."""
     return found.slower <= _LEAST_TIE or (found.slower <= _MOST_TIE and not found.distinguishable)
 
 
 def _reason(finalists: Sequence[Difference], tied: int, settings: int) -> str:
-    """Return in one line why a setting is recommended, and how sure that is.
+    """Return a line that says why a setting is recommended, and how sure that is.
 
     Args:
         finalists: How much longer each of the other finalists takes.
-        tied: Number of the settings that counted as equally fast, among which it was chosen.
+        tied: Number of settings that counted as equally fast, among which the recommended one was chosen.
         settings: Number of all settings.
     """
     if settings == 1:

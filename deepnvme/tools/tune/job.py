@@ -16,23 +16,26 @@ from .folder import FolderFacts
 Operation = Literal["read", "write"]
 """Direction of a transfer: from the drive or to it."""
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-"""Both directions."""
+"""Both directions of a transfer."""
 EngineName = Literal["aio_handle", "aio_basic", "torch_io", "torch_fastio"]
 """How the tensor is moved: by one handle, a handle for each call, torch.save and torch.load, or torch.save over a handle."""
 
 PATHS = ("zero_copy", "staged", "buffered", "gds")
-"""The paths of bytes between memory and drive: see :attr:`Sample.paths`."""
+"""Names of the paths that bytes take between memory and drive: see :attr:`Sample.paths`."""
 
 
 def check_number(value: object, name: str) -> None:
-    """Raise TypeError, which names the argument, if a number of bytes is no int: texts are for command lines."""
+    """Raise a TypeError that names the argument if a number of bytes is not an int.
+
+    Texts such as "1G" are for command lines only.
+    """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, a number of bytes, got {value!r}")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process of a job works."""
+    """Folder and GPU of one process of a job."""
 
     folder: Path
     """The folder for its files."""
@@ -48,7 +51,7 @@ class Job:
     """
 
     places: tuple[Place, ...]
-    """One process for each; a single one is this process."""
+    """Folder and GPU for each process. With a single place, no other process is started."""
     operation: Operation
     """Whether to read or to write."""
     io_size: int
@@ -72,15 +75,15 @@ class Job:
     gpu: bool = False
     """Whether the tensors are in GPU memory; they then go through a pinned buffer, unless other options say otherwise."""
     slow_bounce_buffer: bool = False
-    """With ``gpu``: whether the GPU tensor is given to the handle itself."""
+    """With ``gpu``: whether the handle gets the GPU tensor itself, instead of a pinned copy in host memory."""
     accelerator_pin_memory: bool = False
     """Whether host memory is pinned by PyTorch instead of locked by the handle."""
     fast_io_size: int = 64 << 20
     """Bytes of the pinned buffer of torch_fastio, an int."""
     torch_legacy_save: bool = False
-    """Whether torch.save uses its file format of before 1.6."""
+    """Whether torch.save uses the file format from before torch 1.6."""
     compare_fio: bool = False
-    """Whether fio makes the same transfer, in turn with ours."""
+    """Whether fio makes the same transfer after each loop, for comparison."""
 
     def __post_init__(self) -> None:
         check_number(self.io_size, "io_size")
@@ -104,14 +107,14 @@ def file_name(operation: Operation, index: int, loop: int) -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """What it took to move some bytes."""
+    """Bytes of a transfer, and the elapsed and CPU time that it took."""
 
     nbytes: int
     """Bytes moved."""
     seconds: float
-    """Seconds until all had been moved."""
+    """Seconds until all bytes had been moved."""
     cpu_seconds: float
-    """CPU time meanwhile of the process or processes, all threads included."""
+    """CPU seconds of all processes during the transfer, all threads included."""
 
     @property
     def gb_per_second(self) -> float:
@@ -129,7 +132,7 @@ class Sample(Timing):
     """The measured values of one loop, of one process or of all processes together."""
 
     requests: tuple[float, ...]
-    """Seconds that each process's transfer took."""
+    """Seconds of the transfer of each process."""
     paths: Counter[str] | None
     """Bytes by their path between memory and drive; None if the engine does not count them.
 
@@ -137,11 +140,11 @@ class Sample(Timing):
     buffer; "buffered": through the page cache; "gds": between drive and GPU memory, without host memory.
     """
     block_latency: Counter[float]
-    """Histogram of the latency of blocks: upper bounds of bins in seconds, with counts; empty if the engine does not count."""
+    """Latency histogram of I/O blocks: number of blocks by upper bound of the bin in seconds; empty if not counted."""
 
     @property
     def task_seconds(self) -> float:
-        """Seconds of the transfer alone; of the slowest, if there are several processes."""
+        """Seconds of the transfer alone; with several processes, of the slowest one."""
         return max(self.requests)
 
 
@@ -150,9 +153,9 @@ class Observation(Timing):
     """The measured values of one transfer."""
 
     block_latency_p50: float
-    """Median of the seconds from a block's submission to its completion."""
+    """Median of the seconds from an I/O block's submission to its completion."""
     block_latency_p99: float
-    """99th percentile of the same."""
+    """99th percentile of the seconds from an I/O block's submission to its completion."""
 
 
 class _OverLoops:
@@ -179,7 +182,7 @@ class _OverLoops:
 
 @dataclass(frozen=True)
 class FioComparison(_OverLoops):
-    """The results of fio for the same transfer, measured in turn with ours."""
+    """Results of fio for the same transfer, measured in alternation with the job's loops."""
 
     version: str
     """Version of fio."""
@@ -188,9 +191,9 @@ class FioComparison(_OverLoops):
     buffers: str
     """Kind of memory of fio's buffers, and how to give it huge pages if it has none."""
     samples: tuple[Timing, ...]
-    """The counted loops, by fio's own clocks."""
+    """Timings of fio's counted loops, by its own clocks."""
     ratio: Spread
-    """Our rate divided by fio's, loop by loop."""
+    """Rate of the job divided by that of fio: median and quartiles over the counted loops."""
 
 
 @dataclass(frozen=True)
@@ -200,43 +203,43 @@ class Measurement(_OverLoops):
     job: Job
     """The job that was measured."""
     folders: tuple[FolderFacts, ...]
-    """The folders, each once."""
+    """Facts about the job's folders, each folder once."""
     backend: str | None
     """The backend that the first process used; None if the engine does not tell."""
     memory: str
     """Kind of memory that the tensors are in."""
     warmup: tuple[Sample, ...]
-    """The loops that do not count."""
+    """Samples of the warm-up loops, which do not count."""
     samples: tuple[Sample, ...]
-    """The counted loops."""
+    """Samples of the counted loops."""
     fallbacks: Mapping[str, int]
-    """Why transfers took a slower path, with the number of times."""
+    """Reasons why transfers took a slower path, with the number of transfers for each."""
     fio: FioComparison | None = None
     """The comparison with fio; None if the job has none."""
 
     @property
     def task_seconds(self) -> float:
-        """Seconds of all counted loops; of each loop's slowest process, if there are several."""
+        """Seconds of all counted loops; with several processes, of the slowest one in each loop."""
         return sum(sample.task_seconds for sample in self.samples)
 
     @property
     def seconds(self) -> float:
-        """Seconds of all counted loops, each until its last process had ended."""
+        """Seconds of all counted loops, each until its last process was done."""
         return sum(sample.seconds for sample in self.samples)
 
     @property
     def request_latency(self) -> Percentiles:
-        """Time from a request's start to its end; one request moves a whole tensor."""
+        """Seconds from a request's start to its end; one request moves a whole tensor."""
         return Percentiles.of(Counter(seconds for sample in self.samples for seconds in sample.requests))
 
     @property
     def block_latency(self) -> Percentiles | None:
-        """Time from a block's submission to its completion; None if the engine does not count."""
+        """Seconds from an I/O block's submission to its completion; None if the engine does not count them."""
         bins = sum((sample.block_latency for sample in self.samples), Counter[float]())
         return Percentiles.of(bins) if bins else None
 
     @property
     def paths(self) -> Counter[str] | None:
-        """Bytes of all counted loops by their path; None if the engine does not count them."""
+        """Bytes of all counted loops by their path between memory and drive; None if the engine does not count them."""
         counted = [sample.paths for sample in self.samples if sample.paths is not None]
         return sum(counted, Counter[str]()) if counted else None

@@ -1,4 +1,4 @@
-"""Runs a ds_io job: makes the files, runs the processes in step and fio in turn with them, and removes everything."""
+"""Runs a ds_io job: creates its files, runs its processes in step, alternates them with fio, and removes everything."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _INTERPRETER = 200 << 20  # measured: a process with torch has 165 MiB that it s
 def measure(job: Job, progress: Callable[[int, int], None] | None = None) -> Measurement:
     """Run a job and return its measurement. Blocks. An interrupt or an error leaves no file and no process behind.
 
-    Files are made in a temporary directory in each folder. Before each loop, outside the measured time, the file's pages in the
-    page cache are written back and dropped.
+    Files are created in a temporary directory in each folder. Before each loop, outside the measured time, the file's pages in
+    the page cache are written back and dropped.
 
     Args:
         job: What to measure.
-        progress: Called with the number of loops that are done and of those in all.
+        progress: Called after each loop with the number of finished loops and the number of all loops.
 
     Raises:
-        Unsuitable: Before anything is transferred, if the job cannot be done on this machine.
+        Unsuitable: Before any transfer, if this machine cannot do the job.
         OSError: If a transfer fails.
         ChildProcessError: If a process dies.
         ValueError: If validation finds a difference.
@@ -79,14 +79,14 @@ def _memory_bytes(job: Job) -> int:
 
 
 def _file_bytes(job: Job) -> int:
-    """Return the bytes of all files that one process has at a time, fio's included. torch's files have a header and an index."""
+    """Return the most bytes of files that one process has at a time, fio's included. torch's files have a header and an index."""
     files = job.total_loops if job.different_files else 1
     ours = files * (job.io_size + (1 << 20 if job.by_torch else 0))
     return ours + (job.io_size if job.compare_fio and job.operation == "write" else 0)
 
 
 def _loop(call: Callable[..., list[tuple[float, Sample]]], number: int) -> Sample:
-    """Make a loop with all workers, and combine their samples."""
+    """Run one loop on all workers at the same time, and return their combined sample."""
     call("prepare", number)
     found = call("loop", number)
     samples = [sample for _, sample in found]

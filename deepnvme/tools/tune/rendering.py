@@ -1,6 +1,6 @@
-"""Formats results by the templates beside this file: text for a terminal, and a page that needs no network or other files.
+"""Formats results with the templates beside this file: as text for a terminal, or as one self-contained HTML page.
 
-Jinja comes with torch.
+The templates use Jinja, which torch installs.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from .results import Figures, Result, Search, Tuning
 
 
 def measurement_text(measurement: Measurement) -> str:
-    """Return what ds_io prints."""
+    """Return the text that ds_io prints."""
     return _rendered("ds_io.txt", found=measurement)
 
 
 def tuning_text(tuning: Tuning, verbose: bool = False) -> str:
-    """Return what ds_nvme_tune prints.
+    """Return the text that ds_nvme_tune prints.
 
     Args:
         tuning: The results.
-        verbose: Whether to list the settings that were eliminated, too.
+        verbose: Whether to list eliminated settings as well.
     """
     block = json.dumps(tuning.chosen.best.setting.to_deepspeed(), indent=3)
     return _rendered("ds_nvme_tune.txt", tuning=tuning, verbose=verbose, block=block)
 
 
 def tuning_page(tuning: Tuning) -> str:
-    """Return a whole HTML page about the results.
+    """Return a self-contained HTML page about the results.
 
-    It can be encoded as UTF-8 whatever the names of the folders are. The same ``tuning`` gives the same text.
+    The page can be encoded as UTF-8, even if folder names cannot. The same results always give the same text.
     """
     block = json.dumps(tuning.chosen.best.setting.to_deepspeed(), indent=2)
     shown: dict[str, Any] = {"longer": longer, "cells": cells, "dots": dots, "version": __version__}
@@ -50,7 +50,7 @@ def tuning_page(tuning: Tuning) -> str:
 
 
 def _rendered(template: str, **values: Any) -> str:
-    """Return the text of a template with values, which are escaped in HTML."""
+    """Return the text of a template filled in with values, which are escaped in an HTML template."""
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(autoescape=template.endswith(".html"), **options)
     environment.filters |= {"size": size_text, "three_digits": three_digits, "printable": printable}
@@ -63,10 +63,11 @@ def three_digits(value: float) -> str:
 
 
 def longer(search: Search, result: Result) -> str:
-    """Return by how many per cent more time a result takes than the recommended one: "+35".
+    """Return how many per cent longer a result takes than the recommended one, as text such as "+35".
 
-    Finalists have a figure in any case, because their table has the intervals beside it. An eliminated setting has one if it is
-    more than noise; otherwise the most that it may be, "\N{LESS-THAN OR EQUAL TO}18", or "?" if that says nothing.
+    A finalist always has a figure, because the finalists' table shows its interval as well. An eliminated setting has a figure
+    only if the difference is more than noise. Otherwise the text is an upper bound ("at most", as a sign), or "?" if that
+    exceeds 100 %.
     """
     found = result.difference
     if found is None:
@@ -80,9 +81,9 @@ def longer(search: Search, result: Result) -> str:
 
 
 def cells(search: Search) -> dict[tuple[int, int], Result]:
-    """Return the best result for each block size and queue depth.
+    """Return the best result for each pair of block size and queue depth, over all numbers of workers and all backends.
 
-    That is the recommended one, or that which stayed longest and was the fastest then, of all workers and backends.
+    The best result is the recommended one, or else the fastest one of those that stayed in the search longest.
     """
     found: dict[tuple[int, int], Result] = {}
     for result in (search.best, *search.results):
@@ -91,14 +92,17 @@ def cells(search: Search) -> dict[tuple[int, int], Result]:
 
 
 def dots(search: Search, operation: Operation, cost: str) -> list[tuple[float, float, Result, Figures]]:
-    """Return where the finalists are in a chart of speed over a cost: x and y from 0 to 1, the result, and its figures.
+    """Return the finalists' positions in a chart of speed over a cost.
 
-    Only finalists, because they were measured in turn with transfers of one length. Nothing if there are fewer than two.
+    Only finalists are shown, because they were measured in turn with transfers of one length.
 
     Args:
         search: The search.
         operation: The direction.
         cost: Name of a field of :class:`Figures`.
+
+    Returns:
+        For each finalist its x and y, from 0 to 1, its result and its figures. Empty if there are fewer than two finalists.
     """
     shown = [(result, result.measured[operation]) for result in search.finalists]
     xs, ys = _places([getattr(each, cost) for _, each in shown]), _places([each.gb_per_second for _, each in shown])
@@ -106,6 +110,6 @@ def dots(search: Search, operation: Operation, cost: str) -> list[tuple[float, f
 
 
 def _places(values: Sequence[float]) -> list[float]:
-    """Return values as places between 0 and 1, with some room at both ends."""
+    """Scale values linearly to positions from 0.1 to 0.9 in a chart."""
     low, high = min(values), max(values)
     return [0.1 + 0.8 * (value - low) / (high - low) if high > low else 0.5 for value in values]

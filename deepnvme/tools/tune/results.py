@@ -23,31 +23,36 @@ class Figures:
     cpu_seconds_per_gb: float
     """CPU seconds per 10^9 bytes."""
     latency_p50: float
-    """Median of the seconds from a block's submission to its completion."""
+    """Median of the seconds from an I/O block's submission to its completion."""
     latency_p99: float
-    """99th percentile of the same. It grows with the length of the transfers, which differs between rounds."""
+    """99th percentile of the seconds from an I/O block's submission to its completion.
+
+    It grows with the length of the transfers, which differs between rounds.
+    """
 
 
 @dataclass(frozen=True)
 class Result:
-    """The measured values of one setting."""
+    """What was measured with one setting."""
 
     setting: AioConfig
     """The setting."""
     backend: str
-    """The backend that was used; ``setting.backend`` may be "auto"."""
+    """The backend that was used. ``setting.backend`` may be "auto"."""
     read: Figures | None
-    """Values of reads; None if they were not asked for."""
+    """Values of reads; None if reads were not measured."""
     write: Figures | None
-    """Values of writes; None if they were not asked for."""
+    """Values of writes; None if writes were not measured."""
     rounds: int
-    """Rounds of the search in which the setting was measured. The figures are those of the last of them."""
+    """Number of rounds in which the setting was measured. ``read`` and ``write`` are from the last of them."""
     difference: Difference | None = None
-    """How much longer it takes to move a byte in each direction than the recommended setting, which was measured in turn with it
-    in the same round. None for the recommended setting itself."""
+    """How much longer the setting takes than the recommended one to move a byte in each direction.
+
+    Both were measured in turn in the same round. None for the recommended setting itself.
+    """
 
     def figures(self, operation: Operation) -> Figures | None:
-        """Return the values of one direction; None if it was not asked for."""
+        """Return the values of one direction; None if it was not measured."""
         return self.read if operation == "read" else self.write
 
     @property
@@ -58,12 +63,12 @@ class Result:
 
 @dataclass(frozen=True)
 class RoundFacts:
-    """What one round of a search measured."""
+    """Size of one round of a search: its settings, passes and transfers."""
 
     settings: int
-    """Number of settings."""
+    """Number of settings in the round."""
     passes: int
-    """How many times each of them was measured in each direction."""
+    """How many times each setting was measured in each direction."""
     nbytes: int
     """Bytes of each transfer."""
 
@@ -78,9 +83,9 @@ class Search:
     folders: tuple[FolderFacts, ...]
     """The folders."""
     best: Result
-    """The recommended one of the results."""
+    """Result of the recommended setting."""
     reason: str
-    """Why it is recommended and how sure that is, in one line."""
+    """Why the setting is recommended and how sure that is, in one line."""
     rounds: int
     """Number of rounds."""
     seconds: float
@@ -88,15 +93,15 @@ class Search:
     complete: bool
     """False if the search was interrupted."""
     results: tuple[Result, ...]
-    """Results of all settings: the finalists, fastest first, then those that were eliminated, latest first.
+    """Results of all settings: the finalists, fastest first, then eliminated settings, latest round first.
 
-    Only results with the same number of rounds can be compared with each other: they were measured in turn, with transfers of the
-    same length, and equally often. Each can be compared with the recommended one, by its ``difference``. The rates of an
-    eliminated setting are what it gave relative to the recommended one in the same round, times the recommended one's rate in the
-    final; they are as uncertain as its difference.
+    Results can be compared with each other only if they have the same number of rounds: they were measured in turn, with
+    transfers of the same length, and equally often. Every result can be compared with the recommended one, by its
+    ``difference``. The rate of an eliminated setting is the recommended setting's rate in the final, times the ratio of both
+    rates in the eliminated setting's last round. It is as uncertain as the setting's ``difference``.
     """
     measured: tuple[RoundFacts, ...] = ()
-    """What each round measured."""
+    """Facts about each round, in order."""
     noise: float = 0.0
     """Median relative deviation of a transfer from what its setting usually takes."""
     shortened: bool = False
@@ -104,17 +109,17 @@ class Search:
 
     @property
     def finalists(self) -> tuple[Result, ...]:
-        """The results of the final, among which the recommended one was chosen."""
+        """Results of the final, among which the recommended one was chosen."""
         return tuple(result for result in self.results if result.rounds == self.best.rounds)
 
     @property
     def eliminated(self) -> tuple[Result, ...]:
-        """The results of the settings that left before the final."""
+        """Results of the settings that were eliminated before the final."""
         return tuple(result for result in self.results if result.rounds != self.best.rounds)
 
     @property
     def table(self) -> tuple[Result, ...]:
-        """The results to show: the finalists, but no more than the ten fastest of them and the recommended one."""
+        """Results to show: the ten fastest finalists, and the recommended one."""
         shown = self.finalists[:_TABLE]
         return shown if self.best in shown else (*shown, self.best)
 
@@ -131,17 +136,17 @@ class Tuning:
     seconds: float
     """Seconds that the run took."""
     complete: bool
-    """False if the run was interrupted, even if between two searches."""
+    """False if the run was interrupted, even between two searches."""
     bytes_written: int
     """Bytes written to the drives."""
     searches: tuple[Search, ...]
     """The searches, the one for all folders together last."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Settings with which no handle could be made on this machine, and why."""
+    """Settings with which no handle could be made on this machine, and the reason for each."""
     write_limit: int | None = None
     """The most bytes that the run was allowed to write; None if only the files were written, because only reads were measured."""
 
     @property
     def chosen(self) -> Search:
-        """The search whose best setting is recommended: the last, for all folders together if there are several."""
+        """The search whose best setting is recommended: the one for all folders together, or the only one."""
         return self.searches[-1]

@@ -1,4 +1,4 @@
-"""The settings among which a search chooses: the usual ones, or those of a sweep file."""
+"""The settings that a search chooses from: the default ones, or those of a sweep file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _WORKERS = (1, 2, 4, 8)
 
 
 def default_space(io_size: int, backends: Sequence[Backend], use_gds: bool = False) -> list[AioConfig]:
-    """Return the usual settings for a machine.
+    """Return the default settings to choose from on a machine.
 
-    Left out are settings with more workers than processors (2 are always tried), and those whose queues a transfer of ``io_size``
-    bytes cannot fill.
+    Settings with more workers than processors are left out (2 workers are always tried), and so are settings whose queues a
+    transfer of ``io_size`` bytes cannot fill.
 
     Args:
         io_size: Bytes of the largest transfer.
-        backends: The backends that work; first the one that "auto" selects.
+        backends: The backends that work, beginning with the one that "auto" selects.
         use_gds: Whether the settings are for GPUDirect Storage.
     """
     most = max(2, len(os.sched_getaffinity(0)))
@@ -56,14 +56,14 @@ class _SweepFile(BaseModel):
 
 
 def read_sweep(path: Path, use_gds: bool = False) -> list[AioConfig]:
-    """Return all combinations of the values in a sweep file, without duplicates. ``backend`` may be among its options.
+    """Return all combinations of the values in a sweep file, without duplicates.
 
     Args:
-        path: The file.
+        path: The sweep file. Besides DeepSpeed's options it may have ``backend``.
         use_gds: Whether the settings are for GPUDirect Storage.
 
     Raises:
-        Unsuitable: If the file cannot be read or has a wrong content; the message has one line.
+        Unsuitable: If the file cannot be read or its content is wrong. The message has one line.
     """
     try:
         with open_regular(path) as file:
@@ -84,11 +84,11 @@ def read_sweep(path: Path, use_gds: bool = False) -> list[AioConfig]:
 
 
 _FIELDS = {"io_parallel": "intra_op_parallelism"}
-"""Fields of AioConfig for the options of DeepSpeed that have other names."""
+"""Fields of AioConfig by DeepSpeed's name for the option, where the names differ."""
 
 
 def bad_setting(error: ValueError) -> str:
-    """Return one line about values of settings that pydantic refused."""
+    """Return a one-line message for settings that failed validation."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

@@ -1,4 +1,4 @@
-"""The ways to move a tensor that ds_io can measure: one handle, a new handle for each call, and torch.save and torch.load."""
+"""Ways to move a tensor that ds_io can measure: one handle, a new handle for each call, or torch.save and torch.load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNK = 64 << 20
 
 
 def op() -> ModuleType:
-    """Load the async_io op, which compiles it at first use. Raises Unsuitable, with a one-line message, if that fails."""
+    """Load the async_io op; the first use compiles it. Raises Unsuitable, with a one-line message, if that fails."""
     try:
         return load_async_io()
     except RuntimeError as error:
@@ -76,15 +76,15 @@ class TransferBuffer:
     A tensor on a GPU is copied through a locked buffer in host memory, except with ``gds`` or ``hand_over``.
 
     Args:
-        nbytes: Size of the tensor.
-        handle: The handle that will move the tensor; allocates locked memory.
+        nbytes: Size of the tensor in bytes.
+        handle: The handle that will move the tensor, and that allocates locked memory.
         device: The GPU; None for host memory.
         gds: Register the GPU tensor with the handle, for GPUDirect Storage.
-        hand_over: Give the GPU tensor to the handle as it is.
+        hand_over: Pass the GPU tensor itself to the handle.
         by_accelerator: Let PyTorch pin the host memory, instead of locking it by the handle.
 
     Raises:
-        MemoryError: If there is not enough host memory (torch.OutOfMemoryError for a GPU's).
+        MemoryError: If there is not enough host memory (torch.OutOfMemoryError for GPU memory).
     """
 
     def __init__(
@@ -115,17 +115,27 @@ class TransferBuffer:
             handle.pin_device_tensor(self.tensor)
 
     def to_write(self, nbytes: int | None = None) -> torch.Tensor:
-        """Return the memory that a handle is to write: the first ``nbytes`` bytes of the tensor, or all."""
+        """Return the memory for a handle to write from: the first ``nbytes`` bytes of the tensor, or all of it."""
         if self._host is None or self._host is self.tensor:
             return self.tensor[:nbytes]
         return self._host[:nbytes].copy_(self.tensor[:nbytes])
 
     def to_read(self, nbytes: int | None = None) -> torch.Tensor:
-        """Return the memory that a handle is to read into, ``nbytes`` or all. Call :meth:`arrived` when it has."""
+        """Return the memory for a handle to read into.
+
+        :meth:`arrived` must be called after the read.
+
+        Args:
+            nbytes: Bytes to read; None for the size of the tensor.
+        """
         return (self.tensor if self._host is None else self._host)[:nbytes]
 
     def arrived(self, nbytes: int | None = None) -> None:
-        """Copy what was read from the host buffer, if there is one, to the tensor."""
+        """Copy what was read from the host buffer to the GPU tensor. Does nothing if there is no host buffer.
+
+        Args:
+            nbytes: Bytes that were read; None for the size of the tensor.
+        """
         if self._host is not None and self._host is not self.tensor:
             self.tensor[:nbytes].copy_(self._host[:nbytes])
 
@@ -136,16 +146,16 @@ class TransferBuffer:
 
 
 class TensorMover:
-    """A tensor, and the engine of a job that writes it to files and reads it. All methods block.
+    """Moves one tensor to and from files, by the engine of a job. All methods block.
 
     Args:
-        job: What is to be measured.
+        job: The job to measure.
         device_number: Number of the GPU for the tensor, if the job uses GPUs.
 
     Raises:
-        Unsuitable: If this machine or the engine cannot do what the job wants.
+        Unsuitable: If this machine or the engine cannot do the job.
         MemoryError: If there is not enough memory for the tensor.
-        OSError: From the op; RuntimeError likewise.
+        OSError, RuntimeError: From the op.
     """
 
     def __init__(self, job: Job, device_number: int) -> None:
@@ -188,9 +198,9 @@ class TensorMover:
         torch.save(self.tensor, file, _use_new_zipfile_serialization=not self._job.torch_legacy_save)
 
     def read(self, path: Path) -> None:
-        """Read all of the tensor from a file that :meth:`write` has written. Raises OSError.
+        """Read the whole tensor from a file that :meth:`write` has written. Raises OSError.
 
-        What torch.load makes is kept if the job validates: otherwise the next loop would need memory for two.
+        A tensor that torch.load returns is kept only if the job validates: otherwise the next loop would need memory for two.
         """
         match self._job.engine:
             case "aio_handle":
@@ -203,7 +213,7 @@ class TensorMover:
                 self._loaded = loaded if self._job.validate else None
 
     def _load(self, path: Path) -> torch.Tensor:
-        """Return the tensor in a file. Raises ValueError if there is none that torch.load can read."""
+        """Load the tensor in a file with torch.load. Raises ValueError if the file has none that it can read."""
         try:
             found: torch.Tensor = torch.load(path, map_location=self.tensor.device, weights_only=True)
         except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
@@ -211,14 +221,17 @@ class TensorMover:
         return found
 
     def move(self, path: Path) -> None:
-        """Read or write all of the tensor: the operation that is measured."""
+        """Transfer the whole tensor in the job's direction. This is the operation that is measured."""
         if self._job.operation == "read":
             self.read(path)
         else:
             self.write(path)
 
     def matches(self, path: Path) -> bool:
-        """Return whether file and tensor have the same content. With torch, what was read last counts, or else the file."""
+        """Return whether file and tensor have the same content.
+
+        With torch.load, the tensor that was read last is compared, or, if none was read, the file.
+        """
         if self._job.by_torch:
             return self.tensor.equal(self._load(path) if self._loaded is None else self._loaded)
         if path.stat().st_size != self.tensor.numel():
@@ -239,6 +252,6 @@ class TensorMover:
             random_bytes(self.tensor)
 
     def stats(self) -> Mapping[str, Any]:
-        """Return what the handle's engine has done so far, by the names of :class:`deepnvme.Stats`; empty if it moves nothing."""
+        """Return the engine statistics of the handle, named as in :class:`deepnvme.Stats`; empty if the handle moves no bytes."""
         by_handle = self._job.engine == "aio_handle" or (self._job.engine == "torch_fastio" and self._job.operation == "write")
         return dict(self._handle.stats()) if by_handle else {}

@@ -21,13 +21,16 @@ from .settings import default_space
 from .workspace import Unsuitable
 
 WRITES = 28 << 30
-"""Bytes that a search writes at most if nothing else is said. Twice as many, what a fast drive takes in the usual time, hardly
-make the answer better (on simulated drives: tests/tools/tune/test_halving.py)."""
+"""Most bytes that a search writes by default.
+
+A fast drive could take twice as many in the usual time, but the answer would hardly be better (on simulated drives:
+tests/tools/tune/test_halving.py).
+"""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What :func:`tune` is to measure, and for how long."""
+    """Order for :func:`tune`: what to measure, and for how long."""
 
     folders: tuple[Path, ...]
     """The folders, on one or several drives."""
@@ -38,15 +41,15 @@ class Order:
     write: bool = True
     """Whether to measure writes."""
     settings: tuple[AioConfig, ...] | None = None
-    """The settings to choose from; None for the usual ones."""
+    """The settings to choose from; None for the default ones."""
     gpu: bool = False
     """Whether tensors are in GPU memory; they go through a pinned buffer, unless ``gds``."""
     gds: bool = False
     """Whether GPU tensors are moved by GPUDirect Storage."""
     seconds: float = 50.0
-    """Approximate duration of each search; less if the limit of bytes written is reached before."""
+    """Approximate seconds of each search; less if the limit on bytes written is reached before."""
     max_writes: int | None = None
-    """The most bytes that the run may write, an int, to all folders together; None for the files and 28 GiB for each search."""
+    """Most bytes that the run may write to all folders together, an int. None for the files and 28 GiB for each search."""
 
     def __post_init__(self) -> None:
         check_number(self.io_size, "io_size")
@@ -60,13 +63,13 @@ class Order:
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
-        """The numbers of the folders of each search: each folder alone, then all together if there are several."""
+        """Folder indices for each search: each folder alone, then all folders together if there are several."""
         together = tuple(range(len(self.folders)))
         return [(index,) for index in together] + ([together] if len(together) > 1 else [])
 
     @property
     def write_limit(self) -> int:
-        """The most bytes that the run writes, to all folders together: files to read from, and what is measured."""
+        """Most bytes that the run writes to all folders together, including the files to read from."""
         files = self.io_size * len(self.folders)
         if not self.write:
             return files
@@ -82,7 +85,7 @@ class Order:
             settings: Number of settings to choose from.
 
         Raises:
-            Unsuitable: If ``max_writes`` is too little for that.
+            Unsuitable: If ``max_writes`` is too little for this number of settings.
         """
         if not self.write:
             return None
@@ -164,7 +167,7 @@ def _offered(order: Order) -> tuple[Sequence[AioConfig], str]:
 
 
 def _shares(group: Sequence[int], operation: Operation, searches: Sequence[Search]) -> dict[int, float]:
-    """Return each folder's share of the bytes, relative to the one that gets most: in proportion to their speeds alone."""
+    """Return each folder's share of the bytes, in proportion to its speed alone; 1 for the folder with the largest share."""
     if len(group) == 1:
         return {group[0]: 1.0}
     rates = [searches[index].best.measured[operation].gb_per_second for index in group]

@@ -1,4 +1,4 @@
-"""The processes of a job: each moves its tensor when told to, at the same time as the others."""
+"""The processes of a job. All of them move their tensors at the same time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .folder import drop_pages, sync
 from .job import PATHS, Job, Sample, file_name
 
 CallWorkers = Callable[..., list[Any]]
-"""A function that calls a method of all workers of a job at the same time, and returns their results in order. Blocks.
+"""Function that calls a method of all workers of a job at the same time, and returns their results in order. Blocks.
 
-It takes the name of a method of :class:`Worker`, and the arguments for each of the calls. It raises what the first worker to fail
-raised, and ChildProcessError if a process has died.
+Its arguments are the name of a method of :class:`Worker` and that method's arguments. It raises the error of the first worker
+that fails, or ChildProcessError if a process has died.
 """
 
 
@@ -31,8 +31,8 @@ class Worker:
 
     Args:
         job: The job.
-        index: Number of the place.
-        directory: For its files.
+        index: Index of the place in ``job.places``.
+        directory: Directory for the files.
 
     Raises:
         Unsuitable: If this machine lacks what the job needs.
@@ -48,10 +48,11 @@ class Worker:
         self._files = [directory / file_name(job.operation, index, loop) for loop in loops]
 
     def describe(self) -> tuple[str, str | None, Counter[str]]:
-        """Return what the worker uses.
+        """Return the tensor's kind of memory, the handle's backend, and the reasons for slower paths so far.
 
-        That is the kind of memory that the tensor is in; the handle's backend, None if the engine does not tell; and the reasons
-        why transfers so far took a slower path, with the number of times.
+        Returns:
+            The kind of memory as text; the backend, None if the engine does not report one; and the number of transfers for
+            each reason.
         """
         stats = self._mover.stats()
         return self._mover.memory, stats.get("backend"), Counter(stats.get("fallbacks", {}))
@@ -63,7 +64,11 @@ class Worker:
             sync(path)
 
     def prepare(self, number: int) -> None:
-        """Drop what the page cache has of a loop's file; if the job validates, change the bytes that the transfer replaces."""
+        """Drop the pages of a loop's file from the page cache.
+
+        If the job validates, also change the bytes that the transfer will replace, so that a transfer that does nothing is
+        noticed.
+        """
         drop_pages([self._file(number)])
         if self._job.validate:
             self._mover.renew()
@@ -75,7 +80,7 @@ class Worker:
             number: Number of the loop.
 
         Returns:
-            When the transfer began, by a clock that all processes have in common, and its sample.
+            The start of the transfer in seconds, by a clock that all processes share, and the transfer's sample.
 
         Raises:
             OSError: If the transfer fails.
@@ -103,9 +108,10 @@ class Worker:
 
 @contextlib.contextmanager
 def workers(job: Job, directories: Sequence[Path]) -> Iterator[CallWorkers]:
-    """Make a worker for each directory, and provide the function that calls them.
+    """Start a worker for each directory, and yield the function that calls all of them.
 
-    A single worker is in this process, several are in a process each. The processes are ended at the end of the ``with`` block.
+    A single worker runs in this process, several in one process each. The processes are killed at the end of the ``with``
+    block.
     """
     if len(directories) == 1:
         worker = Worker(job, 0, directories[0])
@@ -159,7 +165,7 @@ def _call_worker(method: str, *arguments: object) -> Any:
 
 
 def _with_warnings(function: Callable[..., Any], *arguments: object) -> tuple[Any, list[Warning | str]]:
-    """Call a function, and return its result and the warnings that it gave."""
+    """Call a function, and return its result and the warnings that it raised."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         return function(*arguments), [each.message for each in caught]

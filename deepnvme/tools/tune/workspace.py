@@ -1,4 +1,4 @@
-"""Temporary directories of measurements. One that a killed run has left is removed by the next run in the folder."""
+"""Temporary directories for measurements. If a run is killed, the next run in the same folder removes its directory."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def workspace(folder: Path, prefix: str) -> Iterator[Path]:
-    """Make a temporary directory in a folder, and remove it with its content at the end.
+    """Create a temporary directory in a folder, yield it, and remove it with its content at the end.
 
-    If the process is killed before that, the next :func:`remove_abandoned` in the folder removes it: the directory has a file
-    that this process keeps locked, and names this machine once it is locked.
+    If the process is killed before that, the next :func:`remove_abandoned` in the folder removes the directory. To tell whether
+    it is in use, the directory has a file that this process keeps locked, and that names this machine.
 
     Args:
-        folder: Where to make it.
-        prefix: Beginning of its name: "ds_nvme_tune-", "ds_io-" or ".deepnvme-".
+        folder: Folder for the directory.
+        prefix: Beginning of the directory's name: "ds_nvme_tune-", "ds_io-" or ".deepnvme-".
 
     Raises:
-        Unsuitable: If it cannot be made.
+        Unsuitable: If the directory cannot be created.
     """
     try:
         directory = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)
@@ -59,17 +59,17 @@ def workspace(folder: Path, prefix: str) -> Iterator[Path]:
 
 
 def _this_machine() -> set[str]:
-    """Return what tells this machine from others: its name, and which of its starts this is. In a container only that counts."""
+    """Return the machine's host name and its boot id. In a container, where host names may change, the boot id identifies it."""
     return {socket.gethostname(), _BOOT.read_text().strip()}
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove temporary directories of runs on this machine that were killed, and warn of each (RuntimeWarning).
+    """Remove temporary directories of killed runs on this machine, and warn of each (RuntimeWarning).
 
-    What cannot be removed is left.
+    A directory that cannot be removed is left.
 
     Args:
-        folder: Where runs made them.
+        folder: Folder in which the runs created them.
     """
     with contextlib.suppress(PermissionError):  # of a folder that can be written to, but not be listed
         for path in sorted(folder.iterdir()):
@@ -79,13 +79,14 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _remove_if_abandoned(path: Path) -> bool:
-    """Remove a directory if it surely is one of ours that nobody uses any more, and return whether it was removed.
+    """Remove a directory if a killed run has left it, and return whether it was removed.
 
-    That is a directory of this user with such a name, whose owner's file is of this machine and not locked by any process. The
-    locks of other machines are not seen on every network file system.
+    The directory must have the name of a measurement's directory and belong to this user. Its owner file must name this machine
+    and not be locked by any process. Directories of other machines are left, because some network file systems do not share
+    locks.
 
     Raises:
-        OSError: If it is in use, or cannot be removed.
+        OSError: If the directory is in use, or cannot be removed.
     """
     if not _NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir() or path.stat().st_uid != os.geteuid():
         return False

@@ -14,7 +14,7 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.tensor_bytes import memory_of
 
 SMALLEST_TENSOR = 2 * PAGE
-"""Least bytes of a ``pinned_tensor`` with double buffering: one page for each half."""
+"""Smallest size of a ``pinned_tensor`` in bytes, with double buffering: one page for each half."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class FastFileWriter(io.RawIOBase):
         return self._file_path
 
     def fileno(self) -> int:
-        """Return -1, as DeepSpeed's writer does: with a real one, torch's older format would bypass this object."""
+        """Return -1, as DeepSpeed's writer does: with a real descriptor, torch's older file format would bypass this object."""
         return -1
 
     def writable(self) -> bool:
@@ -166,11 +166,11 @@ class FastFileWriter(io.RawIOBase):
         return self._file
 
     def _room(self) -> int:
-        """Return the bytes left in this half. It ends on a page of the file, so that the next half begins on one."""
+        """Return the bytes that still fit into the half being filled. It ends at a page boundary of the file."""
         return self._size - self._begin % PAGE - self._filled
 
     def _fill(self, source: memoryview) -> None:
-        """Copy all bytes into the halves. When one is full, start writing it and go on with the other."""
+        """Copy all bytes into the halves of the pinned tensor. When a half is full, start writing it and fill the other."""
         taken = 0
         while taken < len(source):
             count = min(self._room(), len(source) - taken)
@@ -192,7 +192,7 @@ class FastFileWriter(io.RawIOBase):
                     self._wait()
 
     def _drain(self) -> None:
-        """Write everything, and wait. The last, partly filled page is kept, to be written again with the bytes that follow."""
+        """Write all bytes copied so far, and wait. A partly filled last page is kept, to be written again with the next bytes."""
         if self._file is None or self._file.closed:
             return
         if self._filled > self._flushed:
@@ -207,7 +207,7 @@ class FastFileWriter(io.RawIOBase):
         self._filled = self._flushed = kept
 
     def _start(self) -> None:
-        """Wait for the write before, whose half is then free, and start writing the half that has been filled."""
+        """Wait for the previous write, which frees the other half, and start writing the half that has been filled."""
         self._wait()
         self._sending = True
         self._handle.async_pwrite(self._halves[0][: self._filled], self._open_file().fileno(), self._begin)

@@ -1,4 +1,4 @@
-"""The ``aio`` block as the dict that DeepSpeed passes to its swappers, and the sizes that follow from it.
+"""The ``aio`` block as the dict that DeepSpeed passes to its swappers, and the sizes of swapped tensors that it determines.
 
 Contract: DeepSpeed 0.19, ``runtime/swap_tensor/constants.py`` and ``utils.py``.
 """
@@ -27,12 +27,12 @@ _AIO_ALIGNED_BYTES = 1024
 
 
 def engine_of(aio_config: Mapping[str, Any]) -> Engine:
-    """Return an engine with these settings."""
+    """Return an engine with the settings of an ``aio`` block."""
     return Engine(**AioConfig(**{key: aio_config[key] for key in AIO_KEYS}).engine_arguments())
 
 
 class SwapSizes:
-    """Base of the swappers: the least size of a swapped tensor, and its padding, in the attributes of DeepSpeed's swappers.
+    """Base class of the swappers: smallest size of a swapped tensor, and padding, as attributes that DeepSpeed's swappers have.
 
     Args:
         aio_config: The ``aio`` block, with all keys.
@@ -48,9 +48,9 @@ class SwapSizes:
         self.numel_alignment = max(self.aligned_bytes // self.swap_element_size, 1)
 
     def _large_enough(self, numel: int) -> bool:
-        """Return whether a tensor of ``numel`` elements is swapped: it has 1 MiB or one block at least."""
+        """Return whether a tensor of ``numel`` elements is swapped: it needs 1 MiB, and one I/O block, at least."""
         return self.min_aio_bytes <= numel * self.swap_element_size
 
     def _aligned(self, numel: int) -> int:
-        """Return the number of elements that a tensor of ``numel`` elements takes in a buffer and in its file."""
+        """Return the number of elements, padding included, that a tensor of ``numel`` elements takes in a buffer and its file."""
         return padded(numel, self.numel_alignment)

@@ -1,4 +1,4 @@
-"""Access to the program around the swappers: the process's rank, the log, and DeepSpeed's timers."""
+"""The swappers' access to the process's rank, the log and DeepSpeed's timers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def describe(subject: object, exclude: Collection[str] = ()) -> None:
 
 
 class Timers:
-    """Measures times with DeepSpeed's timers, if there are any.
+    """Measures times with DeepSpeed's timers; does nothing if there are none.
 
     Args:
         timers: ``timers(name)`` returns a timer with ``start`` and ``stop``; ``timers.log(names)`` logs them. None to measure
@@ -38,7 +38,7 @@ class Timers:
     def __init__(self, timers: Callable[[str], Any] | None) -> None:
         self._timers = timers
         self.names: set[str] = set()
-        """Names of the timers used since the set was last cleared."""
+        """Names of the timers used since the names were last cleared."""
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -55,6 +55,6 @@ class Timers:
             self.names.add(name)
 
     def log(self) -> None:
-        """Log the timers that were used."""
+        """Log the timers that were used since the names were last cleared."""
         if self._timers is not None and self.names:
             self._timers.log(sorted(self.names))  # type: ignore[attr-defined]

@@ -32,9 +32,9 @@ SWAP_OUT_GRADIENT_TIMER = "swap_out_gradient"
 SWAP_INIT_TIMER = "swap_init_write"
 
 PartitionInfo = tuple[torch.Tensor, int, str | None]
-"""A partition: (tensor, number of elements, path). The values are in the file at the path, or in the tensor if that is None.
+"""A partition: (tensor, number of elements, path). Its values are in the file at the path or, if the path is None, in the tensor.
 
-With a path, the tensor is DeepSpeed's placeholder, whose dtype may be another than that of the values in the file.
+With a path, the tensor is DeepSpeed's placeholder, whose dtype may differ from the dtype of the values in the file.
 """
 
 
@@ -49,19 +49,21 @@ class OptimizerSwapper(SwapSizes):
     :meth:`swap_out_optimizer_state`. The latter starts to swap a state when it first sees it, if the state is large enough; its
     shape and dtype do not matter.
 
-    A gradient waits from when it arrives until a step of ``optimizer`` has used it, whatever is swapped in and out meanwhile.
+    A gradient is kept from its arrival until a step of ``optimizer`` has used it, even if its sub-group is swapped in and out
+    meanwhile.
 
     **Memory.** The swapper keeps within ``buffer_count`` buffers of ``largest_numel`` elements. Only if the current sub-group
-    does not fit does it lease more from ``pool``; if that is not enough either, OutOfBuffers says what to set. Memory that a step
-    does not need for swapping keeps a fixed set of sub-groups resident. Their files are out of date until :attr:`swap_folder` is
-    read, :meth:`flush` is called, or the swapper ends.
+    does not fit does it lease more from ``pool``; if that is not enough either, OutOfBuffers says what to set. Memory that a
+    step does not need for swapping keeps a fixed set of sub-groups resident. Their files are out of date until
+    :attr:`swap_folder` is read, :meth:`flush` is called, or the swapper ends.
 
-    **Errors** are OSError with the path. They lose nothing: a call that raised one can be repeated. A write that failed in the
-    background is raised by the next call, before that does anything; its data stay in memory and are written again.
+    **Errors** are OSError with the path. No data is lost: a call that raised an error can be repeated. The error of a write in
+    the background is raised by the next call, before that call changes anything; the data stays in memory and is written again.
 
     Contract: DeepSpeed 0.19, ``runtime/swap_tensor/optimizer_utils.py``. One difference: parts of a gradient that have not
-    arrived since the last step are taken from :attr:`last_gradients`, or else are zero. DeepSpeed's swapper uses the last step's
-    gradient if it is large enough to be swapped; a smaller one is undefined or None, also after states were set before the step.
+    arrived since the last step are taken from :attr:`last_gradients`, or else are zero. DeepSpeed's swapper uses the last
+    step's gradient if it is large enough to be swapped; a smaller one is undefined or None, also after states were set before
+    the step.
 
     Args:
         swap_config: DeepSpeed's ``offload_optimizer`` configuration; ``buffer_count`` is used.
@@ -70,10 +72,10 @@ class OptimizerSwapper(SwapSizes):
         optimizer: The torch optimizer that steps the parameters.
         largest_numel: Elements of the largest sub-group.
         device: Ignored: the optimizer runs on the CPU.
-        dtype: Of the master weights.
+        dtype: Dtype of the master weights.
         timers: DeepSpeed's timers, or None.
-        engine: Reads and writes the files; by default an engine of its own.
-        pool: Where memory is leased; by default the process's pool.
+        engine: Reads and writes the files; by default an engine with the ``aio`` block's settings.
+        pool: Buffer pool to lease memory from; by default the process's pool.
     """
 
     SWAP_IN_TIMER = "swap_in_state"
@@ -103,9 +105,10 @@ class OptimizerSwapper(SwapSizes):
         self.optimizer = optimizer
         self.timers = timers
         self.last_gradients: Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]] = lambda parameter: ()
-        """Given a sub-group's flat parameter, returns the latest gradients of its parts, as (offset in elements, flat tensor).
+        """Returns the latest gradients of a sub-group's parts, given its flat parameter, as (offset in elements, flat tensor).
 
-        These are used for parts of which no gradient has arrived since the last step. They may have been used by a step."""
+        They are used for parts of the gradient that have not arrived since the last step. A step may have used them before.
+        """
         self.swap_params_info: dict[Any, OptimizerStateSwapInfo] = {}
         """The sub-groups, in the order of a step, by the ``ds_id`` of their parameters."""
         self.largest_numel = self._aligned(largest_numel)
@@ -126,10 +129,10 @@ class OptimizerSwapper(SwapSizes):
 
     @property
     def swap_folder(self) -> str:
-        """The folder of the swap files. Reading this attribute brings the files up to date, and later steps read them again.
+        """Folder of the swap files. Reading this attribute brings the files up to date, and later steps read all of them again.
 
-        Read by DeepSpeed's ``save_checkpoint`` and ``load_checkpoint``, which copy the folder into a checkpoint and back. Blocks
-        while files are written. Raises OSError.
+        Read by DeepSpeed's ``save_checkpoint`` and ``load_checkpoint``, which copy the folder into a checkpoint and back.
+        Blocks while files are written. Raises OSError.
         """
         self.flush()
         for info in self._order:
@@ -138,9 +141,9 @@ class OptimizerSwapper(SwapSizes):
         return self._folder
 
     def flush(self) -> None:
-        """Write everything that is newer in memory than in its file, except for a sub-group that is swapped in. Blocks.
+        """Write all values that are newer in memory than in their files, except for a sub-group that is swapped in. Blocks.
 
-        Raises OSError; call it again then.
+        Raises OSError. No data is lost then: call it again.
         """
         for info in self._order:
             if not info.active:  # an interrupted swap_in may have left memory in use
@@ -152,11 +155,11 @@ class OptimizerSwapper(SwapSizes):
     def initialize_parameters(self, parameters: Sequence[torch.Tensor], src_tensors: Sequence[torch.Tensor]) -> None:
         """Start to swap parameters. Called by DeepSpeed's ``_create_fp32_partitions``.
 
-        On an exception none of them is added.
+        After an exception none of the parameters is added.
 
         Args:
             parameters: Parameters that were not initialized before, in the order of a step. Their data is not touched.
-            src_tensors: Their initial values, of any shape and dtype.
+            src_tensors: Initial values of the parameters, of any shape and dtype.
 
         Raises:
             ValueError: If a parameter was initialized before.
@@ -178,13 +181,13 @@ class OptimizerSwapper(SwapSizes):
     ) -> None:
         """Start to swap parameters whose initial values are low-precision partitions, some of them in files.
 
-        Called by DeepSpeed's ``_create_fp32_partitions``. Blocks. On an exception no parameter is added.
+        Called by DeepSpeed's ``_create_fp32_partitions``. Blocks. After an exception no parameter is added.
 
         Args:
             fp16_partitions_info: For each parameter its partitions, as (tensor, elements, path). The values are in the file at
                 the path, or in the tensor if the path is None.
             fp16_num_elems: The number of elements of each parameter.
-            fp16_pinned_buffers: Buffers of the files' dtype. Files are read into the memory that the parameters will have.
+            fp16_pinned_buffers: Buffers whose dtype is that of the files; not used otherwise.
             fp32_parameters: Parameters that were not initialized before, in the order of a step. Their data is not touched.
 
         Raises:
@@ -206,7 +209,7 @@ class OptimizerSwapper(SwapSizes):
         """Return whether a tensor is large enough to be swapped. Called by DeepSpeed's ``_swappable_optimizer_subgroup``.
 
         Args:
-            tensor: A tensor; not swappable in any size if it has an attribute ``swappable = False``.
+            tensor: A tensor. It is never swappable if it has an attribute ``swappable = False``.
             numel: A number of elements, if ``tensor`` is None.
 
         Raises:
@@ -223,8 +226,8 @@ class OptimizerSwapper(SwapSizes):
     def purge_state(self) -> None:
         """Drop swapped states and all gradients, because other states were loaded into the optimizer. Master weights stay.
 
-        Called by DeepSpeed after ``optimizer.load_state_dict``. A state tensor that is still the one that was swapped out is
-        kept: its values are nowhere else.
+        Called by DeepSpeed after ``optimizer.load_state_dict``. A state is kept if its tensor is still the one that was swapped
+        out: no other copy of its values exists.
         """
         for info in self._order:
             info.purge(self._state(info))
@@ -234,18 +237,18 @@ class OptimizerSwapper(SwapSizes):
     def swap_out_gradients(
         self, parameter: torch.Tensor, gradient_offsets: Sequence[int], gradient_tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Take parts of a parameter's gradient, which wait for the step. Called by DeepSpeed during backward.
+        """Store parts of a parameter's gradient until the step. Called by DeepSpeed during backward.
 
-        They wait in memory while there is room; the gradients that a step needs last are written to their files. A part replaces
-        an earlier one at the same offset. Does nothing for an unknown parameter.
+        They stay in memory while there is room; gradients that a step needs last are written to their files. A part replaces an
+        earlier part at the same offset. Does nothing for an unknown parameter.
 
         Args:
             parameter: The sub-group's parameter.
             gradient_offsets: Where each part begins, in elements.
-            gradient_tensors: The parts, of any shape and dtype. They may be changed when this returns.
+            gradient_tensors: The parts, of any shape and dtype. They may be changed after this returns.
 
         Raises:
-            OSError: From writing, also of an earlier write.
+            OSError: From this or an earlier write.
         """
         info = self.swap_params_info.get(self.parameter_id(parameter))
         if info is None:
@@ -254,9 +257,9 @@ class OptimizerSwapper(SwapSizes):
             info.add_gradients(gradient_offsets, gradient_tensors)
 
     def keep_last_gradients(self, parameter: torch.Tensor) -> None:
-        """Copy the parts of a gradient that have not arrived since the last step from :attr:`last_gradients`.
+        """Copy, from :attr:`last_gradients`, the parts of a gradient that have not arrived since the last step.
 
-        Called before those tensors change. From then on the parts count as arrived. Blocks and raises like
+        Called before the tensors of ``last_gradients`` change. The copied parts count as arrived. Blocks and raises like
         :meth:`swap_out_gradients`. Does nothing for an unknown parameter.
         """
         info = self.swap_params_info.get(self.parameter_id(parameter))
@@ -270,12 +273,13 @@ class OptimizerSwapper(SwapSizes):
     def swap_in_optimizer_state(self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None) -> None:
         """Bring a parameter, its states and its gradient into memory. Called by DeepSpeed before it steps a sub-group. Blocks.
 
-        ``parameter.grad`` is what has arrived of the gradient since the last step. Other parts of it are taken from
-        :attr:`last_gradients`, or else are zero. Does nothing for an unknown parameter, or one that is swapped in already.
+        ``parameter.grad`` is set to the parts of the gradient that have arrived since the last step. Its other parts are taken
+        from :attr:`last_gradients`, or else are zero. Does nothing for a parameter that is unknown or swapped in already.
 
         Args:
             parameter: The parameter of the sub-group that will be stepped.
-            async_parameter: The parameter of the next sub-group. If given, reading it and those after it is started, too.
+            async_parameter: The parameter of the next sub-group. If given, reading it and the sub-groups after it is started,
+                too.
 
         Raises:
             OSError: From reading, or from an earlier write.
@@ -293,11 +297,12 @@ class OptimizerSwapper(SwapSizes):
             self._read_ahead(info, async_parameter)
 
     def swap_out_optimizer_state(self, parameter: torch.Tensor, async_swap: bool = False) -> None:
-        """Take the values of a parameter and its states out of memory. Called by DeepSpeed after it has stepped a sub-group.
+        """Swap a parameter and its states out of memory. Called by DeepSpeed after it has stepped a sub-group.
 
-        The tensors are empty afterwards. Values are written in the background, or kept if the sub-group is resident. If the
-        optimizer has stepped the parameter since it was swapped in, its gradient is dropped. Otherwise the gradient waits for the
-        step as it arrived; to keep changes to it, call :meth:`writeback_optimizer_state_and_gradients` instead.
+        The tensors are empty afterwards. Their values are written in the background, or stay in memory if the sub-group is
+        resident. If the optimizer has stepped the parameter since it was swapped in, its gradient is dropped. Otherwise the
+        gradient is kept for the step as it arrived; to keep changes to it, call :meth:`writeback_optimizer_state_and_gradients`
+        instead.
 
         Does nothing for an unknown parameter.
 
@@ -317,11 +322,11 @@ class OptimizerSwapper(SwapSizes):
     def writeback_optimizer_state_and_gradients(
         self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
     ) -> None:
-        """Take a parameter, its states and its gradient out of memory, and keep the changes that are to be written.
+        """Swap a parameter, its states and its gradient out of memory, and keep the changes that the arguments name.
 
         Like :meth:`swap_out_optimizer_state`, but for tensors that were changed before a step. Called by DeepSpeed's
-        ``_writeback_swap_state``. A tensor that is not to be written keeps the values of its file, unless there are newer ones in
-        memory already.
+        ``_writeback_swap_state``. Changes to other tensors are not written: those tensors keep the values of their files, or
+        newer values that memory already has.
 
         Args:
             parameter: The parameter of the sub-group.
@@ -342,7 +347,7 @@ class OptimizerSwapper(SwapSizes):
         info.swap_out(write_opt_state, write_gradients)
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
-        """Take a parameter and its states out of memory without writing. Called by DeepSpeed's ``_release_swap_buffers``.
+        """Swap a parameter and its states out without writing changes. Called by DeepSpeed's ``_release_swap_buffers``.
 
         Does nothing for a parameter that is not swapped in.
         """
@@ -353,7 +358,7 @@ class OptimizerSwapper(SwapSizes):
     # Hooks
 
     def init_timers(self) -> None:
-        """Forget which timers were used. Called by DeepSpeed's ``initialize_optimizer_states``."""
+        """Clear the names of the timers that were used. Called by DeepSpeed's ``initialize_optimizer_states``."""
         self._timers.names.clear()
 
     def log_timers(self) -> None:
@@ -367,7 +372,7 @@ class OptimizerSwapper(SwapSizes):
         self._timers.log()
 
     def pre_backward(self) -> None:
-        """Reset the timers' names and collect ended transfers. Never blocks. Called by DeepSpeed's ``backward_prologue``."""
+        """Clear the timers' names and complete finished transfers. Never blocks. Called by DeepSpeed's ``backward_prologue``."""
         self.init_timers()
         self._cache.poll()
 
@@ -386,7 +391,7 @@ class OptimizerSwapper(SwapSizes):
     ) -> None:
         """Start to swap all of the parameters or, after an exception, none.
 
-        ``fill`` writes the initial values of the parameter with this number into a flat tensor.
+        ``fill`` is called with a parameter's index and a flat tensor, and writes the parameter's initial values into it.
         """
         known = len(self.swap_params_info)
         try:
@@ -419,7 +424,7 @@ class OptimizerSwapper(SwapSizes):
         return state
 
     def _last_gradients(self, info: OptimizerStateSwapInfo) -> list[tuple[int, torch.Tensor]]:
-        """Return (offset, gradient) for the parts of last_gradients of which nothing has arrived since the last step."""
+        """Return, from :attr:`last_gradients`, (offset, gradient) of parts that have not arrived since the last step."""
         gaps = list(info.gradient_gaps())
         return [
             (start, gradient)
@@ -428,7 +433,7 @@ class OptimizerSwapper(SwapSizes):
         ]
 
     def _decide_what_stays(self) -> None:
-        """Choose resident sub-groups anew. Called when a step begins: sizes may have changed during the last one."""
+        """Choose the resident sub-groups when a step begins, since sizes may have changed in the previous step."""
         states = [info.tiles() for info in self._order]
         gradients = [info.gradient for info in self._order]
         sizes = [[tile.nbytes for tile in group] for group in states]
@@ -439,8 +444,8 @@ class OptimizerSwapper(SwapSizes):
     def _read_ahead(self, info: OptimizerStateSwapInfo, following: torch.Tensor | None) -> None:
         """Read ahead the sub-groups after ``info``, if ``following`` is given.
 
-        After that, and after the last sub-group, read ahead the first one of the next step that is not resident, in memory that
-        the gradients of the next backward will not need.
+        Also read ahead the next step's first sub-group that is not resident, if ``following`` is given or ``info`` is the last
+        sub-group. It only uses memory that the gradients of the next backward do not need.
         """
         limit, order = self._cache.memory.limit, self._order
         ahead: list[Use] = []
@@ -459,10 +464,10 @@ class OptimizerSwapper(SwapSizes):
 
 
 class PartitionedOptimizerSwapper(OptimizerSwapper):
-    """The class that DeepSpeed uses without ``pipeline_read`` and ``pipeline_write``.
+    """Optimizer swapper that DeepSpeed uses without ``pipeline_read`` and ``pipeline_write``.
 
-    Reading and writing overlap the step here, too, if buffers are free. Compared with DeepSpeed's class, that changes only how
-    long a step takes.
+    Reading and writing overlap the step here, too, if buffers are free. Compared with DeepSpeed's class, only the time of a
+    step differs.
 
     Contract: DeepSpeed 0.19, ``runtime/swap_tensor/partitioned_optimizer_swapper.py``.
     """
@@ -472,7 +477,9 @@ class PartitionedOptimizerSwapper(OptimizerSwapper):
 
 
 class PipelinedOptimizerSwapper(OptimizerSwapper):
-    """The class that DeepSpeed uses with ``pipeline_read`` or ``pipeline_write``. Both overlap the step, with either option.
+    """Optimizer swapper that DeepSpeed uses with ``pipeline_read`` or ``pipeline_write``.
+
+    Reading and writing both overlap the step, whichever option is set.
 
     Contract: DeepSpeed 0.19, ``runtime/swap_tensor/pipelined_optimizer_swapper.py``.
     """
@@ -481,18 +488,19 @@ class PipelinedOptimizerSwapper(OptimizerSwapper):
 def read_partitions(
     engine: Engine, partitions: Sequence[PartitionInfo], buffers: Sequence[torch.Tensor], target: torch.Tensor
 ) -> None:
-    """Fill a flat tensor with partitions, one after the other, converted to its dtype. Blocks.
+    """Fill a flat tensor with partitions, one after the other, converted to the tensor's dtype. Blocks.
 
-    A file is read into the end of the memory that its values will have, since they take no more bytes there.
+    Each file is read into the end of its part of ``target`` and converted there, since its values take no more bytes than the
+    part.
 
     Args:
         engine: Reads the files.
         partitions: Partitions in order.
-        buffers: Tensors of the files' dtype; nothing else of them is used. If there are none, each partition's tensor has it.
-        target: One dimension, and a dtype of at least the size of the partitions'.
+        buffers: Tensors whose dtype is that of the files; not used otherwise. If empty, each partition's tensor has the dtype.
+        target: One-dimensional tensor. Elements of its dtype are at least as large as those of the partitions.
 
     Raises:
-        ValueError: If ``target`` does not have as many elements as all partitions.
+        ValueError: If ``target`` does not have as many elements as all partitions together.
         OSError: From reading. The content of ``target`` is undefined then.
     """
     numels = [numel for _, numel, _ in partitions]
@@ -521,7 +529,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def _note_step(swapper: weakref.ref[OptimizerSwapper], optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """After a step of the optimizer: mark the gradients of its parameters that are swapped in as used."""
+    """Mark the gradients of swapped-in parameters as used. Called after each step of the optimizer."""
     alive = swapper()
     if alive is None:
         return
@@ -533,11 +541,11 @@ def _note_step(swapper: weakref.ref[OptimizerSwapper], optimizer: torch.optim.Op
 
 
 def _write_back(cache: TileCache, sub_groups: Mapping[Any, OptimizerStateSwapInfo], folder: str, process: int) -> None:
-    """Write everything that is newer in memory than in its file, when a swapper or the program ends.
+    """Write all values that are newer in memory than in their files, when a swapper or the program ends.
 
-    DeepSpeed's own files have every value then, so these must, too. Ctrl-C during a finalizer ends it silently. Files that were
-    not written by then keep an earlier step's values, but no code reads them: :attr:`OptimizerSwapper.swap_folder` writes all
-    files first. No memory leaks in that case.
+    DeepSpeed's own files are complete at that point, so these must be as well. Ctrl-C during a finalizer ends it silently.
+    Files that were not written by then keep an earlier step's values, but no code reads them:
+    :attr:`OptimizerSwapper.swap_folder` writes all files first. No memory leaks in that case.
     """
     if os.getpid() != process or not os.path.isdir(folder):  # a forked child: files are the parent's; or the folder was removed
         return

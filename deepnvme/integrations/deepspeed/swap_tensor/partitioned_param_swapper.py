@@ -19,18 +19,18 @@ from .environment import describe, rank
 
 
 class PartitionedParamStatus(Enum):
-    """Where a parameter's partition is: the type of ``param.ds_tensor.status``.
+    """Where a parameter's partition is: the values of ``param.ds_tensor.status``.
 
-    A member is equal to the member of the same name of DeepSpeed's enumeration, on either side of a comparison, because parts of
-    a program may use DeepSpeed's class and others this one.
+    A member equals the member of the same name of DeepSpeed's enumeration, on either side of a comparison, because some parts
+    of a program may use DeepSpeed's class and others this class.
     """
 
     AVAILABLE = 1
-    """In memory."""
+    """The partition is in memory."""
     NOT_AVAILABLE = 2
-    """In its file only."""
+    """The partition is in its file only."""
     INFLIGHT = 3
-    """Being read."""
+    """The partition is being read."""
 
     def __eq__(self, other: object) -> bool:
         same_kind = isinstance(other, Enum) and type(other).__name__ == type(self).__name__
@@ -46,15 +46,15 @@ AVAILABLE, NOT_AVAILABLE, INFLIGHT = PartitionedParamStatus
 class AsyncPartitionedParameterSwapper(SwapSizes):
     """Reads and writes the partitions of parameters through pinned buffers. Each partition has a file. Not thread-safe.
 
-    A parameter has a ``ds_id`` and a ``ds_tensor``, its flat partition, which has ``ds_numel`` and ``status``. ``ds_tensor`` is a
-    scalar placeholder while the partition is not in memory. Methods are called by DeepSpeed's ``zero.Init``, its prefetching and
-    stage 3's optimizer.
+    A parameter has a ``ds_id`` and a ``ds_tensor``, its flat partition, which has ``ds_numel`` and ``status``. ``ds_tensor`` is
+    a scalar placeholder while the partition is not in memory. Methods are called by DeepSpeed's ``zero.Init``, its prefetching
+    and stage 3's optimizer.
 
-    When all buffers are in use, more are leased from ``deepnvme.swap.buffer_pool()``. If that has no room, OutOfBuffers says what
-    to set.
+    When all buffers are in use, more are leased from ``deepnvme.swap.buffer_pool()``. If that pool has no room, OutOfBuffers
+    says what to set.
 
-    Errors are OSError with the path, and leave the parameters concerned as they were before: a partition that could not be
-    written stays in its buffer, and one that could not be read is not available. The call can be repeated.
+    Errors are OSError with the path, and leave the partitions as they were before: a partition that could not be written stays
+    in its buffer, and a partition that could not be read is not available. The call can be repeated.
 
     The folder ``zero_stage_3/<dtype>params/rank<N>`` in ``nvme_path`` is emptied when the swapper is created.
 
@@ -63,7 +63,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
     Args:
         ds_config: Has ``zero_config.offload_param``, with ``nvme_path``, ``buffer_count`` and ``buffer_size`` (elements), and
             ``aio_config``, the ``aio`` block with all keys.
-        model_dtype: The partitions' dtype.
+        model_dtype: Dtype of the partitions.
     """
 
     def __init__(self, ds_config: Any, model_dtype: torch.dtype) -> None:
@@ -128,14 +128,14 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         """Read partitions into buffers. Called by DeepSpeed before it gathers a layer, and to prefetch.
 
         Args:
-            params: Parameters whose partitions are not available. One that is given twice is read once.
-            async_op: Whether to return when the reads have been started. :meth:`synchronize_reads` waits for them then.
+            params: Parameters whose partitions are not available. A parameter that is given twice is read once.
+            async_op: Whether to return once the reads are started; :meth:`synchronize_reads` waits for them. If False, blocks.
             swap_in_buffers: A buffer for each parameter; by default buffers of this swapper.
 
         Raises:
             ValueError: If a partition is available or being read already.
             OutOfBuffers: If there is no buffer left.
-            OSError: From reading. None of the reads in flight has succeeded then.
+            OSError: From reading. No partition that was being read is available then.
         """
         if swap_in_buffers is None:
             params = list({param.ds_id: param for param in params}.values())  # DeepSpeed's prefetching may pass duplicates
@@ -163,7 +163,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
     def synchronize_reads(self) -> None:
         """Wait for all reads in flight, and make their partitions available. Called by DeepSpeed before it gathers a layer.
 
-        Raises OSError if one of them failed. None of the partitions is available then.
+        Raises OSError if a read failed. None of the partitions is available then.
         """
         if not self.inflight_params:
             return
@@ -182,8 +182,8 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
 
         Args:
             param: A parameter whose partition is not available.
-            dest_buffer: A tensor with as many elements as the partition, which it fills. If it is pinned, and its size is
-                aligned, it is read in place, without a copy.
+            dest_buffer: A tensor with as many elements as the partition. If it is pinned and its size is aligned, the file is
+                read into it directly, without a copy.
 
         Raises:
             OSError: From reading.
@@ -225,7 +225,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
 
         Raises:
             ValueError: If a parameter has no buffer.
-            OSError: From writing. The partitions keep their buffers: call it again.
+            OSError: From writing. The partitions keep their buffers: the call can be repeated.
         """
         missing = [param.ds_id for param in params if param.ds_id not in self.param_id_to_swap_buffer]
         if missing:
@@ -236,9 +236,9 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         self.remove_partition_and_release_buffers(params)
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """Take partitions out of memory without writing them, and free their buffers. Called by DeepSpeed after a layer.
+        """Drop partitions from memory without writing them, and free their buffers. Called by DeepSpeed after a layer.
 
-        Waits first if one of them is being read, and raises OSError from that.
+        If one of the partitions is being read, waits for the read first, and raises its OSError.
         """
         if any(param.ds_tensor.status == INFLIGHT for param in params):
             self.synchronize_reads()
@@ -264,7 +264,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         """Write new values of partitions, converted to this swapper's dtype, to their files. Blocks.
 
         Called by DeepSpeed after an optimizer step. The partitions are not in memory afterwards; reads in flight are discarded,
-        because they are out of date.
+        because their values are out of date.
 
         Args:
             dst_fp16_params: The parameters.
@@ -323,7 +323,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         return AsyncIOBuilder().load(verbose=False).aio_handle(**arguments)
 
     def _pinned(self, numel: int) -> torch.Tensor:
-        """Return pinned memory of ``numel`` elements for the buffers; on the GPU with GPUDirect Storage."""
+        """Allocate pinned memory of ``numel`` elements for the buffers; on the GPU with GPUDirect Storage."""
         if not self.use_gds:
             example = torch.empty(0, dtype=self.dtype, device="cpu")
             pinned: torch.Tensor = self.aio_read_handle.new_cpu_locked_tensor(numel, example)
@@ -333,11 +333,11 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         return buffers
 
     def _buffer(self, buffer_id: int) -> torch.Tensor:
-        """Return one of the configured buffers."""
+        """Return the configured buffer with this index."""
         return self.buffers.narrow(0, buffer_id * self.aligned_elements_per_buffer, self.aligned_elements_per_buffer)
 
     def _buffers_for(self, params: Sequence[Any]) -> list[torch.Tensor]:
-        """Return a buffer for each partition or, after an exception, take none."""
+        """Return a buffer for each partition. After an exception all buffers are free again."""
         buffers: dict[Any, torch.Tensor] = {}
         try:
             for param in params:
@@ -392,7 +392,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
             self.aio_write_handle.wait()
 
     def _give_up_reading(self) -> None:
-        """Discard all reads in flight; after an error it is unknown which of them failed."""
+        """Discard all reads in flight. Called after an error, when it is unknown which of them failed."""
         with contextlib.suppress(OSError):  # after an error, the caller is raising the first one already
             self.aio_read_handle.wait()
         for param in self.inflight_params:
@@ -401,6 +401,6 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         self._clear_inflight()
 
     def _clear_inflight(self) -> None:
-        """Forget which parameters and buffers are being read. Waits for nothing, and frees nothing."""
+        """Clear the records of partitions and buffers that are being read. Does not wait, and frees no buffer."""
         self.inflight_params: list[Any] = []
         self.inflight_swap_in_buffers: list[torch.Tensor] = []

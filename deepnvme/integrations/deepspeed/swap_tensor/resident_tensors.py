@@ -8,23 +8,23 @@ from itertools import accumulate, chain, pairwise
 
 
 def choose_residents(states: Sequence[Sequence[int]], gradients: Sequence[int], limit: int) -> tuple[int, int]:
-    """Divide ``limit`` bytes of memory between resident tensors and tensors that are read for each step.
+    """Divide ``limit`` bytes of memory between resident tensors and tensors that are read in each step.
 
-    A step goes through the sub-groups in the same order each time, so what was used last is needed last: the least recently used
-    would always be the next one wanted. A fixed set is the best one can do. It is the first ones in order: the step begins with
-    them while the others are being read. Passing through takes room for two neighbours, one in use, one on its way.
+    A step uses the sub-groups in the same order each time, so dropping the least recently used one would drop the one needed
+    next. A fixed resident set is optimal. It consists of the first sub-groups, with which a step begins while the others are
+    being read. The others need room for two neighbours at a time: one in use, one being read.
 
-    Between steps that room is idle, so gradients wait there, those needed first, as far as they leave room to have one sub-group
-    read ahead.
+    Between steps that room is free. Gradients are kept there, first those that the step needs first, but one sub-group that is
+    read ahead must still fit.
 
     Args:
-        states: For each sub-group, in the order of a step, the bytes of each tensor that lasts.
+        states: For each sub-group, in the order of a step, the bytes of its master weights and of each state.
         gradients: For each sub-group, the bytes of its gradient.
         limit: Bytes of memory.
 
     Returns:
-        How many states never leave memory, counted through all sub-groups from the first one on, and how many gradients wait for
-        the step in memory, from the first one on.
+        The number of resident tensors, counted through all sub-groups from the first one on, and the number of gradients that
+        are kept in memory until the step, from the first one on.
     """
     every_state = list(chain.from_iterable(states))
     totals = [sum(group) + gradient for group, gradient in zip(states, gradients, strict=True)]
@@ -37,5 +37,5 @@ def choose_residents(states: Sequence[Sequence[int]], gradients: Sequence[int], 
 
 
 def _fitting(sizes: Iterable[int], room: int) -> int:
-    """Return how many of the sizes, from the first one on, fit into ``room`` together."""
+    """Return how many of the sizes, from the first one on, fit into ``room`` bytes together."""
     return bisect_right(list(accumulate(sizes)), room)

@@ -1,8 +1,8 @@
 """One sub-group of the optimizer: its master weights, states and gradient, which of them are swapped, and their tiles.
 
-Which states the optimizer has may change in each step. Those that are not in swap files are saved in a file beside these:
-DeepSpeed's checkpoints have a copy of the swap folder and nothing else of the optimizer, so that the number of steps, states too
-small to be swapped, and the list of states would be lost with the process.
+The optimizer may add or remove states in each step. States that are not swapped, and the list of all states, are saved in a
+file beside the swap files: of the optimizer, DeepSpeed's checkpoints have only a copy of the swap folder, so the step count,
+small states and the list would be lost otherwise.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .tile_cache import Tile, TileCache
 
 @dataclass
 class SavedStates:
-    """The file of a sub-group's states: the values of states that are not swapped, and a description of swapped states."""
+    """Content of a sub-group's state file: values of states that are not swapped, and descriptions of swapped states."""
 
     kept: dict[str, Any]
-    """Values of the states that stay in memory, by name."""
+    """Values of the states that are not swapped, by name."""
     swapped: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
     """Shape, stride and dtype of the states in swap files, by name."""
     order: list[str]
-    """All names, in the order of the optimizer's state."""
+    """Names of all states, in the order of the optimizer's state dict."""
 
     def save(self, path: str) -> None:
         """Write the file, replacing an older one atomically. Raises OSError.
@@ -51,7 +51,7 @@ class SavedStates:
     def load(cls, path: str) -> SavedStates | None:
         """Read the file; return None if it does not exist.
 
-        Raises OSError naming the file if it cannot be read, is damaged, or was not written by :meth:`save`.
+        Raises an OSError that names the file if it cannot be read, is damaged, or was not written by :meth:`save`.
         """
         try:
             # Checked first: torch.load also reads files of older formats, and unpacks compressed ones of any size.
@@ -75,18 +75,18 @@ class SavedStates:
 
 @dataclass(eq=False)
 class SwappedTensor:
-    """A tensor with memory only while it is swapped in. Otherwise it is empty, as with DeepSpeed."""
+    """A tensor that has memory only while it is swapped in. Otherwise it is empty, as with DeepSpeed's swappers."""
 
     tensor: torch.Tensor
     shape: torch.Size
-    """Its shape when it is swapped in."""
+    """Shape of the tensor while it is swapped in."""
     stride: tuple[int, ...]
-    """Its strides when it is swapped in, in elements."""
+    """Strides of the tensor while it is swapped in, in elements."""
     tile: Tile
-    """The memory and the file of its bytes."""
+    """Tile with the tensor's bytes, in memory and in a file."""
 
     def memory(self) -> torch.Tensor:
-        """Return the tile's memory as a tensor of this shape, stride and dtype. Raises RuntimeError if it is not in memory."""
+        """Return the tile's memory as a tensor with shape, stride and dtype. Raises RuntimeError if it is not in memory."""
         return self.tile.tensor(self.shape.numel(), self.tensor.dtype).as_strided(self.shape, self.stride)
 
     def attach(self) -> None:
@@ -105,12 +105,12 @@ class SwappedTensor:
 class OptimizerStateSwapInfo:
     """The swapper's record of one parameter: a sub-group's flat partition of master weights, with its states and gradient.
 
-    Methods that swap, or that write to files, raise OSError: also that of an earlier write, before they change anything.
+    Methods that swap or write to files raise OSError. The error of an earlier write is raised before they change anything.
 
     Args:
         parameter: The master weights, with ``ds_id``.
         numel: Number of elements.
-        cache: Where tensors are in memory and on their way to files.
+        cache: Reads and writes the tiles, and has those that are in memory.
         folder: The folder of the files. Each tensor has a file; a state's file is named after the state, as with DeepSpeed.
         alignment: File lengths are a multiple of this many bytes.
         index: The sub-group's index in the order of a step, from 0.
@@ -129,21 +129,21 @@ class OptimizerStateSwapInfo:
         self._folder = folder
         self._alignment = alignment
         self._restores = False
-        """Whether the files may have been replaced by a checkpoint's."""
+        """Whether a checkpoint may have replaced the files since :meth:`save`."""
         nbytes = numel * parameter.element_size()
         self.master = SwappedTensor(parameter, torch.Size([numel]), (1,), self._tile(self.param_id, nbytes))
         self.states: dict[str, SwappedTensor] = {}
-        """The swapped states, by name in the optimizer's state."""
+        """The swapped states, by their names in the optimizer."""
         self.gradient = self._tile(f"{self.param_id}_gradient", nbytes)
         self._arrived: dict[int, int] = {}
-        """The parts of the gradient that have arrived since the last step: offset -> length, in elements."""
+        """Parts of the gradient that have arrived since the last step: offset -> length, in elements."""
 
     def has_gradients(self) -> bool:
         """Return whether any part of the gradient has arrived since the last step."""
         return bool(self._arrived)
 
     def tiles(self) -> list[Tile]:
-        """Return the tiles of the master weights and the swapped states, which last from step to step."""
+        """Return the tiles of the master weights and the swapped states, without the gradient's."""
         return [swapped.tile for swapped in self._swapped()]
 
     # In and out of memory
@@ -157,8 +157,14 @@ class OptimizerStateSwapInfo:
     def swap_in(self, last: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Bring the master weights, the states and the gradient into memory. Blocks.
 
-        Parts of the gradient that have not arrived since the last step are zero, or taken from ``last``: (offset in elements,
-        flat tensor). Raises OutOfBuffers if there is not enough memory.
+        Parts of the gradient that have not arrived since the last step are set to zero, or to the tensors in ``last``.
+
+        Args:
+            last: Pairs of an offset in elements and a flat tensor of gradients.
+
+        Raises:
+            OutOfBuffers: If there is not enough memory.
+            OSError: From reading, or from an earlier write.
         """
         wanted = self.tiles() + [self.gradient] * self.has_gradients()
         self._cache.acquire([tile for tile in wanted if not tile.users])  # an interrupted call may have acquired them
@@ -180,7 +186,7 @@ class OptimizerStateSwapInfo:
         self._stepped = self.active
 
     def swap_out(self, write_opt_state: bool, write_gradients: bool) -> None:
-        """Take the tensors out of memory, keep the changed ones to write them, and drop a gradient that a step has used."""
+        """Swap the tensors out, write the changes that the arguments select, and drop a gradient that a step has used."""
         gradient = self.parameter.grad
         write_gradients = write_gradients and gradient is not None
         if write_gradients and gradient is not None:
@@ -206,7 +212,7 @@ class OptimizerStateSwapInfo:
     # The gradient
 
     def add_gradients(self, offsets: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """Copy parts of the gradient into memory or, if it is in its file only, write them to the file."""
+        """Copy parts of the gradient into memory or, if the gradient is in its file only, write them to the file."""
         self._cache.poll()
         tile = self.gradient
         self._cache.settle(tile)
@@ -227,7 +233,7 @@ class OptimizerStateSwapInfo:
                 self._cache.release([tile], write=next(self.gradient_gaps(), None) is None)
 
     def drop_gradient(self) -> None:
-        """Forget the gradient, in memory and in its file."""
+        """Drop the gradient, in memory and in its file."""
         self._arrived.clear()
         self._cache.discard(self.gradient)
 
@@ -244,9 +250,10 @@ class OptimizerStateSwapInfo:
     # The optimizer's states, which ``state`` has by name
 
     def adopt(self, state: dict[str, Any], swappable: Collection[str]) -> None:
-        """Update the tiles to the current tensors of the parameter and its states, before these are taken out of memory.
+        """Update the tiles to the current tensors of the parameter and its states. Called before the tensors are swapped out.
 
-        Tensors that the optimizer has created or replaced are copied into tiles. Tiles of states that it has removed are dropped.
+        Tensors that the optimizer has created or replaced are copied into tiles. Tiles of states that it has removed are
+        dropped.
 
         Args:
             state: The optimizer's states of the parameter.
@@ -288,17 +295,17 @@ class OptimizerStateSwapInfo:
         self.drop_gradient()
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write the file of the states that are not swapped, and of the list of all states."""
+        """Write the file with the states that are not swapped and the list of all states. Raises OSError."""
         swapped = {name: (each.shape, each.stride, each.tensor.dtype) for name, each in self.states.items()}
         kept = {name: value for name, value in state.items() if name not in swapped}
         SavedStates(kept, swapped, list(state)).save(self._saved_path())
         self._restores = True
 
     def restore(self, states: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """Set the optimizer's states by the file of :meth:`save`, if that may have been replaced by a checkpoint's since.
+        """Set the optimizer's states to those in the file of :meth:`save`, if a checkpoint may have replaced the file since.
 
-        This sets which states there are, and the values of states that are not swapped. States whose values a file could not have
-        stay as they are. Does nothing without a file.
+        States that the file does not list are removed. States that are not swapped get their values from the file; a state
+        whose value a file cannot have stays unchanged. Does nothing if there is no file.
 
         Args:
             states: The optimizer's states by parameter.
@@ -311,7 +318,7 @@ class OptimizerStateSwapInfo:
         self._restores = False
 
     def _set(self, state: dict[str, Any], saved: SavedStates) -> None:
-        """Set which states there are, and the values of states that are not swapped."""
+        """Make the optimizer's states the saved ones, with the saved values of states that are not swapped."""
         for name in [name for name in state if name not in saved.order]:
             del state[name]
         for name in saved.order:
@@ -334,7 +341,7 @@ class OptimizerStateSwapInfo:
     def _new_state(self, name: str, tensor: torch.Tensor) -> SwappedTensor:
         """Return a record for a state that will be swapped from now on.
 
-        It uses the tile of the state that it replaces, if that has the same size.
+        If it replaces a state of the same size, it uses that state's tile.
         """
         stride = torch.empty_like(tensor, device="meta").stride()  # the tensor's own, unless its memory has gaps
         tile = self._state_tile(name, tensor, tensor.nbytes)
@@ -348,11 +355,11 @@ class OptimizerStateSwapInfo:
         return self._tile(f"{name}-{self.param_id}", nbytes, stored)
 
     def _tile(self, name: str, nbytes: int, stored: bool = False) -> Tile:
-        """Return a tile with a file of this name in the folder."""
+        """Return a tile for the file of this name in the folder."""
         return Tile(os.path.join(self._folder, f"{name}.tensor.swp"), padded(nbytes, self._alignment), self.index, stored)
 
     def _gradient_memory(self) -> torch.Tensor:
-        """Return the gradient's memory as a flat tensor. Raises RuntimeError if it is not in memory."""
+        """Return the gradient's memory as a flat tensor. Raises RuntimeError if the gradient is not in memory."""
         return self.gradient.tensor(self._numel, self.parameter.dtype)
 
     def _is_swapped(self, name: str, value: Any) -> bool:
@@ -369,5 +376,5 @@ class OptimizerStateSwapInfo:
         return content.clone() if content.untyped_storage().data_ptr() in memory else content
 
     def _saved_path(self) -> str:
-        """Return the path of the file of :meth:`save`."""
+        """Return the path of the file that :meth:`save` writes."""
         return os.path.join(self._folder, f"{self.param_id}.states.pt")

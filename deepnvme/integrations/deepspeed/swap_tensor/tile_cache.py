@@ -1,4 +1,4 @@
-"""The blocks that the optimizer swapper keeps in files, one for each tensor of a sub-group, used in the order of a step."""
+"""Block cache of the optimizer swapper. Its blocks are tiles: one tensor of a sub-group each, in a file of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepnvme.engine import Engine, Future
 from deepnvme.memory.pool import BufferPool
 
 _BUSY_BYTES = 32 << 20
-"""Most bytes of read-ahead in transfer: enough to keep a drive busy. More would slow down transfers that the step waits for."""
+"""Most bytes of read-ahead in flight: enough to keep a drive busy. More would delay transfers that the step waits for."""
 
 
 class Tile(Block):
@@ -33,17 +33,17 @@ class Tile(Block):
         self.index = index
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the start of its memory as a flat tensor. Raises RuntimeError if it is not in memory."""
+        """Return the beginning of the tile's memory as a flat tensor. Raises RuntimeError if the tile is not in memory."""
         return self.memory.buffer[: numel * dtype.itemsize].view(dtype)
 
 
 class TileCache(BlockCache):
-    """A cache of tiles. A step uses the sub-groups in the same order each time.
+    """A block cache for tiles, which a step uses in the same order of sub-groups each time.
 
     Args:
         engine: Reads and writes the files.
-        pool: Where memory is leased.
-        limit: Bytes of leases, unless the sub-group in use alone needs more.
+        pool: Buffer pool to lease memory from.
+        limit: Most bytes of leases. Exceeded only if the sub-group in use needs more by itself.
     """
 
     def __init__(self, engine: Engine, pool: BufferPool, limit: int) -> None:
@@ -63,21 +63,21 @@ class TileCache(BlockCache):
         """Number of sub-groups."""
 
     def set_current(self, index: int, count: int) -> None:
-        """Set which sub-group is in use from now on, and how many there are."""
+        """Set which sub-group is in use from now on, and the number of sub-groups."""
         self.current, self.count = index, count
 
     def overwrite(self, tile: Tile, content: torch.Tensor, offset: int) -> None:
-        """Write a part of a tile that is not in memory to its file. ``offset``: bytes. Blocks. Raises OSError."""
+        """Write ``content`` into the file of a tile that is not in memory, at ``offset`` bytes. Blocks. Raises OSError."""
         self.engine.write(content, tile.name, offset).result()
 
     def _distance(self, block: Block) -> int:
-        """Return how many sub-groups later in the order of a step the block is used."""
+        """Return how many sub-groups after the current one the tile is used, in the order of a step."""
         assert isinstance(block, Tile)
         return (block.index - self.current) % self.count
 
 
 class _Files:
-    """Reads and writes tiles for the cache: each is the start of a file of its own."""
+    """Reads and writes tiles for the cache. A tile is the beginning of its own file."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
