@@ -24,6 +24,11 @@ class WeightInfo(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the weight."""
 
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> WeightInfo:
+        """Return dtype and shape of a tensor."""
+        return cls(weight.dtype, tuple(weight.shape))
+
     @property
     def nbytes(self) -> int:
         """Bytes of the weight, not quantised."""
@@ -55,7 +60,7 @@ class WeightMismatch(ValueError):
 def described(model: nn.Module) -> tuple[dict[str, WeightInfo], dict[str, str]]:
     """Return dtype and shape of a model's weights by all of their names; and for each tied weight's further names the first."""
     weights = weights_by_name(model)
-    return {name: WeightInfo(weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}, ties_of(weights)
+    return {name: WeightInfo.of(weight) for name, weight in weights.items()}, ties_of(weights)
 
 
 def differences(

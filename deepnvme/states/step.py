@@ -39,9 +39,10 @@ from deepnvme.store.tensor_store import TensorStore
 from deepnvme.telemetry.callers import stack_level
 
 from .counted_io import CountedIO
-from .gradients import GradientHooks, SubGroupGradients
+from .gradients import GradientHooks, SubGroupGradients, pieces_of
 from .params import ParamRanks, over_ranks
 from .pipeline import SubGroupPipeline
+from .report import StepReport
 from .residency import ResidencyPolicy
 from .state_dict import OffloadedStates, loaded
 from .sub_group import SubGroup
@@ -106,8 +107,8 @@ class OptimizerStep:
         self.io = CountedIO(store, verbose)
         self._gradients = SubGroupGradients(self.io, pool)
         self._versions = BlockVersions(store)
-        self._pipeline = SubGroupPipeline(self.io, self._versions, self._gradients, residency, pool)
-        self.states = OffloadedStates(self._pieces, store, self._versions, self.check_idle, self._pipeline.write_resident)
+        self._pipeline = SubGroupPipeline(self.io, self._versions, self._gradients, residency.planner, pool)
+        self.states = OffloadedStates(self._pieces, self._versions, self.check_idle, self._pipeline.write_resident)
         self._hooks = GradientHooks(self._gradient_arrived)
         self._refusals: list[RemovableHandle] = []
         self._ranks = ParamRanks(())
@@ -120,10 +121,7 @@ class OptimizerStep:
     def add(self, sub_groups: Sequence[SubGroup]) -> None:
         """Add sub-groups and reserve space for their blocks. Raises OSError, and adds none, if the drive has no room."""
         self._store.reserve(self._residency.drive_bytes([*self.sub_groups, *sub_groups]))
-        pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
-        for sub_group in sub_groups:
-            for index, piece in enumerate(sub_group.pieces):
-                pieces.setdefault(piece.param, []).append((sub_group, index))
+        pieces = pieces_of(sub_groups)
         ranks = ParamRanks([*self._pieces, *pieces])
         with defer_interrupts():  # hooks are registered with torch, too: Ctrl-C must not separate the two
             self._pieces.update(pieces)
@@ -237,7 +235,18 @@ class OptimizerStep:
         self._end()
         self._gradients.clear_arrived()
         self._gradients.clear()
-        self.io.report_step(self.steps, stepped, self._pipeline.resident_bytes)
+        times, fields = self.io.times, self.io.end_step(self.steps)
+        self.io.keep_report(
+            StepReport(
+                **fields,
+                computing=times.computing.seconds,
+                waiting=times.waiting.seconds,
+                share_of_limit=self.io.share_of_limit(fields["bytes_read"], fields["bytes_written"], fields["seconds"]),
+                bytes_written_in_all=self.io.bytes_written_in_all,
+                resident_bytes=self._pipeline.resident_bytes,
+                sub_groups=stepped,
+            )
+        )
 
     def _fail(self, error: BaseException) -> None:
         """Set the phase after an error, and add to the error how far the step came and what to do."""

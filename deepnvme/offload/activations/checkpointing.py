@@ -7,18 +7,17 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from deepnvme.drives.profiles import AnyPath
+
 from .buffer_copies import BufferCopies
 from .saving import save_on_disk
-
-if TYPE_CHECKING:
-    from deepnvme.drives.profiles import AnyPath
 
 
 def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | save_on_disk, **options: Any) -> nn.Module:
@@ -57,9 +56,8 @@ def recompute_on_backward(module: nn.Module) -> None:
 
 def keep_for_backward(module: nn.Module) -> None:
     """Give a module back the forward that it had before it was checkpointed."""
-    checkpointed: CheckpointedForward = vars(module).pop("forward")
-    if checkpointed.own is not None:
-        module.forward = checkpointed.own
+    checkpointed: CheckpointedForward = vars(module)["forward"]
+    checkpointed.remove()
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -73,7 +71,42 @@ def _checkpoint(module: nn.Module, saver: save_on_disk | None) -> None:
     module.forward = CheckpointedForward(module, own, saver)
 
 
-class CheckpointedForward:
+class ReplacedForward:
+    """Has the place of a module's ``forward``.
+
+    Args:
+        module: The module. Not kept alive.
+        own: The ``forward`` that the module had as its attribute; None for that of its class.
+    """
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
+        self.own = own
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, whose attribute this is."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    def original(self) -> Callable[..., Any]:
+        """Return the forward that the module had."""
+        if self.own is not None:
+            return self.own
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return forward
+
+    def remove(self) -> None:
+        """Give the module back the forward that it had, if the module is still there."""
+        module = self._module()
+        if module is not None:
+            vars(module).pop("forward")
+            if self.own is not None:
+                module.forward = self.own
+
+
+class CheckpointedForward(ReplacedForward):
     """The ``forward`` of a module, checkpointed.
 
     An object, not a function: a deep copy of the module gets one for its own weights.
@@ -85,13 +118,13 @@ class CheckpointedForward:
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, saver: save_on_disk | None) -> None:
-        self.own = own
-        self._module, self._saver = weakref.ref(module), saver
+        super().__init__(module, own)
+        self._saver = saver
         self._before_recomputing: Callable[[], None] | None = None
-        self.__signature__ = inspect.signature(self._forward())  # transformers' Trainer chooses a dataset's columns by it
+        self.__signature__ = inspect.signature(self.original())  # transformers' Trainer chooses a dataset's columns by it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._forward()
+        forward = self.original()
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # torch's checkpoint saves only tensors that are arguments themselves, and takes some keywords for its own.
@@ -117,19 +150,6 @@ class CheckpointedForward:
     def call_before_recomputing(self, function: Callable[[], None] | None) -> None:
         """Have a function called in each backward before the forward is computed again, for which hooks of modules are not."""
         self._before_recomputing = function
-
-    def _forward(self) -> Callable[..., Any]:
-        if self.own is not None:
-            return self.own
-        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return forward
-
-    @property
-    def module(self) -> nn.Module:
-        """The module, whose attribute this is."""
-        module = self._module()
-        assert module is not None
-        return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:
         return CheckpointedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.own, memo), self._saver)

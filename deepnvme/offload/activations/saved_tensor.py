@@ -191,6 +191,11 @@ class Packed(Protocol):
         """Return the tensor as autograd has saved it."""
 
 
+def unpack_saved(packed: Packed) -> torch.Tensor:
+    """Return the tensor that the pack hook was given: the unpack hook for autograd."""
+    return packed.unpack()
+
+
 class SavedDTensor:
     """A DTensor that autograd has saved by its local tensor.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepnvme.cache.block import Block, Memory
-from deepnvme.offload.training.blocks.arena_memory import ArenaMemory
+from deepnvme.offload.training.blocks.blocks_on_drive import ArenaMemory
 
 MIB = 1 << 20
 

@@ -7,38 +7,10 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch import nn
 
-from deepnvme.memory.alignment import padded
 from deepnvme.model.quantization import QuantizedLayout, Scheme, dequantize, is_worth_quantizing, quantize
 from deepnvme.offload.pinned_arena import PinnedArena
 from deepnvme.states.sub_group import BlockSection, lay_out
-
-from .versioned_block import VersionedBlock
-
-
-class ParameterMemory:
-    """Memory for parameters that are not as the drive has them: dequantised weights, or whole ones gathered from shards.
-
-    It is one region, and more only if the blocks used at a time need more.
-    """
-
-    def __init__(self) -> None:
-        self._arena = PinnedArena(0)
-
-    def reserve(self, nbytes: int) -> None:
-        """Have a region of this size. Raises OutOfBuffers."""
-        self._arena = PinnedArena(nbytes)
-
-    def lend(self, nbytes: int) -> torch.Tensor:
-        """Return bytes that are lent again when no tensor over them is left. Raises OutOfBuffers."""
-        lent = self._arena.lend(nbytes)
-        if lent is None:
-            lent = PinnedArena(padded(nbytes)).lend(nbytes)
-            assert lent is not None
-        return lent
-
-    def close(self) -> None:
-        """Give the region back, when no tensor over it is left."""
-        self._arena = PinnedArena(0)
+from deepnvme.states.versions import VersionedBlock
 
 
 class FrozenParameters(VersionedBlock):
@@ -51,19 +23,17 @@ class FrozenParameters(VersionedBlock):
         index: Identifies the block's versions.
         params: The parameters, with their numbers in the whole block.
         scheme: How weights are quantised for which that is worth it; None for no weight.
-        lender: Lends what they are dequantised into.
+        arena: Lends the memory that they are dequantised into.
     """
 
-    __slots__ = ("_lender", "_schemes", "_stored", "_values", "copy", "layout", "params")
-
-    def __init__(self, index: str, params: Mapping[int, nn.Parameter], scheme: Scheme | None, lender: ParameterMemory) -> None:
+    def __init__(self, index: str, params: Mapping[int, nn.Parameter], scheme: Scheme | None, arena: PinnedArena) -> None:
         self.params = dict(params)
         self.layout = lay_out([(number, "", param.detach()) for number, param in params.items()])
         """Where the parameters lie in memory."""
         self._schemes = {number: quantizes(scheme, param) for number, param in params.items()}
         self._stored = lay_out([(number, "", _stored_like(self._schemes[number], param)) for number, param in params.items()])
         super().__init__(index, self._stored.nbytes)
-        self._lender = lender
+        self._arena = arena
         self._values: torch.Tensor | None = None
         self.copy = DequantizedCopy(f"{index}.dequantized")
         """A copy on the drive of the dequantised values."""
@@ -100,7 +70,7 @@ class FrozenParameters(VersionedBlock):
     def begin_values(self) -> None:
         """Have memory for the parameters, whose content is undefined. Raises OutOfBuffers."""
         if self.quantized:
-            self._values = self._lender.lend(self.layout.nbytes)
+            self._values = self._arena.lend_beyond(self.layout.nbytes)
 
     def end_values(self) -> None:
         """Give the memory of :meth:`begin_values` back. Idempotent."""

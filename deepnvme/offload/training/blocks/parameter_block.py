@@ -9,11 +9,12 @@ from torch import nn
 
 from deepnvme.model.quantization import Scheme
 from deepnvme.offload.activations.saved_tensor import View, view_of
+from deepnvme.offload.pinned_arena import PinnedArena
 from deepnvme.offload.training.ranks import TrainingRanks
 from deepnvme.states.sub_group import lay_out
+from deepnvme.states.versions import VersionedBlock
 
-from .frozen_parameters import FrozenParameters, ParameterMemory, quantizes
-from .versioned_block import VersionedBlock
+from .frozen_parameters import FrozenParameters, quantizes
 
 
 class ParameterBlock(VersionedBlock):
@@ -25,32 +26,17 @@ class ParameterBlock(VersionedBlock):
     Args:
         number: Number of the block in the model.
         params: Its parameters, each once, on the CPU.
-        memory: What quantised weights are dequantised into, and shards gathered into.
+        arena: Lends the memory that quantised weights are dequantised into, and shards gathered into.
         quantize: How weights that are not trained are quantised; None if they are not.
         ranks: The processes that the parameters are sharded over; None if this one has all of each, as of the block that stays
             in memory.
     """
 
-    __slots__ = (
-        "_absent",
-        "_absent_bytes",
-        "_gathered",
-        "_lender",
-        "_whole",
-        "frozen",
-        "holds",
-        "layout",
-        "number",
-        "params",
-        "ranks",
-        "shards",
-    )
-
     def __init__(
         self,
         number: int,
         params: Sequence[nn.Parameter],
-        memory: ParameterMemory,
+        arena: PinnedArena,
         quantize: Scheme | None = None,
         ranks: TrainingRanks | None = None,
     ) -> None:
@@ -66,11 +52,11 @@ class ParameterBlock(VersionedBlock):
         self.layout = lay_out(own)
         """Where the parameters, or the shards, lie in the block, without the frozen ones."""
         super().__init__(f"{number}.parameters", self.layout.nbytes)
-        self.frozen = FrozenParameters(f"{number}.frozen", frozen, quantize, memory) if frozen else None
+        self.frozen = FrozenParameters(f"{number}.frozen", frozen, quantize, arena) if frozen else None
         """The parameters that are not trained; None if they are in this block, or there are none."""
         self._absent = [absent_like(param) for param in params]
         self._absent_bytes = [_element_bytes(absent).tolist() for absent in self._absent]
-        self._lender = memory
+        self._arena = arena
         self._gathered: torch.Tensor | None = None
         self._whole = None if ranks is None else lay_out([(i, "", _padded(each, ranks)) for i, each in enumerate(params)])
         self.holds = 0
@@ -114,7 +100,7 @@ class ParameterBlock(VersionedBlock):
     def begin_values(self) -> None:
         """Have memory for the parameters, whose content is undefined, beside the block's. Raises OutOfBuffers."""
         if self._whole is not None:
-            self._gathered = self._lender.lend(self._whole.nbytes)
+            self._gathered = self._arena.lend_beyond(self._whole.nbytes)
         elif self.frozen is not None:
             self.frozen.begin_values()
 
