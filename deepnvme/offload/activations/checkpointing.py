@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from deepnvme.drives.profiles import AnyPath
 
-from .buffer_copies import BufferCopies
 from .saving import save_on_disk
 
 
@@ -69,6 +68,30 @@ def _checkpoint(module: nn.Module, saver: save_on_disk | None) -> None:
     before = vars(module).get("forward")
     own = before.own if isinstance(before, CheckpointedForward) else before
     module.forward = CheckpointedForward(module, own, saver)
+
+
+def copy_buffers(module: nn.Module) -> Callable[[], None]:
+    """Copy the buffers of a module, such as the statistics of a BatchNorm, and of all modules in it, before a forward.
+
+    All are copied, since version counters do not tell of all changes: those of a BatchNorm do not.
+
+    Returns:
+        A function that gives the buffers their content back.
+    """
+    copies = [
+        (each, name, buffer, buffer.detach().clone())
+        for each in module.modules()
+        for name, buffer in each._buffers.items()
+        if buffer is not None
+    ]
+
+    def put_back() -> None:
+        """Give the buffers the content that they had when they were copied."""
+        for each, name, buffer, content in copies:
+            buffer.data.copy_(content)  # without a new version: a backward that has saved the buffer need not raise
+            each._buffers[name] = buffer
+
+    return put_back
 
 
 class ReplacedForward:
@@ -137,12 +160,11 @@ class CheckpointedForward(ReplacedForward):
                 return forward(*args, **kwargs)
             if self._before_recomputing is not None:
                 self._before_recomputing()
-            buffers = BufferCopies(self.module)
-            buffers.take()
+            put_buffers_back = copy_buffers(self.module)
             try:
                 return forward(*args, **kwargs)
             finally:
-                buffers.put_back()  # what a forward changes in them was changed by the first one
+                put_buffers_back()  # what a forward changes in them was changed by the first one
 
         with contextlib.nullcontext() if self._saver is None else self._saver:
             return checkpoint(compute, *leaves, use_reentrant=False)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.host import trim_heap
-from deepnvme.offload.activations.buffer_copies import BufferCopies
+from deepnvme.offload.activations.checkpointing import copy_buffers
 from deepnvme.offload.activations.report import ActivationReport
 from deepnvme.offload.activations.saved_tensor import may_share_memory
 from deepnvme.states.gradients import GradientHooks
@@ -92,7 +92,8 @@ class TrainedModel:
         """Micro-batches of the current step that were run."""
         self.model, self.blocks, self.drive, self.ranks, self.optimizer = model, tuple(blocks), drive, ranks, optimizer
         self._rest = blocks[-1].parameters
-        self._max_norm, self._buffers = max_norm, BufferCopies(model)
+        self._max_norm = max_norm
+        self._put_buffers_back: Callable[[], None] | None = None  # within a step
         self._scratch = torch.empty(max((block.scratch_bytes for block in blocks), default=0), dtype=torch.uint8, device="cpu")
         self._phase = Phase.IDLE
         self._running = 0  # micro-batches that run now
@@ -154,7 +155,7 @@ class TrainedModel:
         if begins:
             self.drive.begin_step()
             self._waits = self._waited()
-            self._buffers.take()
+            self._put_buffers_back = copy_buffers(self.model)
         self._running = count
         for block in self.blocks:
             block.begin_backwards()
@@ -210,7 +211,7 @@ class TrainedModel:
         self._gradients_are_in(self._by_parameters[parameters])
 
     def _gradients_are_in(self, block: TrainedBlock) -> None:
-        """Step a block if all micro-batches of the step have run, or store its gradients for later. Averages them over the ranks."""
+        """Step a block if all micro-batches of the step have run, or store its gradients. Averages them over the ranks."""
         to_average = self.ranks.several and bool(block.trained) and not block.averaged  # also if only others have gradients
         if block.stepped or not (block.arrived or to_average) or self._tied.is_waiting_for(block.parameters):
             return
@@ -285,7 +286,7 @@ class TrainedModel:
             for block in self.blocks:
                 block.commit(self.optimizer.param_groups)
             self.steps = step
-            self._buffers.forget()
+            self._put_buffers_back = None
             self._end_step()
             self._phase = Phase.IDLE
         self.drive.versions.tidy()
@@ -390,7 +391,8 @@ class TrainedModel:
         Waits for transfers. An interrupt in such a wait leaves the rest to the next call, too.
         """
         self._phase = Phase.CHANGING
-        self._buffers.put_back()
+        if self._put_buffers_back is not None:
+            self._put_buffers_back()
         self._end_step()
         self._tied.reset()
         self.uses.reset()

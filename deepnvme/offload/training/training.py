@@ -209,7 +209,9 @@ class OffloadedTraining:
             trained_blocks = [
                 TrainedBlock(block, stepping, self._drive) for block, stepping in zip(parameter_blocks, sub_groups, strict=True)
             ]
-            self._recomputed = _recomputed(partition) if activations == "recompute" else []
+            self._recomputed: list[nn.Module] = []
+            if activations == "recompute":  # a tile is one operation, of which only the input is saved anyway
+                self._recomputed += (each for each in partition.modules if not (is_checkpointed(each) or each in partition.tiles))
             for module in self._recomputed:
                 recompute_on_backward(module)
             self._trained = TrainedModel(
@@ -312,7 +314,7 @@ class OffloadedTraining:
                 losses = self._run([functools.partial(self._loss, each) for each in micro_batches]) if micro_batches else []
                 self._trained.finish_step()
             self._drive.io.keep_report(self._trained.report(None if self._saver is None else self._saver.report()))
-        return _sum(losses) if losses else None
+        return sum(losses[1:], losses[0]) if losses else None
 
     def report(self) -> TrainingReport:
         """Return what the last completed step did, and what it waited for. Raises RuntimeError before the first step."""
@@ -688,11 +690,6 @@ def _sub_groups(
     return found
 
 
-def _recomputed(partition: ModelPartition) -> list[nn.Module]:
-    """Return the modules to compute again in the backward. A tile is one operation, of which only the input is saved anyway."""
-    return [each for each in partition.modules if not is_checkpointed(each) and each not in partition.tiles]
-
-
 def _values_bytes(blocks: Sequence[ParameterBlock]) -> int:
     """Return the bytes that dequantised or gathered parameters need beside their blocks: the last block's, and another one's."""
     *others, last = (block.values_nbytes for block in blocks)
@@ -719,10 +716,3 @@ def _taken_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequen
         if isinstance(batch, tuple | list):
             return batch, {}
     return args, kwargs
-
-
-def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total

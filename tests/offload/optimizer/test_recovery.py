@@ -45,35 +45,6 @@ def backward(params: list[torch.nn.Parameter], seed: int = 1) -> None:
     torch.stack([(param * torch.randn(param.shape, generator=generator)).sum() for param in params]).sum().backward()
 
 
-def test_a_gradient_that_could_not_go_out_is_added_once(params: list[torch.nn.Parameter], offloaded: Any) -> None:
-    optimizer = offloaded(torch.optim.SGD, offload_gradients=True)
-    before = [param.detach().clone() for param in params]
-    with failing("write", 0, at_once=True):
-        backward(params)
-    optimizer.zero_grad()
-    backward(params)
-    expected = [param.detach().clone() for param in params]
-    optimizer.step()
-    generator = torch.Generator().manual_seed(1)
-    for param, old, same in zip(params, before, expected, strict=True):
-        assert torch.equal(old, same)
-        assert torch.allclose(param, old - 0.1 * torch.randn(param.shape, generator=generator))
-
-
-def test_a_gradient_that_could_not_go_out_counts_once_when_the_step_is_made_all_the_same(
-    params: list[torch.nn.Parameter], offloaded: Any
-) -> None:
-    optimizer = offloaded(torch.optim.SGD, offload_gradients=True)
-    before = params[0].detach().clone()
-    with failing("write", len(SHAPES) - 1, at_once=True):
-        backward(params)  # the last gradient is the first parameter's
-    with pytest.raises(OSError, match="write of"):
-        optimizer.step()
-    optimizer.step()
-    gradient = torch.randn(params[0].shape, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(params[0], before - 0.1 * gradient)
-
-
 def test_states_that_outgrow_the_memory_are_kept_and_no_parameter_is_stepped_twice(drive: Path) -> None:
     """Adafactor's states of such a shape are larger than those of the small one by which they are estimated."""
     pool = BufferPool(128 << 10)

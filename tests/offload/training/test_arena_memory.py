@@ -8,17 +8,6 @@ from deepnvme.offload.training.blocks.blocks_on_drive import ArenaMemory
 MIB = 1 << 20
 
 
-def test_blocks_of_any_size_share_the_region() -> None:
-    memory = ArenaMemory(4 * MIB, lambda: None)
-    small = [memory.take(Block(str(number), MIB)) for number in range(4)]
-    assert all(small)
-    assert memory.take(Block("one more", 4096)) is None
-    small.clear()
-    large = memory.take(Block("large", 4 * MIB))
-    assert large is not None
-    assert large.buffer.nbytes == 4 * MIB
-
-
 def test_ended_transfers_are_dropped_for_room() -> None:
     kept: list[Memory | None] = []
     memory = ArenaMemory(MIB, kept.clear)

@@ -340,22 +340,6 @@ def in_turns(*functions: Callable[[Turn], None]) -> None:
     take_turns([Turn(function, number) for number, function in enumerate(functions)])
 
 
-def test_functions_take_turns() -> None:
-    said: list[str] = []
-
-    def function(name: str, pauses: int) -> Callable[[Turn], None]:
-        def run(turn: Turn) -> None:
-            for number in range(pauses):
-                said.append(f"{name}{number}")
-                turn.pause()
-            said.append(f"{name} ends")
-
-        return run
-
-    in_turns(function("a", 2), function("b", 0), function("c", 1))
-    assert said == ["a0", "b ends", "c0", "a1", "c ends", "a ends"]
-
-
 def test_an_error_ends_the_other_functions_where_they_pause() -> None:
     said: list[str] = []
 
