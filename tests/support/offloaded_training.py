@@ -61,10 +61,11 @@ class InMemory:
 
     def step(self, *tensors: torch.Tensor) -> torch.Tensor:
         losses: list[torch.Tensor] = []
-        parts = list(zip(*(tensor.chunk(self.parts) for tensor in tensors), strict=True))
+        rows = len(tensors[0])
         for number in seeded_micro_batches(self.parts):
-            loss = self.model(*parts[number])
-            loss = loss if self.parts == 1 else loss * (1 / self.parts)
+            begin, end = rows * number // self.parts, rows * (number + 1) // self.parts
+            loss = self.model(*(tensor[begin:end] for tensor in tensors))
+            loss = loss if self.parts == 1 else loss * ((end - begin) / rows)
             loss.backward()
             losses.append(loss.detach())
         if self.norm is not None:
