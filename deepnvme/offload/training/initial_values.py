@@ -267,7 +267,7 @@ class InitialValues:
         if block.ranks is not None:
             block.keep_own_shards(own_rows)
         elif block.frozen is not None:
-            block.frozen.quantize(self._all_names)
+            block.frozen.quantize()
         block.detach()
         self._begun.remove(block)
         self._cache.release(block.parts, changed=True)

@@ -24,6 +24,7 @@ from .blocks.frozen_parameters import FrozenParameters
 from .blocks.parameter_block import ParameterBlock
 from .blocks.trained_block import TrainedBlock
 from .model import TrainedModel
+from .model_partition import names_of_parameters
 
 
 class TrainingState:
@@ -69,7 +70,7 @@ class TrainingState:
 
     def get(self) -> dict[str, Any]:
         """Return what :meth:`OffloadedTraining.state_dict` does. Raises OSError."""
-        names = self._names()
+        names = names_of_parameters(self._model)
         values: dict[torch.Tensor, torch.Tensor] = {}
         quantized: dict[str, torch.Tensor] = {}
         for block in self._trained.blocks:
@@ -140,7 +141,7 @@ class TrainingState:
     def load(self, state: Mapping[str, Any]) -> None:
         """Do what :meth:`OffloadedTraining.load_state_dict` does. Raises ValueError, OSError."""
         _check_keys(state, ("model", "optimizer", "steps"), "a state")
-        names, model, optimizer = self._names(), state["model"], state["optimizer"]
+        names, model, optimizer = names_of_parameters(self._model), state["model"], state["optimizer"]
         _check_keys(optimizer, ("state", "param_groups"), "the optimizer of a state")
         if not isinstance(state["steps"], int) or state["steps"] < 0:
             raise ValueError(f"steps must be a number of steps, at least 0, got {state['steps']!r}")
@@ -187,7 +188,7 @@ class TrainingState:
         values = [self._own(block.parameters, model[names[param]], param) for param in block.parameters.params]
         self._trained.uses.begin_change(block.parameters)
         try:
-            block.load(values, names, quantized, found, self._optimizer.param_groups)
+            block.load(values, quantized, found, self._optimizer.param_groups)
         finally:
             self._trained.uses.end_change(block.parameters)
 
@@ -229,10 +230,6 @@ class TrainingState:
                         wrong.append(f"{key} of {name}: {shape} instead of {tuple(param.shape)}")
         if wrong:
             raise ValueError(f"these are no states to go on from: {shorten(wrong, 8)}")
-
-    def _names(self) -> dict[torch.Tensor, str]:
-        """Return the first name of each parameter."""
-        return {param: name for name, param in reversed(list(self._model.named_parameters(remove_duplicate=False)))}
 
     def _check_fits(self, state: Mapping[str, Any], stepped: Iterable[str], names: Mapping[torch.Tensor, str]) -> None:
         """Raise WeightMismatch if a state has not all parameters of the model, in their shapes, or if it has anything else.

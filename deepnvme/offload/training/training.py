@@ -48,14 +48,19 @@ from .blocks.trained_block import TrainedBlock
 from .initial_values import Checkpoint, InitialValues
 from .micro_batches import MicroBatch, SideBySide, draw_seeds, micro_batches_of, restoring_random_state
 from .model import TrainedModel
-from .model_partition import ModelPartition, partition_model
+from .model_partition import ModelPartition, names_of_parameters, partition_model
 from .ranks import TrainingRanks
 from .report import TrainingReport
 from .state import TrainingState
 
 _logger = logging.getLogger(__name__)
 
-_ACTIVATIONS = ("memory", "nvme", "recompute")
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "parameters": ("memory", "nvme"),
+    "activations": ("memory", "nvme", "recompute"),
+    "accumulation": ("vertical", "horizontal"),
+    "quantize": (None, *SCHEMES),
+}
 _WHOLE = 1 << 62
 """Elements of a sub-group: all of a block's."""
 _PART = 1 << 21
@@ -170,7 +175,9 @@ class OffloadedTraining:
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        _check_choices(parameters, activations, accumulation, micro_batches, quantize)
+        _check_choices(
+            micro_batches, parameters=parameters, activations=activations, accumulation=accumulation, quantize=quantize
+        )
         memory_budget = budget_bytes(memory_budget, "memory_budget")
         activation_bytes = _activation_bytes(activations, activation_budget, memory_budget)
         self.model = model
@@ -196,7 +203,7 @@ class OffloadedTraining:
             self.optimizer = _OptimizerOptions(_grouped([*partition.params, partition.rest], param_groups), defaults)
             """Has the options of each step in its ``param_groups``: for a scheduler."""
             self._values_memory = PinnedArena(0)  # of dequantised or gathered parameters
-            parameter_blocks = _parameter_blocks(partition, self._values_memory, quantize, self._ranks)
+            parameter_blocks = _parameter_blocks(model, partition, self._values_memory, quantize, self._ranks)
             self._values_memory.resize(_values_bytes(parameter_blocks))
             sub_groups = _sub_groups(parameter_blocks, self.optimizer.param_groups, self._planner)
             stay = parameters == "memory"
@@ -634,18 +641,13 @@ class _TrainingActivations(save_on_disk):
         return self._saved_parameter(tensor) or super()._pack(store, tensor)
 
 
-def _check_choices(parameters: str, activations: str, accumulation: str, micro_batches: int, quantize: Scheme | None) -> None:
-    """Raise ValueError for an option that is none of its choices, or contradicts another."""
-    if parameters not in ("memory", "nvme"):
-        raise ValueError(f'parameters must be "memory" or "nvme", got {parameters!r}')
-    if activations not in _ACTIVATIONS:
-        raise ValueError(f"activations must be one of {', '.join(_ACTIVATIONS)}, got {activations!r}")
-    if accumulation not in ("vertical", "horizontal"):
-        raise ValueError(f'accumulation must be "vertical" or "horizontal", got {accumulation!r}')
+def _check_choices(micro_batches: int, **given: str | None) -> None:
+    """Raise ValueError for an option that is none of its choices."""
+    for name, choice in given.items():
+        if choice not in _CHOICES[name]:
+            raise ValueError(f"{name} must be one of {', '.join(filter(None, _CHOICES[name]))}, got {choice!r}")
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be positive, got {micro_batches}")
-    if quantize is not None and quantize not in SCHEMES:
-        raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {quantize!r}")
 
 
 def _activation_bytes(activations: str, activation_budget: MemoryBudget | None, memory_budget: int) -> int:
@@ -667,13 +669,15 @@ def _check_for_several(optimizer_class: type[Optimizer], quantize: Scheme | None
 
 
 def _parameter_blocks(
-    partition: ModelPartition, arena: PinnedArena, quantize: Scheme | None, ranks: TrainingRanks
+    model: nn.Module, partition: ModelPartition, arena: PinnedArena, quantize: Scheme | None, ranks: TrainingRanks
 ) -> list[ParameterBlock]:
     """Return the blocks of the model's parameters. The last one has those that stay in memory, which no ranks share."""
-    sharing = ranks if ranks.several else None
+    names = names_of_parameters(model)
+    blocks = [*partition.params, partition.rest]
+    sharing = [*([ranks if ranks.several else None] * len(partition.params)), None]
     return [
-        ParameterBlock(number, params, arena, quantize, None if params is partition.rest else sharing)
-        for number, params in enumerate([*partition.params, partition.rest])
+        ParameterBlock(number, params, [names[each] for each in params], arena, quantize, shared)
+        for number, (params, shared) in enumerate(zip(blocks, sharing, strict=True))
     ]
 
 

@@ -25,7 +25,7 @@ class OneOfEight(TrainingRanks):
 def test_the_sum_of_the_gradients_of_tied_tiles_is_not_a_shard(tied: bool) -> None:
     param = nn.Parameter(torch.zeros(64, 1024))
     memory = PinnedArena(0)
-    blocks = [ParameterBlock(0, [param], memory, ranks=OneOfEight()), ParameterBlock(1, [], memory)]
+    blocks = [ParameterBlock(0, [param], ["weight"], memory, ranks=OneOfEight()), ParameterBlock(1, [], [], memory)]
     planner = SubGroupPlanner(torch.optim.SGD, {"lr": 0.1}, False, 1 << 62)
     sub_groups = [planner.sub_groups_of([{"params": list(blocks[0].shards)}], 0, 0), []]
     limit = limit_of_blocks(sub_groups, blocks, planner, 0, False, True, {param} if tied else ())

@@ -22,12 +22,15 @@ class FrozenParameters(VersionedBlock):
     Args:
         index: Identifies the block's versions.
         params: The parameters, with their numbers in the whole block.
+        names: Of all parameters of the block, for errors.
         scheme: How weights are quantised for which that is worth it; None for no weight.
         arena: Lends the memory that they are dequantised into.
     """
 
-    def __init__(self, index: str, params: Mapping[int, nn.Parameter], scheme: Scheme | None, arena: PinnedArena) -> None:
-        self.params = dict(params)
+    def __init__(
+        self, index: str, params: Mapping[int, nn.Parameter], names: Sequence[str], scheme: Scheme | None, arena: PinnedArena
+    ) -> None:
+        self.params, self._names = dict(params), names
         self.layout = lay_out([(number, "", param.detach()) for number, param in params.items()])
         """Where the parameters lie in memory."""
         self._schemes = {number: quantizes(scheme, param) for number, param in params.items()}
@@ -82,16 +85,10 @@ class FrozenParameters(VersionedBlock):
         for stored, section in self._sections():
             self._dequantize(stored, section.of(self.values), self._schemes[section.piece])
 
-    def quantize(
-        self,
-        names: Mapping[torch.Tensor, str],
-        given: Mapping[str, torch.Tensor] | None = None,
-        only: Container[nn.Parameter] | None = None,
-    ) -> None:
+    def quantize(self, given: Mapping[str, torch.Tensor] | None = None, only: Container[nn.Parameter] | None = None) -> None:
         """Have the block be these parameters, quantised, and the parameters be what it is dequantised to. Both are in memory.
 
         Args:
-            names: Of the parameters.
             given: Quantised weights by name. One is taken as it is if the parameter is what it is dequantised to.
             only: Parameters that have changed; None for all.
 
@@ -102,7 +99,7 @@ class FrozenParameters(VersionedBlock):
             return
         for stored, section in self._sections():
             param, scheme, value = self.params[section.piece], self._schemes[section.piece], section.of(self.values)
-            name = names[param]
+            name = self._names[section.piece]
             if only is not None and param not in only:
                 continue
             if scheme is None:

@@ -26,6 +26,7 @@ class ParameterBlock(VersionedBlock):
     Args:
         number: Number of the block in the model.
         params: Its parameters, each once, on the CPU.
+        names: Of the parameters, for errors.
         arena: Lends the memory that quantised weights are dequantised into, and shards gathered into.
         quantize: How weights that are not trained are quantised; None if they are not.
         ranks: The processes that the parameters are sharded over; None if this one has all of each, as of the block that stays
@@ -36,6 +37,7 @@ class ParameterBlock(VersionedBlock):
         self,
         number: int,
         params: Sequence[nn.Parameter],
+        names: Sequence[str],
         arena: PinnedArena,
         quantize: Scheme | None = None,
         ranks: TrainingRanks | None = None,
@@ -52,7 +54,7 @@ class ParameterBlock(VersionedBlock):
         self.layout = lay_out(own)
         """Where the parameters, or the shards, lie in the block, without the frozen ones."""
         super().__init__(f"{number}.parameters", self.layout.nbytes)
-        self.frozen = FrozenParameters(f"{number}.frozen", frozen, quantize, arena) if frozen else None
+        self.frozen = FrozenParameters(f"{number}.frozen", frozen, names, quantize, arena) if frozen else None
         """The parameters that are not trained; None if they are in this block, or there are none."""
         self._absent = [absent_like(param) for param in params]
         self._absent_bytes = [_element_bytes(absent).tolist() for absent in self._absent]
@@ -130,17 +132,11 @@ class ParameterBlock(VersionedBlock):
         for param, place in self.stored_values():
             place.copy_(given[param] if param in given else self.ranks.shard_of(whole[param]))
 
-    def fill(
-        self,
-        values: Iterable[torch.Tensor],
-        names: Mapping[torch.Tensor, str],
-        quantized: Mapping[str, torch.Tensor] | None = None,
-    ) -> bool:
+    def fill(self, values: Iterable[torch.Tensor], quantized: Mapping[str, torch.Tensor] | None) -> bool:
         """Copy a value of each parameter to the block's memory, and that of the frozen ones, and quantise it there.
 
         Args:
             values: What this process has of each parameter, in order: all of it, or its rows.
-            names: Of the parameters.
             quantized: As :meth:`FrozenParameters.quantize` takes them.
 
         Returns:
@@ -159,7 +155,7 @@ class ParameterBlock(VersionedBlock):
                 place.copy_(value)
                 changed.add(param)
         if self.frozen is not None:
-            self.frozen.quantize(names, quantized, changed)
+            self.frozen.quantize(quantized, changed)
         return not frozen.isdisjoint(changed)
 
     def attach(self) -> None:

@@ -266,7 +266,6 @@ class TrainedBlock:
     def load(
         self,
         values: Iterable[torch.Tensor],
-        names: Mapping[torch.Tensor, str],
         quantized: Mapping[str, torch.Tensor] | None,
         states: Mapping[torch.Tensor, Mapping[str, Any]],
         groups: Groups,
@@ -275,7 +274,6 @@ class TrainedBlock:
 
         Args:
             values: For each parameter, its value.
-            names: Of the parameters.
             quantized: Quantised weights by name, as :meth:`FrozenParameters.quantize` takes them.
             states: For each parameter, its whole state.
             groups: The parameter groups that belong to these states.
@@ -288,7 +286,7 @@ class TrainedBlock:
         frozen = self.parameters.frozen
         if frozen is not None:
             self._drive.cache.acquire([frozen])
-        frozen_changed = self.parameters.fill(values, names, quantized)
+        frozen_changed = self.parameters.fill(values, quantized)
         for each in self.states:
             each.load(states, groups)
         self._write_parameters()
