@@ -179,11 +179,10 @@ def test_tied_tiles_may_be_used_in_part(drive: Path, micro_batches: int) -> None
 
 
 @shares_are_counted
-@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize(("activations", "checkpointed"), [("memory", False), ("memory", True), ("recompute", False)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_tiles_and_their_gradients_are_in_memory_one_after_the_other(
-    drive: Path, tied: bool, activations: str, checkpointed: bool, micro_batches: int
+    drive: Path, tied: bool, activations: str, checkpointed: bool
 ) -> None:
     """The head with its gradient and states takes several times the budget, a tile of it with these a half."""
     gc.collect()
@@ -204,7 +203,7 @@ def test_tiles_and_their_gradients_are_in_memory_one_after_the_other(
         if output.requires_grad:
             output.register_hook(look)
 
-    options = {"activations": activations, "micro_batches": micro_batches, "memory_budget": budget}
+    options = {"activations": activations, "micro_batches": 4, "memory_budget": budget}
     with training_of(model, drive, **options) as training:
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
