@@ -78,10 +78,12 @@ class SubGroupPlanner:
         """
         for group in groups:
             for param, times in Counter(group["params"]).items():
-                self._check(param)
                 if times > 1:
                     raise ValueError(f"a parameter of the shape {tuple(param.shape)} is {times} times in its group: list it once")
         self._have_them_checked(groups)
+        for group in groups:
+            for param in group["params"]:
+                self._check(param)
         del self._states_an_element[first_group:]
         self._states_an_element += [self._estimated_states_an_element(group) for group in groups]
         cut = partition(groups, self._size, self._may_be_cut, first_group)

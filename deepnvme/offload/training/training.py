@@ -210,8 +210,8 @@ class OffloadedTraining:
             budget = memory_budget - _values_bytes(parameter_blocks) - activation_bytes
             tied = tied_parameters(partition.tiles)
             limit = limit_of_blocks(sub_groups, parameter_blocks, self._planner, budget, stay, self._ranks.several, tied)
-            paths = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else list(nvme_path)
-            paths = [Path(os.path.abspath(os.fsdecode(each))) for each in paths]
+            given = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else nvme_path
+            paths = [Path(os.path.abspath(os.fsdecode(each))) for each in given]
             self._drive = BlocksOnDrive(paths, config, self._owner, limit)
             trained_blocks = [
                 TrainedBlock(block, stepping, self._drive) for block, stepping in zip(parameter_blocks, sub_groups, strict=True)

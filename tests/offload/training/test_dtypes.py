@@ -153,11 +153,11 @@ def test_frozen_parameters_beside_the_blocks_are_in_any_dtype(drive: Path, schem
         model, torch.optim.AdamW, nvme_path=drive, blocks=["blocks.*"], quantize=scheme, lr=1e-2, eps=EPS
     ) as training:
         for step in range(2):
-            train_both(training, reference, [batch(step)])
+            assert torch.equal(training.step(batch(step)), reference.step(batch(step)))  # type: ignore[arg-type]
             with torch.no_grad():
                 for each in (model, reference.model):
                     each.head.bias.add_(0.5)
-        train_both(training, reference, [batch(2)])
+        assert torch.equal(training.step(batch(2)), reference.step(batch(2)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scheme", [None, "int4"])
