@@ -15,9 +15,10 @@ import functools
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -124,15 +125,15 @@ class RankMeetings:
             raise RankFailed(f"rank {failures.index(True)} failed, and its own error says why")
         return messages
 
-    def check_alike(self, number: int, what: str) -> None:
-        """Raise ValueError, on all ranks, if they do not give the same number. Blocks; raises like every exchange.
+    def check_alike(self, names: Iterable[str], what: str) -> None:
+        """Raise ValueError, on all ranks, if they do not give the same names. Blocks; raises like every exchange.
 
         Args:
-            number: At most 31 bits that say what the rank has.
-            what: Names that in the error.
+            names: What the rank has. A checksum of them is exchanged.
+            what: Says in the error what the names are.
         """
         if self.several:
-            numbers = self._synchronize(Purpose.COMPARE, values=[number])
+            numbers = self._synchronize(Purpose.COMPARE, values=[crc32("\n".join(names).encode()) >> 1])
             if any(each != numbers[0] for each in numbers):
                 self._failure_is_known = True
                 raise ValueError(f"{what} are not the same on all ranks")

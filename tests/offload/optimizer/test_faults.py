@@ -24,14 +24,11 @@ from ...support.engines import FailingDrive, failing
 from ...support.interpreters import Interpreters
 from ...support.interrupts import ctrl_c_every, ctrl_c_in_a_wait_for
 from ...support.training import (
-    ADAM,
     FULL_SHAPES,
-    InMemory,
     Lion,
     Pair,
     adamw_fails,
     assert_same,
-    assert_same_state,
     backward,
     copied,
     give_gradients,
@@ -243,26 +240,20 @@ def test_a_load_that_fails_leaves_the_step_to_be_finished(pair: Pair) -> None:
 
 def test_a_model_that_is_loaded_within_a_step_is_stepped_where_it_was_not_yet(drive: Path) -> None:
     """With float32 master weights, which follow it."""
-    shapes = [(4096,)] * 4  # a sub-group each
-    plain, params = parameters(torch.bfloat16, shapes), parameters(torch.bfloat16, shapes)
-    reference = InMemory(plain, torch.optim.AdamW, **ADAM)
-    with optimizer_in(drive, params, master_weights=True, **ADAM) as optimizer:
-        for step in range(4):
-            give_gradients(plain, step)
-            give_gradients(params, step)
-            if step == 2:
-                before = snapshot(params)
-                with adamw_fails(3), pytest.raises(ArithmeticError):
-                    optimizer.step()
-                left = [index for index, param in enumerate(params) if torch.equal(param, before[index])]
-                assert len(left) == 2
-                for each in (params, plain, reference.masters):
-                    with torch.no_grad():
-                        each[left[0]].copy_(before[left[0]] + 8)
-            reference.step()
-            optimizer.step()
-            assert_same(params, plain)
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
+    with Pair(drive, "masters", shapes=[(4096,)] * 4) as pair:  # a sub-group each
+        pair.step(2)
+        pair.give_gradients()
+        before = snapshot(pair.params)
+        with adamw_fails(3), pytest.raises(ArithmeticError):
+            pair.optimizer.step()
+        left = [index for index, param in enumerate(pair.params) if torch.equal(param, before[index])]
+        assert len(left) == 2
+        for each in (pair.params, pair.plain, pair.reference.masters):
+            with torch.no_grad():
+                each[left[0]].copy_(before[left[0]] + 8)
+        pair.step_both()
+        pair.step(1)
+        pair.check()
 
 
 def test_a_disk_that_is_too_small_is_said_before_training(drive: Path) -> None:

@@ -31,7 +31,6 @@ from ...support.training import (
     ADAM,
     PRECISIONS,
     SHAPES,
-    InMemory,
     Lion,
     Pair,
     assert_same,
@@ -627,30 +626,26 @@ def test_states_with_master_weights_serve_the_plain_optimizer(drive: Path) -> No
 
 @pytest.mark.parametrize("dram_budget", [0, 60_000, 1 << 40])
 def test_weights_that_others_have_changed_are_the_new_masters(dram_budget: int, drive: Path) -> None:
-    plain, params = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    reference = InMemory(plain, torch.optim.AdamW, **ADAM)
-    with optimizer_in(drive, params, torch.optim.AdamW, master_weights=True, dram_budget=dram_budget, **ADAM) as optimizer:
+    with Pair(drive, "masters", dram_budget=dram_budget) as pair:
         for step in range(7):
             if step == 3:  # one of them has no gradient then, and its change waits
                 for index in (0, 6):
-                    weights = torch.randn(plain[index].shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+                    weights = torch.randn(pair.plain[index].shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+                    # what the change leaves as it was keeps its precision
+                    masters = pair.reference.masters[index]
                     with torch.no_grad():
-                        plain[index].copy_(weights)
-                        params[index].copy_(weights)
-                        # what the change leaves as it was keeps its precision
-                        masters = reference.masters[index]
+                        pair.plain[index].copy_(weights)
+                        pair.params[index].copy_(weights)
                         masters.copy_(torch.where(masters.bfloat16() == weights, masters, weights.float()))
-            for each in (plain, params):
-                give_gradients(each, step, missing=lambda index, step=step: index == 6 and step in (3, 4))  # type: ignore[misc]
+            pair.give_gradients(lambda index, step=step: index == 6 and step in (3, 4))  # type: ignore[misc]
             if step == 3:
                 with failing("write", 2), contextlib.suppress(OSError):
-                    optimizer.step()
-                if optimizer.steps == 3:
-                    optimizer.step()
-            else:
-                optimizer.step()
-            reference.step()
-            assert_same(params, plain)
+                    pair.optimizer.step()
+            if pair.optimizer.steps == step:
+                pair.optimizer.step()
+            pair.reference.step()
+            pair.steps += 1
+            assert_same(pair.params, pair.plain)
 
 
 def test_a_state_that_cannot_be_loaded_leaves_all_as_it_was(drive: Path) -> None:

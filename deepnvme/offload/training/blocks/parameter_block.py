@@ -209,27 +209,29 @@ class ParameterBlock(VersionedBlock):
         pairs = zip(self.params, self._absent, strict=True)
         return [param for param, absent in pairs if param.numel() and param.data_ptr() == absent.data_ptr()]
 
-    def view_of(self, tensor: torch.Tensor) -> tuple[bool, View] | None:
-        """Return how a tensor looks at the block's memory; None if it looks elsewhere, or the block has none.
+    def _contents(self) -> Iterator[tuple[VersionedBlock, torch.Tensor]]:
+        """Yield this block and the frozen parameters, as far as they are in memory, each with the bytes of the parameters."""
+        content = self._gathered if self.ranks is not None else self.content if self.in_memory else None
+        if content is not None:
+            yield self, content
+        if self.frozen is not None and self.frozen.has_values:
+            yield self.frozen, self.frozen.values
 
-        With the view comes whether it is of the frozen parameters.
+    def view_of(self, tensor: torch.Tensor) -> tuple[VersionedBlock, View] | None:
+        """Return how a tensor looks at the parameters' memory; None if it looks elsewhere, or they have none.
+
+        With the view comes the block of these parameters: this one, or that of the frozen parameters.
         """
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
             return None
-        content = self._gathered if self.ranks is not None else self.content if self.in_memory else None
-        if content is not None and _is_in(tensor, content):
-            return False, view_of(tensor, int(content.storage_offset()))
-        frozen = self.frozen
-        if frozen is not None and frozen.has_values and _is_in(tensor, frozen.values):
-            return True, view_of(tensor, int(frozen.values.storage_offset()))
+        for part, content in self._contents():
+            if 0 <= tensor.data_ptr() - content.data_ptr() < content.nbytes:
+                return part, view_of(tensor, int(content.storage_offset()))
         return None
 
-    def tensor(self, frozen: bool, view: View) -> torch.Tensor:
-        """Return a new tensor that looks at the block's memory, as :meth:`view_of` has found."""
-        content = self.content if self.ranks is None else self._gathered_bytes
-        if frozen:
-            assert self.frozen is not None
-            content = self.frozen.values
+    def tensor(self, part: VersionedBlock, view: View) -> torch.Tensor:
+        """Return a new tensor that looks at the parameters' memory, as :meth:`view_of` has found."""
+        content = dict(self._contents())[part]
         return view.on(content.untyped_storage(), int(content.storage_offset()))
 
     # -- its versions on the drive
@@ -267,11 +269,6 @@ def _absent_shard(param: nn.Parameter, ranks: TrainingRanks) -> nn.Parameter:
 
 def _padded(param: nn.Parameter, ranks: TrainingRanks) -> torch.Tensor:
     return torch.empty(ranks.padded_shape(param), dtype=param.dtype, device="meta")
-
-
-def _is_in(tensor: torch.Tensor, content: torch.Tensor) -> bool:
-    """Return whether a tensor begins in a block's bytes."""
-    return 0 <= tensor.data_ptr() - content.data_ptr() < content.nbytes
 
 
 def _element_bytes(absent: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from deepnvme.cache.block import Block
 from deepnvme.offload.activations.checkpointing import CheckpointedForward, ReplacedForward, is_checkpointed
 from deepnvme.offload.activations.saved_tensor import Packed, View, is_plain
+from deepnvme.states.versions import VersionedBlock
 
 from .blocks_on_drive import BlocksOnDrive
 from .frozen_parameters import FrozenParameters
@@ -26,16 +27,15 @@ class SavedParameter:
     Args:
         uses: Has the block in memory in the backward.
         block: The block.
-        frozen: Whether it looks at the block's frozen parameters.
-        view: How the tensor looks at them, or at the others.
+        part: The block itself, or that of its frozen parameters.
+        view: How the tensor looks at the part.
     """
 
-    __slots__ = ("_block", "_changes", "_frozen", "_part", "_uses", "_view")
+    __slots__ = ("_block", "_changes", "_part", "_uses", "_view")
 
-    def __init__(self, uses: ParameterUses, block: ParameterBlock, frozen: bool, view: View) -> None:
-        self._uses, self._block, self._frozen, self._view = uses, block, frozen, view
-        self._part = block.frozen if frozen and block.frozen is not None else block
-        self._changes = self._part.changes
+    def __init__(self, uses: ParameterUses, block: ParameterBlock, part: VersionedBlock, view: View) -> None:
+        self._uses, self._block, self._part, self._view = uses, block, part, view
+        self._changes = part.changes
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor. Reads the block if it is not in memory.
@@ -49,7 +49,7 @@ class SavedParameter:
                 f"the parameter that the {self._view} looks at was changed by a step since the forward: run the forward again"
             )
         self._uses.use_in_backward(self._block)
-        return self._block.tensor(self._frozen, self._view)
+        return self._block.tensor(self._part, self._view)
 
 
 class ParameterUses:
