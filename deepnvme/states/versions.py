@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.alignment import PAGE
 from deepnvme.store.tensor_store import TensorStore
 
@@ -74,9 +75,10 @@ class BlockVersions:
         inside = first.offset % PAGE
         ranges = [(block_name(of), each.offset - inside, each.nbytes + inside) for of, each in sections]
         mapped = self._store.map_ranges(ranges)
-        memory: Any = StorageWeakRef(mapped.untyped_storage())  # type: ignore[no-untyped-call]
-        for name, _, _ in ranges:
-            self._mapped[name] = [*(other for other in self._mapped.get(name, ()) if not other.expired()), memory]
+        with defer_interrupts():  # in torch's constructor, Ctrl-C would leave a reference that cannot be freed
+            memory: Any = StorageWeakRef(mapped.untyped_storage())  # type: ignore[no-untyped-call]
+            for name, _, _ in ranges:
+                self._mapped[name] = [*(other for other in self._mapped.get(name, ()) if not other.expired()), memory]
         return mapped[inside:].view(first.dtype)
 
     def tidy(self) -> None:
