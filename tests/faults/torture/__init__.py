@@ -18,6 +18,12 @@ Descriptors, threads, locked memory and buffers of the pool that a try leaves be
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+# Has `harness`, which knows the random numbers of micro-batches. Only pytest has it on the path by itself.
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
 
 class Wrong(AssertionError):
     """The package gave other data, another state or another error than it promises."""
