@@ -41,12 +41,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "offload.optimizer": STORE | {"states"},
     "offload.activations": ACTIVATIONS,
     "offload.tiles": BASE | {"memory", "model"},
-    "offload.training.rank_meetings": BASE,
-    "offload.training.ranks": BASE | {"memory", "states", "offload.activations", "offload.training.rank_meetings"},
+    "offload.training.ranks": BASE | {"memory", "states", "offload.activations"},
     "offload.training.blocks": BLOCKS,
     "offload.training": CHECKPOINT  # a training may begin with the weights of a checkpoint
     | BLOCKS
-    | {"offload.tiles", "offload.training.blocks", "offload.training.rank_meetings"},
+    | {"offload.tiles", "offload.training.blocks"},
     "offload": {"_lazy", "states"} | OFFLOAD - {"offload"},
     "checkpoint.formats": TRANSFER,
     "checkpoint": CHECKPOINT,

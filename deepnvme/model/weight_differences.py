@@ -24,6 +24,11 @@ class WeightInfo(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the weight."""
 
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> WeightInfo:
+        """Return dtype and shape of a tensor."""
+        return cls(weight.dtype, tuple(weight.shape))
+
     @property
     def nbytes(self) -> int:
         """Bytes of the weight, not quantised."""
@@ -58,7 +63,7 @@ def described(model: nn.Module) -> tuple[dict[str, WeightInfo], dict[str, str]]:
     The ties map each further name of a tied weight to the weight's first name.
     """
     weights = weights_by_name(model)
-    return {name: WeightInfo(weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}, ties_of(weights)
+    return {name: WeightInfo.of(weight) for name, weight in weights.items()}, ties_of(weights)
 
 
 def differences(

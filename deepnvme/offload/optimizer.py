@@ -11,12 +11,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.profiles import AnyPath
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -27,15 +29,11 @@ from deepnvme.states.state_dict import opaque
 from deepnvme.states.step import OptimizerStep
 from deepnvme.states.sub_group import SubGroup
 from deepnvme.store.tensor_store import TensorStore
+from deepnvme.store.volumes import Directory
 from deepnvme.telemetry.callers import stack_level
 from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people
 from deepnvme.telemetry.drive_wear import WriteEstimate
 from deepnvme.telemetry.sizes import ByteCount, byte_count
-
-if TYPE_CHECKING:
-    from deepnvme.drives.aio_config import AioConfig
-    from deepnvme.drives.profiles import AnyPath
-    from deepnvme.store.volumes import Directory
 
 _logger = logging.getLogger(__name__)
 
@@ -215,7 +213,8 @@ class OffloadedOptimizer(Optimizer):
 
     def report(self) -> StepReport:
         """Return timings and bytes moved of the last step. Raises RuntimeError before the first step."""
-        return self._step.io.last
+        last: StepReport = self._step.io.last
+        return last
 
     def estimate_writes(self) -> WriteEstimate:
         """Return how many bytes each step will write to the drive: before the first step an estimate, then their sizes.

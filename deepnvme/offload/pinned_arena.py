@@ -25,6 +25,10 @@ class PinnedArena:
     """
 
     def __init__(self, nbytes: int) -> None:
+        self.resize(nbytes)
+
+    def resize(self, nbytes: int) -> None:
+        """Lend parts of another region, of this size, from now on. Tensors over the region before stay valid."""
         self.nbytes = nbytes - nbytes % padded(1)
         self._region: Any = None
         self._extents = ExtentMap()
@@ -46,6 +50,14 @@ class PinnedArena:
         """
         with defer_interrupts():
             return self._lend(nbytes)
+
+    def lend_beyond(self, nbytes: int) -> torch.Tensor:
+        """Return memory as :meth:`lend` does, and if there is no room, a region of its own. Raises OutOfBuffers."""
+        lent = self.lend(nbytes)
+        if lent is None:
+            lent = PinnedArena(padded(nbytes)).lend(nbytes)
+            assert lent is not None
+        return lent
 
     def _lend(self, nbytes: int) -> torch.Tensor | None:
         self._take_back()

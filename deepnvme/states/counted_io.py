@@ -18,7 +18,7 @@ from deepnvme.store.tensor_store import TensorStore
 from deepnvme.telemetry.stopwatch import Stopwatch
 from deepnvme.transfer.gather import Transfers
 
-from .report import StepReport
+from .report import DriveReport
 
 _logger = logging.getLogger(__name__)
 
@@ -46,11 +46,6 @@ class _TransferTimes:
             self._under_way = [future for future in self._under_way if not future.done()]
             if not self._under_way:
                 self.seconds += time.perf_counter() - self._since
-
-    @property
-    def gb_per_second(self) -> float:
-        """Bytes over the time that at least one was in flight, in GB/s; 0 without any."""
-        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
 @dataclass
@@ -106,7 +101,7 @@ def shortage(held: int, block: Block) -> str:
 
 
 class CountedIO:
-    """Reads from and writes to a store, counts bytes and times for the current step, and makes a report of each step.
+    """Reads from and writes to a store, counts bytes and times for the current step, and keeps the report of the last one.
 
     Transfers through ``store`` directly are not counted.
 
@@ -115,12 +110,13 @@ class CountedIO:
         verbose: Whether to print each report as a line to stdout.
     """
 
-    def __init__(self, store: TensorStore, verbose: bool) -> None:
+    def __init__(self, store: TensorStore, verbose: bool = False) -> None:
         self.store, self._verbose = store, verbose
         self.times = StepTimes()
-        self._written_in_all = 0
+        self.bytes_written_in_all = 0
+        """Bytes of all writes started so far, for any purpose."""
         self._limits: tuple[float, float] | None = None
-        self._last: StepReport | None = None
+        self._last: DriveReport | None = None
         self._ended: float | None = None  # time.perf_counter() at the end of the last step
 
     def get(self, name: str, out: torch.Tensor) -> StoreFuture[torch.Tensor]:
@@ -133,7 +129,7 @@ class CountedIO:
         """Start writing ``tensor`` under ``name``, and count it. See :meth:`TensorStore.put`."""
         future = self.store.put(name, tensor)
         self.times.writes.started(future, tensor.nbytes)
-        self._written_in_all += tensor.nbytes
+        self.bytes_written_in_all += tensor.nbytes
         return future
 
     def read(self, block: Block, buffer: torch.Tensor) -> StoreFuture[torch.Tensor]:
@@ -212,47 +208,47 @@ class CountedIO:
         self._limits = rounds * lease.nbytes / sum(reading), rounds * lease.nbytes / sum(writing)
         return self._limits
 
-    def report_step(self, step: int, sub_groups: int, resident_bytes: int) -> None:
-        """Report a completed step. All transfers counted since the last step are attributed to it.
+    def end_step(self, step: int) -> dict[str, Any]:
+        """End a step. All transfers counted since the last step, or the last :meth:`finish`, are attributed to it.
 
         Args:
             step: Number of the step, from 1.
-            sub_groups: Number of sub-groups stepped.
-            resident_bytes: Bytes of states kept in memory.
+
+        Returns:
+            The fields of a :class:`DriveReport` by name, without ``waiting``.
         """
         times = self.finish()
         now = time.perf_counter()
         seconds = now - times.begun if times.begun is not None else 0.0
         period = seconds if self._ended is None else now - self._ended
         self._ended = now
-        limit = None
-        if self._limits is not None:
-            limit = (times.reads.nbytes / self._limits[0] + times.writes.nbytes / self._limits[1]) / seconds
-        self._last = StepReport(
-            step=step,
-            seconds=seconds,
-            computing=times.computing.seconds,
-            reading=times.reads.seconds,
-            writing=times.writes.seconds,
-            waiting=times.waiting.seconds,
-            bytes_read=times.reads.nbytes,
-            bytes_written=times.writes.nbytes,
-            read_gb_per_second=times.reads.gb_per_second,
-            write_gb_per_second=times.writes.gb_per_second,
-            share_of_limit=limit,
-            bytes_written_in_all=self._written_in_all,
-            resident_bytes=resident_bytes,
-            sub_groups=sub_groups,
-            period=period,
-        )
+        return {
+            "step": step,
+            "seconds": seconds,
+            "period": period,
+            "reading": times.reads.seconds,
+            "writing": times.writes.seconds,
+            "bytes_read": times.reads.nbytes,
+            "bytes_written": times.writes.nbytes,
+        }
+
+    def share_of_limit(self, bytes_read: int, bytes_written: int, seconds: float) -> float | None:
+        """Return the time that the drive needs for these bytes over ``seconds``; None before :meth:`measure_limits`."""
+        if self._limits is None:
+            return None
+        return (bytes_read / self._limits[0] + bytes_written / self._limits[1]) / seconds
+
+    def keep_report(self, report: DriveReport) -> None:
+        """Have :attr:`last` be this report. Logs it with level DEBUG, and prints it if ``verbose``."""
+        self._last = report
         if _logger.isEnabledFor(logging.DEBUG):
-            _logger.debug("%s", self._last.line())
+            _logger.debug("%s", report.line())
         if self._verbose:
             with contextlib.suppress(OSError, ValueError):  # the step is made, whatever has become of stdout
-                print(self._last.line(), flush=True)
+                print(report.line(), flush=True)
 
     @property
-    def last(self) -> StepReport:
+    def last(self) -> Any:
         """The report of the last step. Raises RuntimeError before the first step."""
         if self._last is None:
             raise RuntimeError("there is nothing to report before the first step")

@@ -30,6 +30,15 @@ Pieces = Mapping[torch.Tensor, Sequence[tuple[SubGroup, int]]]
 """Maps a parameter to its pieces. A piece is (its sub-group, its index in the sub-group's ``pieces``)."""
 
 
+def pieces_of(sub_groups: Iterable[SubGroup]) -> dict[torch.Tensor, list[tuple[SubGroup, int]]]:
+    """Return the pieces of each parameter of some sub-groups."""
+    found: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
+    for sub_group in sub_groups:
+        for index, piece in enumerate(sub_group.pieces):
+            found.setdefault(piece.param, []).append((sub_group, index))
+    return found
+
+
 class GradientHooks:
     """Calls a method with each parameter whose gradient backward has just accumulated.
 

@@ -27,8 +27,6 @@ class ParamSlice:
     """One past the last element."""
     whole: bool
     """Whether the slice is the whole parameter (or shard)."""
-    times: int = 1
-    """How often the parameter is listed in its group. It is stepped that often in each step, as torch does."""
 
     @property
     def numel(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,10 @@ class SubGroupPlanner:
             ValueError: For parameters that cannot be offloaded.
             Exception: Whatever the optimizer class raises for parameters or options that it does not accept.
         """
+        for group in groups:
+            for param, times in Counter(group["params"]).items():
+                if times > 1:
+                    raise ValueError(f"a parameter of the shape {tuple(param.shape)} is {times} times in its group: list it once")
         self._have_them_checked(groups)
         for group in groups:
             for param in group["params"]:
@@ -99,6 +103,10 @@ class SubGroupPlanner:
             nbytes += int(tensors * (piece.numel * (4 if master else piece.param.element_size()) + PAGE))
         return padded(nbytes, PAGE)
 
+    def block_bytes(self, sub_group: SubGroup) -> int:
+        """Return the bytes of a sub-group's block; an estimate before its first step."""
+        return self.estimate(sub_group) if sub_group.layout is None else sub_group.layout.nbytes
+
     def _have_them_checked(self, groups: Sequence[dict[str, Any]]) -> None:
         """Construct the optimizer class on stand-ins for these parameters, so that it rejects them now, not in the first step.
 
@@ -118,9 +126,7 @@ class SubGroupPlanner:
             dtype = torch.float32 if self._is_mastered(param) else param.dtype
             made = stand_in(local_of(param).detach(), dtype)
             stand_ins[param] = torch.nn.Parameter(made, requires_grad=param.requires_grad)
-        self._make(
-            [{**options_of(group), "params": [stand_ins[each] for each in dict.fromkeys(group["params"])]} for group in groups]
-        )
+        self._make([{**options_of(group), "params": [stand_ins[each] for each in group["params"]]} for group in groups])
 
     def _check(self, param: torch.Tensor) -> None:
         if param.layout != torch.strided:
@@ -143,32 +149,23 @@ class SubGroupPlanner:
         exact = param.dtype in (torch.float32, torch.float64) or self._master_weights
         return self._class in ELEMENTWISE and exact and local_of(param).is_contiguous()
 
-    def trial_states(self, group: Mapping[str, Any], dimensions: int, given: Container[str]) -> tuple[list[str], str | None]:
-        """Step a small trial parameter twice, the second time with only the states in ``given``, to learn what the class needs.
+    def states_kept(self, group: Mapping[str, Any], dimensions: int) -> dict[str, bool]:
+        """Step a small trial parameter to learn which states the class keeps.
 
         Args:
             group: The options.
             dimensions: Number of dimensions of the trial parameter.
-            given: Keys of the states to keep for the second step.
 
         Returns:
-            The keys of those states that have the parameter's shape, and what the second step did not find; None if it went well.
-            A class that cannot step such a parameter needs nothing.
+            For each state's key, whether the state has the parameter's shape, which is not known without dimensions. Empty for a
+            class that cannot step such a parameter.
         """
         try:
             optimizer, trial = self._stepped(group, (2,) * dimensions)
         except Exception:
-            return [], None
-        states = optimizer.state[trial]
-        alike = [key for key, value in states.items() if isinstance(value, torch.Tensor) and value.shape == trial.shape]
-        alike = alike if dimensions else []
-        for key in [key for key in states if key not in given]:
-            del states[key]
-        try:
-            step_without_global_hooks(optimizer)
-        except KeyError as error:
-            return alike, str(error)
-        return alike, None
+            return {}
+        alike = {key: getattr(value, "shape", None) == trial.shape for key, value in optimizer.state[trial].items()}
+        return {key: dimensions > 0 and each for key, each in alike.items()}
 
     def _stepped(self, group: Mapping[str, Any], shape: Sequence[int]) -> tuple[Optimizer, torch.nn.Parameter]:
         """Return an optimizer with a group's options, and a parameter of zeros that it has stepped with a gradient of zeros."""
@@ -208,7 +205,7 @@ def partition(
     found: list[list[ParamSlice]] = []
     filled = size
     for group, options in enumerate(param_groups, first_group):
-        for param, times in Counter(options["params"]).items():
+        for param in options["params"]:
             numel = local_of(param).numel()
             begin = 0
             while begin < numel or begin == 0:
@@ -224,7 +221,7 @@ def partition(
                 if not found:
                     found.append([])
                 end = begin + min(rest, room)
-                found[-1].append(ParamSlice(param, group, begin, end, whole=end - begin == numel, times=times))
+                found[-1].append(ParamSlice(param, group, begin, end, whole=end - begin == numel))
                 filled += end - begin
                 begin = end
                 if numel == 0:

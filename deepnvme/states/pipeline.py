@@ -16,7 +16,8 @@ from deepnvme.memory.pool import BufferPool
 
 from .counted_io import CountedIO, StoredBlock, shortage
 from .gradients import SubGroupGradients
-from .residency import BLOCKS_IN_FLIGHT, ResidencyPolicy
+from .partition import SubGroupPlanner
+from .residency import BLOCKS_IN_FLIGHT
 from .sub_group import BlockTensors, SubGroup
 from .versions import BlockVersions, block_name
 
@@ -34,14 +35,14 @@ class SubGroupPipeline:
         io: Reads and writes blocks.
         versions: Chooses where blocks are written.
         gradients: Provides the gradients. They are read ahead, too.
-        residency: Says how large the first block of a sub-group may become.
+        planner: Estimates how large the first block of a sub-group becomes.
         pool: Where memory is leased.
     """
 
     def __init__(
-        self, io: CountedIO, versions: BlockVersions, gradients: SubGroupGradients, residency: ResidencyPolicy, pool: BufferPool
+        self, io: CountedIO, versions: BlockVersions, gradients: SubGroupGradients, planner: SubGroupPlanner, pool: BufferPool
     ) -> None:
-        self._io, self._versions, self._gradients, self._residency, self._pool = io, versions, gradients, residency, pool
+        self._io, self._versions, self._gradients, self._planner, self._pool = io, versions, gradients, planner, pool
         self._memory = PooledMemory(pool, 0, shortage, separate_residents=True)
         self._cache = BlockCache(io, self._memory, read_again=False)
         self._blocks: dict[SubGroup, StoredBlock] = {}
@@ -106,7 +107,7 @@ class SubGroupPipeline:
             if sub_group.layout is None:
                 self._cache.drop_clean()  # the first step makes the states in ordinary memory, beside the block
                 self._cache.raise_failure()
-                self._create(sub_group, self._residency.first_block_bytes(sub_group))
+                self._create(sub_group, self._planner.block_bytes(sub_group))
             else:
                 self._cache.acquire([self._block_of(sub_group)], then=self._coming())
         self._io.record_ended()
@@ -239,8 +240,7 @@ class SubGroupPipeline:
         """
         if any(each.layout is None for each in sub_groups):
             self._in_flight = 1
-        sizes = (self._residency.first_block_bytes(each) if each.layout is None else each.layout.nbytes for each in sub_groups)
-        self._largest = max([self._largest, *sizes])
+        self._largest = max([self._largest, *map(self._planner.block_bytes, sub_groups)])
         self._memory.set_limit(self._in_flight * self._largest)
 
     def _coming(self) -> list[Use]:

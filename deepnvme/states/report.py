@@ -1,4 +1,4 @@
-"""What a step of an offloaded optimizer did, and what it waited for. ``CountedIO.report_step`` fills it in."""
+"""What a step of an offloaded optimizer, or of a training, did and what it waited for."""
 
 from __future__ import annotations
 
@@ -9,38 +9,48 @@ from deepnvme.telemetry.drive_wear import terabytes_per_day
 from deepnvme.telemetry.report_figures import ReportFigures
 
 
-@dataclass(frozen=True)
-class StepReport(ReportFigures):
+@dataclass(frozen=True, kw_only=True)
+class DriveReport(ReportFigures):
+    """The section that the reports of optimizers and of trainings share. Seconds and bytes."""
+
+    step: int
+    """Number of the step, from 1."""
+    seconds: float
+    """Time of the whole step, until ``step()`` returns. All other times but :attr:`period` lie within it.
+
+    A step of :class:`OffloadedOptimizer` begins with the call of ``step()``, the closure included. With ``step_in_backward`` or
+    ``offload_gradients`` it begins with the first gradient of a backward. A step of :class:`OffloadedTraining` begins with the
+    first forward, and includes what is done between micro-batches."""
+    reading: float
+    """Time with at least one read of a block in flight, whether or not anything waited for it."""
+    writing: float
+    """Time with at least one write of a block in flight, whether or not anything waited for it."""
+    waiting: float
+    """Time spent waiting for the drive with nothing to compute: for blocks to be read, for memory to read them into, and for the
+    last writes. Without the activations of a training."""
+    bytes_read: int
+    """Bytes read of states and of gradients on the drive, and with a training of parameters."""
+    bytes_written: int
+    """Bytes written of them.
+
+    ``bytes_read`` and ``bytes_written`` do not include checkpoints and ``measure_limits``."""
+    period: float
+    """Time from the end of the step before to the end of this one, whatever was done in it; of the first step, ``seconds``."""
+
+    def line(self) -> str:
+        """Return the report as one line of text."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport(DriveReport):
     """Timings and traffic of one step of an :class:`OffloadedOptimizer`. Seconds and bytes; 1 GB is 10^9 bytes.
 
     ``as_dict()`` has the numbers, for loggers.
     """
 
-    step: int
-    """Number of the step, from 1."""
-    seconds: float
-    """Time of the whole step, until ``step()`` returns; all times below lie within it.
-
-    It begins with the call of ``step()``, the closure included. With ``step_in_backward`` or ``offload_gradients`` it begins with
-    the first gradient of a backward, so it includes the rest of that backward and whatever else is computed until ``step()``."""
     computing: float
     """Time in the optimizer's own kernels, and for copying gradients and weights for them."""
-    reading: float
-    """Time with at least one read in flight, whether or not anything waited for it."""
-    writing: float
-    """Time with at least one write in flight, whether or not anything waited for it."""
-    waiting: float
-    """Time spent waiting for the drive with nothing to compute."""
-    bytes_read: int
-    """Bytes read of states, and of offloaded gradients."""
-    bytes_written: int
-    """Bytes written of states and of offloaded gradients.
-
-    ``bytes_read`` and ``bytes_written`` do not include checkpoints and ``measure_limits``."""
-    read_gb_per_second: float
-    """``bytes_read`` over ``reading``. Writes at the same time take their share of the drive."""
-    write_gb_per_second: float
-    """``bytes_written`` over ``writing``. Reads at the same time take their share of the drive."""
     share_of_limit: float | None
     """The time that the drive would need for these bytes at its limits, first reading and then writing, over ``seconds``.
 
@@ -51,8 +61,16 @@ class StepReport(ReportFigures):
     """Bytes of states kept in memory by ``dram_budget``."""
     sub_groups: int
     """Number of sub-groups stepped in this step."""
-    period: float
-    """Time from the end of the step before to the end of this one, whatever was done in it; of the first step, ``seconds``."""
+
+    @property
+    def read_gb_per_second(self) -> float:
+        """``bytes_read`` over ``reading``. Writes at the same time take their share of the drive."""
+        return self.bytes_read / self.reading / 1e9 if self.reading else 0.0
+
+    @property
+    def write_gb_per_second(self) -> float:
+        """``bytes_written`` over ``writing``. Reads at the same time take their share of the drive."""
+        return self.bytes_written / self.writing / 1e9 if self.writing else 0.0
 
     @property
     def terabytes_per_day(self) -> float:

@@ -26,16 +26,11 @@ class ResidencyPolicy:
     """
 
     def __init__(self, planner: SubGroupPlanner, dram_budget: int, offload_gradients: bool) -> None:
-        self._planner, self._dram_budget, self._offload_gradients = planner, dram_budget, offload_gradients
-
-    @property
-    def dram_budget(self) -> int:
-        """Bytes of blocks that may stay in memory."""
-        return self._dram_budget
+        self.planner, self.dram_budget, self._offload_gradients = planner, dram_budget, offload_gradients
 
     def limit_budget(self, sub_groups: Sequence[SubGroup], free: int) -> None:
         """Lower the budget so that residents and the sub-groups in flight fit into ``free`` bytes. Call before :meth:`choose`."""
-        self._dram_budget = max(0, min(self._dram_budget, free * 8 // 9 - self._in_flight_bytes(sub_groups)))
+        self.dram_budget = max(0, min(self.dram_budget, free * 8 // 9 - self._in_flight_bytes(sub_groups)))
 
     def choose(self, sub_groups: Sequence[SubGroup]) -> None:
         """Decide which sub-groups are resident: in order, those that fit the budget. Those without a block stay undecided.
@@ -45,14 +40,14 @@ class ResidencyPolicy:
         in_memory = sum(self._memory(each) for each in sub_groups if each.in_memory)
         for each in sub_groups:
             if each.in_memory is None and each.layout is not None:
-                each.decide_residency(in_memory + self._memory(each) <= self._dram_budget)
+                each.decide_residency(in_memory + self._memory(each) <= self.dram_budget)
                 in_memory += self._memory(each) if each.in_memory else 0
 
     def beyond_budget(self, sub_groups: Sequence[SubGroup]) -> list[SubGroup]:
         """Return the resident sub-groups that must leave memory because states have grown: the last ones in order."""
         leaving = []
         staying = [each for each in sub_groups if each.in_memory]
-        too_much = sum(map(self._memory, staying)) - self._dram_budget
+        too_much = sum(map(self._memory, staying)) - self.dram_budget
         while too_much > 0:
             leaving.append(staying.pop())
             too_much -= self._memory(leaving[-1])
@@ -71,7 +66,7 @@ class ResidencyPolicy:
         if wanted > pool.budget - leased_by_others:
             largest = max(each.numel for each in sub_groups)
             raise OutOfBuffers(
-                f"{BLOCKS_IN_FLIGHT} sub-groups of {largest} elements and dram_budget={self._dram_budget} take {wanted} bytes; of"
+                f"{BLOCKS_IN_FLIGHT} sub-groups of {largest} elements and dram_budget={self.dram_budget} take {wanted} bytes; of"
                 f" the buffer pool's budget of {pool.budget} others have leased {leased_by_others}: give a smaller sub_group_size"
                 " or dram_budget, or call set_buffer_budget"
             )
@@ -83,7 +78,7 @@ class ResidencyPolicy:
             gradients = each.full_gradient_bytes
             if self._offload_gradients:
                 gradients += (GRADIENTS_IN_FLIGHT + 1) * _parameter_bytes(each)
-            most = max(most, BLOCKS_IN_FLIGHT * self._planner.estimate(each) + gradients)
+            most = max(most, BLOCKS_IN_FLIGHT * self.planner.estimate(each) + gradients)
         return most
 
     def drive_bytes(self, sub_groups: Sequence[SubGroup]) -> int:
@@ -94,7 +89,7 @@ class ResidencyPolicy:
         """
         staying = self._expected_to_stay(sub_groups)
         return sum(
-            (1 if each in staying else 2) * self._block(each) + self._offload_gradients * _parameter_bytes(each)
+            (1 if each in staying else 2) * self.planner.block_bytes(each) + self._offload_gradients * _parameter_bytes(each)
             for each in sub_groups
         )
 
@@ -102,33 +97,25 @@ class ResidencyPolicy:
         """Return how many bytes steps will write. The block of a sub-group that stays in memory is written by its first step."""
         staying = self._expected_to_stay(sub_groups)
         leaving = [each for each in sub_groups if each not in staying]
-        each_step = sum(map(self._block, leaving))
+        each_step = sum(map(self.planner.block_bytes, leaving))
         if self._offload_gradients:
             each_step += sum(map(_parameter_bytes, leaving))
         once = sum(self._memory(each) for each in staying if each.in_memory is None)
         return WriteEstimate(bytes_per_step=each_step, most_bytes_per_step=each_step, bytes_once=once)
-
-    def first_block_bytes(self, sub_group: SubGroup) -> int:
-        """Return an upper estimate of the bytes of the block that a sub-group's first step makes."""
-        return self._planner.estimate(sub_group)
 
     def _expected_to_stay(self, sub_groups: Iterable[SubGroup]) -> set[SubGroup]:
         """Return the sub-groups that will stay in memory, as far as their states' sizes can be estimated."""
         staying: set[SubGroup] = set()
         nbytes = 0
         for each in sub_groups:
-            if each.in_memory is not False and nbytes + self._memory(each) <= self._dram_budget:
+            if each.in_memory is not False and nbytes + self._memory(each) <= self.dram_budget:
                 nbytes += self._memory(each)
                 staying.add(each)
         return staying
 
-    def _block(self, sub_group: SubGroup) -> int:
-        """Return the bytes of a sub-group's block; an estimate before its first step."""
-        return self._planner.estimate(sub_group) if sub_group.layout is None else sub_group.layout.nbytes
-
     def _memory(self, sub_group: SubGroup) -> int:
         """Return the bytes of memory that a sub-group takes if it is resident."""
-        return self._block(sub_group) + (_parameter_bytes(sub_group) if self._offload_gradients else 0)
+        return self.planner.block_bytes(sub_group) + (_parameter_bytes(sub_group) if self._offload_gradients else 0)
 
 
 def _parameter_bytes(sub_group: SubGroup) -> int:

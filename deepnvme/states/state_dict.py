@@ -10,15 +10,13 @@ import torch
 from torch.optim import Optimizer
 
 from deepnvme._interrupts import defer_interrupts
-from deepnvme.memory.alignment import PAGE
-from deepnvme.store.tensor_store import TensorStore
 
 from .counted_io import CountedIO
 from .gradients import Pieces
 from .params import distributed_like, local_of
 from .pipeline import SubGroupPipeline
 from .sub_group import MASTER, BlockTensors, SubGroup, copied
-from .versions import BlockVersions, block_name
+from .versions import BlockVersions
 
 
 class OffloadedStates(MutableMapping[Any, Any]):
@@ -33,7 +31,6 @@ class OffloadedStates(MutableMapping[Any, Any]):
     def __init__(
         self,
         pieces: Pieces,
-        store: TensorStore,
         blocks: BlockVersions,
         check: Callable[[], None],
         write: Callable[[SubGroup], None] | None = None,
@@ -42,13 +39,11 @@ class OffloadedStates(MutableMapping[Any, Any]):
 
         Args:
             pieces: Parameter -> (sub-group, index of the piece). The caller may add to it.
-            store: Where blocks are.
             blocks: Maps the blocks, and keeps mapped ones from being overwritten.
             check: Called before states are read; raises if they cannot be read now.
             write: Writes the states of a sub-group that are only in memory, so that they can be mapped. None if there are none.
         """
-        self._check = check
-        self._pieces, self._store, self._blocks, self._write = pieces, store, blocks, write
+        self._pieces, self._blocks, self._check, self._write = pieces, blocks, check, write
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         pieces = self._pieces[param]
@@ -67,9 +62,7 @@ class OffloadedStates(MutableMapping[Any, Any]):
         for number, key in enumerate(keys):
             sections = [(sub_group, list(sub_group.sections(index))[number]) for sub_group, index in pieces]
             first = sections[0][1]
-            inside = first.offset % PAGE
-            mapped = self._blocks.map([(each, section.offset - inside, section.nbytes + inside) for each, section in sections])
-            whole = mapped[inside:].view(first.dtype)
+            whole = self._blocks.map(sections)
             if len(pieces) > 1:  # of a contiguous parameter, which may be without memory now, and then has other strides
                 found[key] = distributed_like(param, whole[: local.numel()].view(local.shape))
             elif tuple(local.shape) == first.shape:
@@ -97,7 +90,7 @@ class OffloadedStates(MutableMapping[Any, Any]):
             if self._write is not None:
                 self._write(sub_group)
             if sub_group.current is not None:
-                self._store.get(block_name(sub_group)).result()
+                self._blocks.verify(sub_group)
 
     def _has(self, param: torch.Tensor) -> bool:
         """Return whether the parameter was stepped.

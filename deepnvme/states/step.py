@@ -39,9 +39,10 @@ from deepnvme.store.tensor_store import TensorStore
 from deepnvme.telemetry.callers import stack_level
 
 from .counted_io import CountedIO
-from .gradients import GradientHooks, SubGroupGradients
+from .gradients import GradientHooks, SubGroupGradients, pieces_of
 from .params import ParamRanks, over_ranks
 from .pipeline import SubGroupPipeline
+from .report import StepReport
 from .residency import ResidencyPolicy
 from .state_dict import OffloadedStates, loaded
 from .sub_group import SubGroup
@@ -106,8 +107,8 @@ class OptimizerStep:
         self.io = CountedIO(store, verbose)
         self._gradients = SubGroupGradients(self.io, pool)
         self._versions = BlockVersions(store)
-        self._pipeline = SubGroupPipeline(self.io, self._versions, self._gradients, residency, pool)
-        self.states = OffloadedStates(self._pieces, store, self._versions, self.check_idle, self._pipeline.write_resident)
+        self._pipeline = SubGroupPipeline(self.io, self._versions, self._gradients, residency.planner, pool)
+        self.states = OffloadedStates(self._pieces, self._versions, self.check_idle, self._pipeline.write_resident)
         self._hooks = GradientHooks(self._gradient_arrived)
         self._refusals: list[RemovableHandle] = []
         self._ranks = ParamRanks(())
@@ -120,10 +121,7 @@ class OptimizerStep:
     def add(self, sub_groups: Sequence[SubGroup]) -> None:
         """Add sub-groups and reserve space for their blocks. Raises OSError, and adds none, if the drive has no room."""
         self._store.reserve(self._residency.drive_bytes([*self.sub_groups, *sub_groups]))
-        pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
-        for sub_group in sub_groups:
-            for index, piece in enumerate(sub_group.pieces):
-                pieces.setdefault(piece.param, []).append((sub_group, index))
+        pieces = pieces_of(sub_groups)
         ranks = ParamRanks([*self._pieces, *pieces])
         with defer_interrupts():  # hooks are registered with torch, too: Ctrl-C must not separate the two
             self._pieces.update(pieces)
@@ -137,25 +135,47 @@ class OptimizerStep:
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Step all sub-groups that have gradients, or finish the step that is unfinished. See :meth:`OffloadedOptimizer.step`."""
         self.guard.check_open()
-        error: BaseException | None = None
-        with self.guard.in_use():
-            try:
-                self._step_all(closure)
-            except BaseException as raised:
-                error = raised
-            with defer_interrupts():  # the exchange is a collective: all ranks have to take part
-                error = self._on_all_ranks(error)
-                if error is None:
-                    self._commit()
-                else:
-                    self._fail(error)
         try:
-            if error is not None:
-                raise error
+            self._on_all_ranks(lambda: self._step_all(closure), lambda _: self._commit(), self._fail)
             return self._loss
         finally:
-            del error  # whose traceback has this frame
             self._loss = self._loss if self.phase is Phase.UNFINISHED else None
+
+    def _on_all_ranks(
+        self,
+        work: Callable[[], Any],
+        succeed: Callable[[Any], Any],
+        fail: Callable[[BaseException], None] = lambda error: None,
+    ) -> Any:
+        """Do some work, wait until the other ranks have done it, and go on, or raise on all ranks if it has failed on one.
+
+        Args:
+            work: Called first. It may be interrupted.
+            succeed: Called with the result of ``work`` if all ranks have done it. Its result is returned.
+            fail: Called with the error otherwise: that of ``work``, or a RuntimeError that names another rank.
+        """
+        error: BaseException | None = None
+        done: Any = None
+        with self.guard.in_use():
+            try:
+                done = work()
+            except BaseException as raised:
+                error = raised
+            with defer_interrupts():  # what follows is a collective: all ranks have to take part
+                try:
+                    failed = self._ranks.failed(here=error is not None)
+                except RuntimeError as gone:
+                    error = error or gone
+                else:
+                    if error is None and failed is not None:
+                        error = RuntimeError(f"rank {failed} failed in this step, and says why")
+                if error is None:
+                    return succeed(done)
+                fail(error)
+        try:
+            raise error
+        finally:
+            del error  # whose traceback has this frame
 
     def _step_all(self, closure: Callable[[], Any] | None) -> None:
         """Run the optimizer on all sub-groups that this step has not updated yet, and wait until their states are written."""
@@ -209,20 +229,6 @@ class OptimizerStep:
         if gone:
             raise RuntimeError(f"the gradients of {gone} sub-groups that are left to be stepped are gone: call load_state_dict()")
 
-    def _on_all_ranks(self, error: BaseException | None) -> BaseException | None:
-        """Tell the other ranks whether this one has failed. Blocks until all have told.
-
-        Returns:
-            ``error``, or a RuntimeError if another rank has failed or is gone; None if every rank has succeeded.
-        """
-        try:
-            failed = self._ranks.failed(here=error is not None)
-        except RuntimeError as gone:
-            return error or gone
-        if error is None and failed is not None:
-            return RuntimeError(f"rank {failed} failed in this step, and says why")
-        return error
-
     def _commit(self) -> None:
         """End a completed step: choose residents, drop gradients, make the report. Called with interrupts deferred."""
         self.steps += 1
@@ -237,7 +243,18 @@ class OptimizerStep:
         self._end()
         self._gradients.clear_arrived()
         self._gradients.clear()
-        self.io.report_step(self.steps, stepped, self._pipeline.resident_bytes)
+        times, fields = self.io.times, self.io.end_step(self.steps)
+        self.io.keep_report(
+            StepReport(
+                **fields,
+                computing=times.computing.seconds,
+                waiting=times.waiting.seconds,
+                share_of_limit=self.io.share_of_limit(fields["bytes_read"], fields["bytes_written"], fields["seconds"]),
+                bytes_written_in_all=self.io.bytes_written_in_all,
+                resident_bytes=self._pipeline.resident_bytes,
+                sub_groups=stepped,
+            )
+        )
 
     def _fail(self, error: BaseException) -> None:
         """Set the phase after an error, and add to the error how far the step came and what to do."""
@@ -330,24 +347,20 @@ class OptimizerStep:
             The total norm before clipping, over all ranks.
         """
         self.check_idle()
-        error: BaseException | None = None
-        norms: list[torch.Tensor | None] = []
-        with self.guard.in_use():
-            try:
-                self._raise_backward_error()
-                self._offload_the_rest()
-                self._gradients.flush()
-                norms = self._gradients.norms(params, norm_type)
-            except BaseException as raised:
-                error = raised
-            with defer_interrupts():  # the exchange and the norm are collectives: all ranks have to take part in both
-                error = self._on_all_ranks(error)
-                if error is None:
-                    return self._gradients.clip(over_ranks(params, norms, norm_type), max_norm, norm_type)
-        try:
-            raise error
-        finally:
-            del error
+
+        def norms() -> list[torch.Tensor | None]:
+            """Return those of this rank's gradients. Blocks."""
+            self._raise_backward_error()
+            self._offload_the_rest()
+            self._gradients.flush()
+            return self._gradients.norms(params, norm_type)
+
+        def clip(norms: list[torch.Tensor | None]) -> torch.Tensor:
+            """Clip by the norms of all ranks, which is a collective too."""
+            return self._gradients.clip(over_ranks(params, norms, norm_type), max_norm, norm_type)
+
+        total: torch.Tensor = self._on_all_ranks(norms, clip)
+        return total
 
     def zero_grad(self) -> None:
         """Drop the gradients on the drive. Raises RuntimeError within a step, begun by backward or unfinished."""

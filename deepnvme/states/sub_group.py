@@ -353,9 +353,6 @@ class SubGroup:
                     for group in wanted
                 ]
             )
-            times = {stand_in: piece.times for stand_in, piece in zip(self._stand_ins, self.pieces, strict=True)}
-            for made in self._optimizer.param_groups:  # repeated only here: torch has warned of repeated parameters once already
-                made["params"] = [stand_in for stand_in in made["params"] for _ in range(times[stand_in])]
             self._pushed = {group: {} for group in wanted}
         optimizer = self._optimizer
         assert optimizer is not None

@@ -8,7 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from deepnvme._interrupts import defer_interrupts
+from deepnvme.memory.alignment import PAGE
 from deepnvme.store.tensor_store import TensorStore
+
+from .counted_io import StoredBlock
+from .sub_group import BlockSection
 
 
 class Versioned(Protocol):
@@ -53,20 +58,28 @@ class BlockVersions:
         """Write a version. Blocks; raises OSError."""
         self._store.put(block_name(of, number), content).result()
 
-    def map(self, ranges: Sequence[tuple[Versioned, int, int]]) -> torch.Tensor:
-        """Map bytes of current versions as one uint8 tensor.
+    def verify(self, of: Versioned) -> None:
+        """Read the current version to verify its checksum. Blocks. Raises CorruptTensor."""
+        self._store.get(block_name(of)).result()
 
-        The bytes do not change for as long as any tensor over the mapping lives: later steps write to others.
+    def map(self, sections: Sequence[tuple[Versioned, BlockSection]]) -> torch.Tensor:
+        """Map sections of current versions as one tensor of their dtype, with one dimension.
+
+        The values do not change for as long as any tensor over the mapping lives: later steps write to others.
 
         Args:
-            ranges: (of what, first byte, number of bytes), with the alignment that :meth:`TensorStore.map_ranges` requires.
+            sections: (whose version, section). All but the last end on a page, and all but the first begin on one. The tensor has
+                padding at its end.
         """
-        mapped = self._store.map_ranges([(block_name(of), first, count) for of, first, count in ranges])
-        memory: Any = StorageWeakRef(mapped.untyped_storage())  # type: ignore[no-untyped-call]
-        for of, _, _ in ranges:
-            name = block_name(of)
-            self._mapped[name] = [*(other for other in self._mapped.get(name, ()) if not other.expired()), memory]
-        return mapped
+        first = sections[0][1]
+        inside = first.offset % PAGE
+        ranges = [(block_name(of), each.offset - inside, each.nbytes + inside) for of, each in sections]
+        mapped = self._store.map_ranges(ranges)
+        with defer_interrupts():  # in torch's constructor, Ctrl-C would leave a reference that cannot be freed
+            memory: Any = StorageWeakRef(mapped.untyped_storage())  # type: ignore[no-untyped-call]
+            for name, _, _ in ranges:
+                self._mapped[name] = [*(other for other in self._mapped.get(name, ()) if not other.expired()), memory]
+        return mapped[inside:].view(first.dtype)
 
     def tidy(self) -> None:
         """Delete the extra versions that no live tensor is mapped from any more."""
@@ -79,3 +92,41 @@ class BlockVersions:
     def _is_mapped(self, name: str) -> bool:
         """Return whether a tensor over this version, or any view of it, is alive."""
         return any(not memory.expired() for memory in self._mapped.get(name, ()))
+
+
+class VersionedBlock(StoredBlock):
+    """A block of which a step writes another version than that of the last completed step, so that the step can be undone.
+
+    Args:
+        index: Identifies its versions.
+        content_bytes: Bytes of each.
+    """
+
+    def __init__(self, index: str, content_bytes: int) -> None:
+        self.index = index
+        """Identifies its versions."""
+        self.current = self._committed = 0
+        """Number of the newest version."""
+        self.changes = 0
+        """How often steps have changed the block, or were undone."""
+        super().__init__(block_name(self), content_bytes)
+        self.stored = False
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether the newest version is not that of the last completed step."""
+        return self.current != self._committed
+
+    def changed(self, number: int) -> None:
+        """Set the number of the version that the next write, or read, of the block goes to."""
+        self.changes += 1
+        self.current = number
+        self.rename(block_name(self))
+
+    def commit(self) -> None:
+        """Take the newest version for the last completed step's."""
+        self._committed = self.current
+
+    def undo(self) -> None:
+        """Have the next read be of the last completed step's version."""
+        self.changed(self._committed)

@@ -105,7 +105,7 @@ def test_what_one_process_cannot_save_is_an_error_of_all(drive: Path, tmp_path: 
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         warnings.simplefilter("ignore")
         from unittest import mock
-        from deepnvme.offload.training.rank_meetings import RankFailed
+        from deepnvme.offload.training.ranks import RankFailed
         from tests.integrations.test_transformers_training import offload, trainer_of, transformers
 
         trainer = trainer_of(tmp_path / "trained", dropout=False, ddp_backend="gloo", max_steps=1)

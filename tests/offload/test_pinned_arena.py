@@ -1,4 +1,4 @@
-"""Parts of one region of pinned memory."""
+"""Parts of one region of pinned memory, and the memory of blocks that consists of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import random
 import pytest
 import torch
 
+from deepnvme.cache.block import Block, Memory
 from deepnvme.memory.pool import OutOfBuffers
 from deepnvme.offload import pinned_arena
 from deepnvme.offload.pinned_arena import PinnedArena
+from deepnvme.offload.training.blocks.blocks_on_drive import ArenaMemory
 
 PAGE = 4096
 
@@ -89,3 +91,17 @@ def test_memory_that_the_system_does_not_have_is_an_error_and_asked_for_again(mo
         with pytest.raises(OutOfBuffers):
             arena.lend(PAGE)
     assert arena.lend(4 * PAGE) is not None
+
+
+def test_ended_transfers_are_dropped_for_room() -> None:
+    kept: list[Memory | None] = []
+    memory = ArenaMemory(16 * PAGE, kept.clear)
+    kept.append(memory.take(Block("of a transfer that has ended", 16 * PAGE)))
+    assert memory.take(Block("next", 16 * PAGE)) is not None
+
+
+def test_what_is_needed_now_has_memory_beside_the_region() -> None:
+    memory = ArenaMemory(16 * PAGE, lambda: None)
+    assert memory.take(Block("too large", 48 * PAGE)) is None
+    assert memory.grow(Block("too large", 48 * PAGE), []).buffer.nbytes == 48 * PAGE
+    assert memory.limit == 16 * PAGE

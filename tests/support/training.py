@@ -174,27 +174,63 @@ PRECISIONS = {"float32": (torch.float32, False), "bfloat16": (torch.bfloat16, Fa
 
 
 class Pair:
-    """An offloaded optimizer, and the one in memory that it has to be the same as."""
+    """An offloaded optimizer, and the one in memory that it has to be the same as. The end of its context closes it.
+
+    ``options`` are those of the optimizer's class, ``more`` those of OffloadedOptimizer.
+    """
 
     def __init__(
-        self, drive: Path, precision: str = "float32", optimizer_class: Any = torch.optim.AdamW, options: Any = ADAM, **more: Any
+        self,
+        drive: Path,
+        precision: str = "float32",
+        optimizer_class: Any = torch.optim.AdamW,
+        options: Any = ADAM,
+        shapes: Iterable[Sequence[int]] = SHAPES,
+        **more: Any,
     ) -> None:
         dtype, masters = PRECISIONS[precision]
-        self.plain, self.params = parameters(dtype), parameters(dtype)
-        self.reference = in_memory(self.plain, optimizer_class, masters=masters, **options)
+        self.plain, self.params = parameters(dtype, shapes), parameters(dtype, shapes)
+        self.reference: Any = in_memory(self.plain, optimizer_class, masters=masters, **options)
         self.optimizer = optimizer_in(drive, self.params, optimizer_class, master_weights=masters, **more, **options)
         self.precision, self.steps = precision, 0
 
-    def give_gradients(self) -> None:
-        give_gradients(self.plain, self.steps)
-        give_gradients(self.params, self.steps)
+    def __enter__(self) -> Pair:
+        return self
 
-    def step(self, count: int = 1) -> None:
+    def __exit__(self, *_: object) -> None:
+        self.optimizer.close()
+
+    def give_gradients(self, missing: Callable[[int], bool] = lambda index: False) -> None:
+        """Those of the next step, to both."""
+        give_gradients(self.plain, self.steps, missing)
+        give_gradients(self.params, self.steps, missing)
+
+    def backward(self, missing: tuple[int, ...] = ()) -> None:
+        """Run that of the next step in both."""
+        backward(self.plain, self.steps, missing)
+        backward(self.params, self.steps, missing)
+
+    def step_both(self) -> None:
+        """With the gradients that there are."""
+        self.reference.step()
+        self.optimizer.step()
+        self.steps += 1
+        assert_same(self.params, self.plain)
+
+    def step(self, count: int = 1, missing: Callable[[int], bool] = lambda index: False) -> None:
         for _ in range(count):
-            self.give_gradients()
-            self.reference.step()
-            self.optimizer.step()
-            self.steps += 1
+            self.give_gradients(missing)
+            self.step_both()
+
+    def zero_grad(self) -> None:
+        self.reference.zero_grad()
+        self.optimizer.zero_grad()
+
+    def copy_weights(self, weights: Iterable[torch.Tensor]) -> None:
+        """Into the offloaded optimizer's parameters, as loading a model does."""
+        with torch.no_grad():
+            for param, weight in zip(self.params, weights, strict=True):
+                param.copy_(weight)
 
     def check(self) -> None:
         assert_same(self.params, self.plain)
@@ -217,9 +253,7 @@ class Pair:
 
     def finish(self) -> None:
         """Make the step, or what is left of it."""
-        self.reference.step()
-        self.optimizer.step()
-        self.steps += 1
+        self.step_both()
         assert self.optimizer.steps == self.steps
         self.check()
 

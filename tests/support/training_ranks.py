@@ -19,7 +19,7 @@ import tests.support.engines
 WORLD = """
 import signal
 from deepnvme.offload.training import OffloadedTraining
-from deepnvme.offload.training.rank_meetings import RankFailed
+from deepnvme.offload.training.ranks import RankFailed
 from tests.support.engines import FailingDrive
 
 WIDTH = 64

@@ -70,7 +70,10 @@ def test_all_reports_have_their_numbers() -> None:
 
 def test_a_training_report_has_the_numbers_of_its_activations() -> None:
     activations = ActivationReport(10, 6, 4, 8, 2.0, 0.25, 0.5)
-    report = TrainingReport(3, 1.0, 0.5, 0.1, 0.2, 0.3, 100, 24, activations, period=2.0)
+    report = TrainingReport(
+        step=3, seconds=1.0, waiting=0.5, waiting_to_write=0.1, reading=0.2, writing=0.3, bytes_read=100, bytes_written=24,
+        activations=activations, exchanging=0.0, period=2.0,
+    )  # fmt: skip
     figures = report.as_dict()
     assert figures["activations_waiting"] == 0.75
     assert figures["activations_kept_bytes"] == 4

@@ -7,18 +7,16 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from .buffer_copies import BufferCopies
-from .saving import save_on_disk
+from deepnvme.drives.profiles import AnyPath
 
-if TYPE_CHECKING:
-    from deepnvme.drives.profiles import AnyPath
+from .saving import save_on_disk
 
 
 def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | save_on_disk, **options: Any) -> nn.Module:
@@ -57,9 +55,8 @@ def recompute_on_backward(module: nn.Module) -> None:
 
 def keep_for_backward(module: nn.Module) -> None:
     """Give a module back the forward that it had before it was checkpointed."""
-    checkpointed: CheckpointedForward = vars(module).pop("forward")
-    if checkpointed.own is not None:
-        module.forward = checkpointed.own
+    checkpointed: CheckpointedForward = vars(module)["forward"]
+    checkpointed.remove()
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -73,7 +70,66 @@ def _checkpoint(module: nn.Module, saver: save_on_disk | None) -> None:
     module.forward = CheckpointedForward(module, own, saver)
 
 
-class CheckpointedForward:
+def copy_buffers(module: nn.Module) -> Callable[[], None]:
+    """Copy the buffers of a module, such as the statistics of a BatchNorm, and of all modules in it, before a forward.
+
+    All are copied, since version counters do not tell of all changes: those of a BatchNorm do not.
+
+    Returns:
+        A function that gives the buffers their content back.
+    """
+    copies = [
+        (each, name, buffer, buffer.detach().clone())
+        for each in module.modules()
+        for name, buffer in each._buffers.items()
+        if buffer is not None
+    ]
+
+    def put_back() -> None:
+        """Give the buffers the content that they had when they were copied."""
+        for each, name, buffer, content in copies:
+            buffer.data.copy_(content)  # without a new version: a backward that has saved the buffer need not raise
+            each._buffers[name] = buffer
+
+    return put_back
+
+
+class ReplacedForward:
+    """Has the place of a module's ``forward``.
+
+    Args:
+        module: The module. Not kept alive.
+        own: The ``forward`` that the module had as its attribute; None for that of its class.
+    """
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
+        self.own = own
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, whose attribute this is."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    def original(self) -> Callable[..., Any]:
+        """Return the forward that the module had."""
+        if self.own is not None:
+            return self.own
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return forward
+
+    def remove(self) -> None:
+        """Give the module back the forward that it had, if the module is still there."""
+        module = self._module()
+        if module is not None:
+            vars(module).pop("forward")
+            if self.own is not None:
+                module.forward = self.own
+
+
+class CheckpointedForward(ReplacedForward):
     """The ``forward`` of a module, checkpointed.
 
     An object, not a function: a deep copy of the module gets one for its own weights.
@@ -85,13 +141,13 @@ class CheckpointedForward:
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, saver: save_on_disk | None) -> None:
-        self.own = own
-        self._module, self._saver = weakref.ref(module), saver
+        super().__init__(module, own)
+        self._saver = saver
         self._before_recomputing: Callable[[], None] | None = None
-        self.__signature__ = inspect.signature(self._forward())  # transformers' Trainer chooses a dataset's columns by it
+        self.__signature__ = inspect.signature(self.original())  # transformers' Trainer chooses a dataset's columns by it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._forward()
+        forward = self.original()
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # torch's checkpoint saves only tensors that are arguments themselves, and takes some keywords for its own.
@@ -104,12 +160,11 @@ class CheckpointedForward:
                 return forward(*args, **kwargs)
             if self._before_recomputing is not None:
                 self._before_recomputing()
-            buffers = BufferCopies(self.module)
-            buffers.take()
+            put_buffers_back = copy_buffers(self.module)
             try:
                 return forward(*args, **kwargs)
             finally:
-                buffers.put_back()  # what a forward changes in them was changed by the first one
+                put_buffers_back()  # what a forward changes in them was changed by the first one
 
         with contextlib.nullcontext() if self._saver is None else self._saver:
             return checkpoint(compute, *leaves, use_reentrant=False)
@@ -117,19 +172,6 @@ class CheckpointedForward:
     def call_before_recomputing(self, function: Callable[[], None] | None) -> None:
         """Have a function called in each backward before the forward is computed again, for which hooks of modules are not."""
         self._before_recomputing = function
-
-    def _forward(self) -> Callable[..., Any]:
-        if self.own is not None:
-            return self.own
-        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return forward
-
-    @property
-    def module(self) -> nn.Module:
-        """The module, whose attribute this is."""
-        module = self._module()
-        assert module is not None
-        return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:
         return CheckpointedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.own, memo), self._saver)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.cache.block import Block, Memory
@@ -22,7 +23,7 @@ from deepnvme.offload.pinned_arena import PinnedArena
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 
-from .saved_tensor import StorageReference, version_of
+from .saved_tensor import live_storage, version_of
 
 _MOST_PINNED = 2 << 30
 """Bytes to read into, at most: enough for some tensors of any size, and pinned in less than a second."""
@@ -51,7 +52,7 @@ class SavedBytes(Block):
         """The bytes, until the block has them as its memory."""
         self.begin = span[0]
         """Where they begin in the storage that ``storage_reference`` refers to."""
-        self.storage_reference = StorageReference(storage)
+        self.storage_reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         """The storage that was saved, or the one that the bytes were read into last."""
         self.key = (storage._cdata, *span)
         self.number = number
@@ -84,7 +85,7 @@ class SavedBytes(Block):
 
     def storage(self) -> torch.UntypedStorage | None:
         """Return the storage with the bytes if anything keeps it in memory."""
-        return self.storage_reference.storage()
+        return live_storage(self.storage_reference)
 
     def has_bytes_of(self, versioned: torch.Tensor) -> bool:
         """Return whether the bytes are still those of a tensor over the same storage."""
@@ -94,7 +95,8 @@ class SavedBytes(Block):
 
     def refer_to(self, storage: torch.UntypedStorage, begin: int, version: int) -> None:
         """Note where the bytes were read to, and the version of tensors over that."""
-        self.storage_reference, self.begin, self.read_back_version = StorageReference(storage), begin, version
+        self.storage_reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.begin, self.read_back_version = begin, version
         self.unpack_count = 0
         self.key = (storage._cdata, 0, storage.nbytes())
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepnvme.memory.tensor_bytes import span_nbytes
 
@@ -92,43 +91,25 @@ def view_of(tensor: torch.Tensor, start: int) -> View:
     return View(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
 
-class StorageReference:
-    """A weak reference to a storage. No other storage has its address as long as the reference is there.
+def live_storage(reference: Any) -> torch.UntypedStorage | None:
+    """Return the storage that a ``StorageWeakRef`` refers to; None if it is gone.
 
-    Args:
-        storage: The storage.
+    No other storage has its address as long as the reference is there.
     """
-
-    __slots__ = ("_reference",)
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-    @property
-    def address(self) -> int:
-        """Where the storage is, or was: what identifies it."""
-        return int(self._reference.cdata)
-
-    def expired(self) -> bool:
-        """Return whether the storage is gone."""
-        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
-
-    def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage, or None if it is gone."""
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.address)
-        return found
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found
 
 
 class UserHeldStorages:
     """Storages that have outlived the tensors that autograd saved over them, as those of weights do: to write them is in vain."""
 
     def __init__(self) -> None:
-        self._references: dict[int, StorageReference] = {}
+        self._references: dict[int, Any] = {}  # by the address of the storage
         self._most = 1000
 
-    def add(self, reference: StorageReference) -> None:
-        """Add a storage. References to those that have gone are dropped every now and then."""
-        self._references[reference.address] = reference
+    def add(self, reference: Any) -> None:
+        """Add a storage by a ``StorageWeakRef``. References to those that have gone are dropped every now and then."""
+        self._references[reference.cdata] = reference
         if len(self._references) > self._most:
             self._references = {key: each for key, each in self._references.items() if not each.expired()}
             self._most = max(1000, 2 * len(self._references))
@@ -189,6 +170,11 @@ class Packed(Protocol):
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor as autograd has saved it."""
+
+
+def unpack_saved(packed: Packed) -> torch.Tensor:
+    """Return the tensor that the pack hook was given: the unpack hook for autograd."""
+    return packed.unpack()
 
 
 class SavedDTensor:

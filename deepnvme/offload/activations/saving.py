@@ -12,22 +12,20 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.profiles import AnyPath
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.telemetry.descriptions import path_list, representation, size_for_people
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .report import ActivationReport, StepCounts
-from .saved_tensor import KeptTensor, Packed, SavedDTensor, is_distributed, is_kept_by_user, is_plain
+from .saved_tensor import KeptTensor, Packed, SavedDTensor, is_distributed, is_kept_by_user, is_plain, unpack_saved
 from .store import ActivationStore
-
-if TYPE_CHECKING:
-    from deepnvme.drives.aio_config import AioConfig
-    from deepnvme.drives.profiles import AnyPath
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -95,7 +93,7 @@ class save_on_disk:
             raise ValueError(f"save_on_disk needs a directory on the drive, got {path!r}")
         self._paths = tuple(Path(os.path.abspath(os.fsdecode(each))) for each in paths)
         self._config = config
-        self._open = threading.local()
+        self._open = _OpenContexts()
 
     def __repr__(self) -> str:
         return representation(
@@ -113,7 +111,7 @@ class save_on_disk:
     def __enter__(self) -> save_on_disk:
         """Raises OSError if the files cannot be created."""
         store = _uncompiled(self._shared_store)()
-        pack, unpack = _uncompiled(lambda tensor: self._pack(store, tensor)), _uncompiled(_unpack)
+        pack, unpack = _uncompiled(lambda tensor: self._pack(store, tensor)), _uncompiled(unpack_saved)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         context = _Context(store, hooks)
         try:
@@ -122,34 +120,24 @@ class save_on_disk:
                 self._warn_of(slow)
             with defer_interrupts():
                 hooks.__enter__()
-                self._open_contexts().append(context)
+                self._open.contexts.append(context)
         except BaseException:
             self._leave(context)
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            context: _Context = self._open.contexts[-1]
-        except (AttributeError, IndexError):
-            raise RuntimeError("save_on_disk is left in another thread than it was entered in") from None
-        _uncompiled(self._leave)(context)
+        if not self._open.contexts:
+            raise RuntimeError("save_on_disk is left in another thread than it was entered in")
+        _uncompiled(self._leave)(self._open.contexts[-1])
 
     def _leave(self, context: _Context) -> None:
         """Leave a context, as far as it was entered."""
-        contexts = self._open_contexts()
         with defer_interrupts():
-            if context in contexts:
-                contexts.remove(context)
+            if context in self._open.contexts:
+                self._open.contexts.remove(context)
                 context.hooks.__exit__()
         context.store.leave(context)
-
-    def _open_contexts(self) -> list[_Context]:
-        """Return this thread's open contexts, the innermost last."""
-        if not hasattr(self._open, "contexts"):
-            self._open.contexts = []
-        contexts: list[_Context] = self._open.contexts
-        return contexts
 
     def report(self) -> ActivationReport:
         """Return what the newest step has done so far. A step is a forward in this context and the backward that follows."""
@@ -212,8 +200,11 @@ class _Context:
     hooks: torch.autograd.graph.saved_tensors_hooks
 
 
-def _unpack(packed: Packed) -> torch.Tensor:
-    return packed.unpack()
+class _OpenContexts(threading.local):
+    """The contexts that a thread has entered and not left, the innermost last."""
+
+    def __init__(self) -> None:
+        self.contexts: list[_Context] = []
 
 
 def _uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

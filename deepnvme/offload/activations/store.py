@@ -12,13 +12,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.cache.block import State
 from deepnvme.cache.block_cache import BlockCache, Use
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import engine_for
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.store.own_directory import open_own_store, remove_directories
@@ -28,9 +29,6 @@ from .saved_bytes import SavedBytes, SavedBytesBacking, SavedMemory, WriteFailed
 from .saved_tensor import UserHeldStorages, View, check_version, span_of, view_of
 from .unpack_order import UnpackOrder
 from .write_behind import WriteBehindPolicy
-
-if TYPE_CHECKING:
-    from deepnvme.drives.aio_config import AioConfig
 
 _MOST_READ_AHEAD = 128
 """Saved storages that are read ahead at a time: to list more takes longer than to read a small one."""

@@ -9,7 +9,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from zlib import crc32
 
 import torch
 from torch import nn
@@ -77,7 +76,11 @@ class InitialValues:
         """What modules give values to."""
         self._all_reset = all(param in self._reset for param in model.parameters())
         self._valued: set[torch.Tensor] = set()  # of what they give values to, what they have
+        self._cache: BlockCache
+        self._blocks: Mapping[nn.Module, ParameterBlock] = {}
         self._modules_of: dict[ParameterBlock, list[nn.Module]] = {}
+        self._visited: set[nn.Module] = set()
+        self._begun: list[ParameterBlock] = []  # in memory, and without all values yet
         self._init_weights = _init_weights_by_module(model)
         self._check_resets()
 
@@ -90,7 +93,7 @@ class InitialValues:
             for name, value in self._in_memory.items():
                 if is_distributed(value):
                     self._ranks.rows_in(value, name)  # raises for another placement
-            self._infos = {name: WeightInfo(value.dtype, tuple(value.shape)) for name, value in self._in_memory.items()}
+            self._infos = {name: WeightInfo.of(value) for name, value in self._in_memory.items()}
             found_ties = ties_of(self._in_memory)
         else:
             found = cut_into_tiles(self._model, weights_in(checkpoint), _shape_of, part_of, what)
@@ -194,54 +197,47 @@ class InitialValues:
             CorruptCheckpoint: If the checkpoint is damaged, or was changed meanwhile.
             OSError: From the drives.
         """
-        begun: list[ParameterBlock] = []
+        self._cache, self._blocks = cache, blocks
         for module, block in blocks.items():
             self._modules_of.setdefault(block, []).append(module)
         try:
             distributed = sorted(name for name in self._names.values() if self._is_sharded(name))
-            self._ranks.check_alike(crc32("\n".join(distributed).encode()) >> 1, "the names of the checkpoint's DTensors")
-            self._begin(rest, cache, begun)
+            self._ranks.check_alike(distributed, "the names of the checkpoint's DTensors")
+            self._begin(rest)
             self._read((name, buffer, None) for buffer, name in self._names.items() if not isinstance(buffer, nn.Parameter))
-            self._visit(self._model, set(), blocks, cache, begun)
-            self._check_set(_tensors(self._model), lambda tensor: not isinstance(tensor, nn.Parameter))
-            self._end(rest, cache, begun)
+            self._visit(self._model)
+            self._check_set((name, each) for name, each in _tensors(self._model) if not isinstance(each, nn.Parameter))
+            self._end(rest)
             self._ranks.broadcast_from_first([each for _, each in self._model.named_buffers()])
             if self._weights is not None:
                 self._weights.check_unchanged()
         finally:
-            for block in begun:
+            for block in self._begun:
                 block.detach()
             if self._files is not None:
                 self._files.close()
 
-    def _visit(
-        self,
-        module: nn.Module,
-        visited: set[nn.Module],
-        blocks: Mapping[nn.Module, ParameterBlock],
-        cache: BlockCache,
-        begun: list[ParameterBlock],
-    ) -> None:
+    def _visit(self, module: nn.Module) -> None:
         """Give values to a module, after those in it."""
-        visited.add(module)
-        block = blocks.get(module)
+        self._visited.add(module)
+        block = self._blocks.get(module)
         if block is not None:
-            self._begin(block, cache, begun)
+            self._begin(block)
         for child in module.children():
-            if child not in visited:
-                self._visit(child, visited, blocks, cache, begun)
+            if child not in self._visited:
+                self._visit(child)
         self._reset_module(module)
         if block is not None:
             for tied in self._modules_of[block]:
-                if tied not in visited:
-                    visited.add(tied)
+                if tied not in self._visited:
+                    self._visited.add(tied)
                     self._reset_module(tied)
-            self._end(block, cache, begun)
+            self._end(block)
 
-    def _begin(self, block: ParameterBlock, cache: BlockCache, begun: list[ParameterBlock]) -> None:
+    def _begin(self, block: ParameterBlock) -> None:
         """Have a block in memory with the values that are known."""
         for part in block.parts:
-            cache.create(part)
+            self._cache.create(part)
         block.begin_values()
         to_read = []
         own_rows = self._own_rows(block)
@@ -256,25 +252,24 @@ class InitialValues:
             else:
                 value.copy_(param.detach())
         self._read(to_read)
-        begun.append(block)
+        self._begun.append(block)
         block.attach()
 
-    def _end(self, block: ParameterBlock, cache: BlockCache, begun: list[ParameterBlock]) -> None:
+    def _end(self, block: ParameterBlock) -> None:
         """Have a block written whose modules have given it all values."""
         for param, value in block.values():
             if param.data_ptr() != value.data_ptr():  # a module has set its data to another tensor
                 value.copy_(param.detach())
-        params = set(block.params)
-        self._check_set(((self._all_names[param], param) for param in block.params), params.__contains__)
+        self._check_set((self._all_names[param], param) for param in block.params)
         own_rows = self._own_rows(block)
         self._ranks.broadcast_from_first([value for param, value in block.values() if param not in own_rows], block.number)
         if block.ranks is not None:
             block.keep_own_shards(own_rows)
         elif block.frozen is not None:
-            block.frozen.quantize(self._all_names)
+            block.frozen.quantize()
         block.detach()
-        begun.remove(block)
-        cache.release(block.parts, changed=True)
+        self._begun.remove(block)
+        self._cache.release(block.parts, changed=True)
 
     # -- from the modules
 
@@ -300,8 +295,9 @@ class InitialValues:
         elif init_weights is not None and not own and self._all_reset:
             init_weights(module)  # of some transformers models those around others change the values once more
 
-    def _check_set(self, tensors: Iterable[tuple[str, torch.Tensor]], wanted: Callable[[torch.Tensor], bool]) -> None:
-        unset = [name for name, tensor in tensors if wanted(tensor) and tensor in self._reset and _is_unset(tensor)]
+    def _check_set(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raise ValueError if modules have given no values to some of these tensors, which are given with their names."""
+        unset = [name for name, tensor in tensors if tensor in self._reset and _is_unset(tensor)]
         if unset:
             self._raise_unset(unset)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -29,18 +29,21 @@ from torch.optim import Optimizer
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.host import trim_heap
-from deepnvme.offload.activations.buffer_copies import BufferCopies
+from deepnvme.offload.activations.checkpointing import copy_buffers
+from deepnvme.offload.activations.report import ActivationReport
 from deepnvme.offload.activations.saved_tensor import may_share_memory
 from deepnvme.states.gradients import GradientHooks
-from deepnvme.states.versions import BlockVersions
+from deepnvme.states.partition import SubGroupPlanner
+from deepnvme.telemetry.drive_wear import WriteEstimate
 
+from .blocks.blocks_on_drive import BlocksOnDrive
 from .blocks.parameter_block import ParameterBlock
 from .blocks.parameter_uses import ParameterUses
-from .blocks.read_ahead import ScheduledBlocks
 from .blocks.tied_gradients import TiedGradients
 from .blocks.trained_block import TrainedBlock
+from .model_partition import ModelPartition
 from .ranks import TrainingRanks
-from .report import StepMeter
+from .report import TrainingReport
 
 _KEPT_FREE = 64 << 20
 """Bytes of freed memory that the C library may keep between steps. It keeps gradients of blocks that are gone, in pieces."""
@@ -62,12 +65,9 @@ class TrainedModel:
 
     Args:
         model: The model.
-        modules: Modules whose parameters come and go, each with its block. Several tiles that are tied have the same.
-        tiles: Of these, the tiles of tiled layers.
+        partition: Which modules have parameters that come and go. The block of several tiles that are tied is the same.
         blocks: All blocks. The last one has the parameters outside of these modules, and stays in memory.
-        schedule: Has blocks in memory.
-        versions: Chooses where on the drive a step writes.
-        meter: Is told when a step begins.
+        drive: Has blocks in memory.
         ranks: The processes that make each step together.
         optimizer: Has the options of the optimizer in each step in its ``param_groups``.
         micro_batches: Forwards and backwards in a step.
@@ -77,12 +77,9 @@ class TrainedModel:
     def __init__(
         self,
         model: nn.Module,
-        modules: Mapping[nn.Module, ParameterBlock],
-        tiles: Collection[nn.Module],
+        partition: ModelPartition,
         blocks: Sequence[TrainedBlock],
-        schedule: ScheduledBlocks,
-        versions: BlockVersions,
-        meter: StepMeter,
+        drive: BlocksOnDrive,
         ranks: TrainingRanks,
         optimizer: Optimizer,
         micro_batches: int,
@@ -93,23 +90,31 @@ class TrainedModel:
         self.micro_batches = self._in_step = micro_batches
         self.micro_batches_run = 0
         """Micro-batches of the current step that were run."""
-        self.blocks = tuple(blocks)
+        self.model, self.blocks, self.drive, self.ranks, self.optimizer = model, tuple(blocks), drive, ranks, optimizer
         self._rest = blocks[-1].parameters
-        self._meter, self._ranks, self._max_norm = meter, ranks, max_norm
-        self._schedule, self._versions, self._optimizer = schedule, versions, optimizer
-        self._model, self._buffers = model, BufferCopies(model)
+        self._max_norm = max_norm
+        self._put_buffers_back: Callable[[], None] | None = None  # within a step
         self._scratch = torch.empty(max((block.scratch_bytes for block in blocks), default=0), dtype=torch.uint8, device="cpu")
         self._phase = Phase.IDLE
         self._running = 0  # micro-batches that run now
         self._norm: torch.Tensor | None = None
+        self._waits = (0.0, 0.0, 0.0)  # as _waited() has returned them when the step began
         self._block_of: dict[torch.Tensor, TrainedBlock] = {param: block for block in blocks for param in block.trained}
         self._by_parameters = {block.parameters: block for block in blocks}
+        self.blocks_of_modules = partition.by_module([block.parameters for block in blocks])
+        """The block of each module whose parameters come and go."""
         self.uses = ParameterUses(
-            modules, tiles, self._by_parameters, schedule, self._backward_begins, self._backward_ends, self.finish_undo
+            self.blocks_of_modules,
+            partition.tiles,
+            self._by_parameters,
+            drive,
+            self._backward_begins,
+            self._backward_ends,
+            self.finish_undo,
         )
         self._tied = TiedGradients(
-            {module: block for module, block in modules.items() if module in tiles},
-            schedule,
+            {module: block for module, block in self.blocks_of_modules.items() if module in partition.tiles},
+            drive,
             self.uses.end_with_next,
             self._gradient_arrived,
         )
@@ -118,7 +123,7 @@ class TrainedModel:
 
     def keep_rest(self) -> None:
         """Have the parameters outside of the modules in memory from now on. Raises OSError."""
-        self._schedule.cache.keep({self._rest: True})
+        self.drive.cache.keep({self._rest: True})
         self.uses.begin(self._rest)
 
     def remove_hooks(self) -> None:
@@ -148,9 +153,9 @@ class TrainedModel:
         begins = self._phase is Phase.IDLE
         self._phase = Phase.CHANGING
         if begins:
-            self._meter.begin()
-            self._schedule.order.begin_step()
-            self._buffers.take()
+            self.drive.begin_step()
+            self._waits = self._waited()
+            self._put_buffers_back = copy_buffers(self.model)
         self._running = count
         for block in self.blocks:
             block.begin_backwards()
@@ -171,6 +176,12 @@ class TrainedModel:
         self._phase = Phase.STEPPING
 
     def _gradient_arrived(self, param: torch.Tensor) -> None:
+        """Count a gradient that a backward has accumulated in ``param.grad``.
+
+        When all gradients of a block have arrived, the block's use in the backward ends as soon as another block is used.
+
+        Raises RuntimeError in a backward outside of a micro-batch, and in a second backward of one.
+        """
         block = self._block_of[param]
         if not self.uses.recording:
             raise RuntimeError("the backward has to run in micro_batch(), as the forward did")
@@ -187,21 +198,25 @@ class TrainedModel:
             self.uses.completed(block.parameters)
 
     def _backward_begins(self, parameters: ParameterBlock) -> None:
-        # Otherwise the gradients of other micro-batches are added when they are stored.
-        if parameters not in self._tied and (parameters.ranks is not None or not self._ranks.several):
+        """Read the gradients that earlier micro-batches have stored of a block, whose backward begins: autograd adds to them.
+
+        Gradients of tied parameters, and those that are averaged over the ranks first, are added when they are stored again.
+        """
+        if parameters not in self._tied and (parameters.ranks is not None or not self.ranks.several):
             self._by_parameters[parameters].gradients.load()
 
     @torch.no_grad()
     def _backward_ends(self, parameters: ParameterBlock) -> None:
+        """Step a block, or store its gradients, since its backward has ended."""
         self._gradients_are_in(self._by_parameters[parameters])
 
     def _gradients_are_in(self, block: TrainedBlock) -> None:
-        """Step a block that has all gradients of the step, or store them."""
-        to_average = self._ranks.several and bool(block.trained) and not block.averaged  # also if only others have gradients
+        """Step a block if all micro-batches of the step have run, or store its gradients. Averages them over the ranks."""
+        to_average = self.ranks.several and bool(block.trained) and not block.averaged  # also if only others have gradients
         if block.stepped or not (block.arrived or to_average) or self._tied.is_waiting_for(block.parameters):
             return
-        if self._ranks.several:
-            block.average_gradients(self._ranks)
+        if self.ranks.several:
+            block.average_gradients(self.ranks)
             if not block.gradients.any:
                 return
         if self.micro_batches_run + self._running < self._in_step:
@@ -221,7 +236,7 @@ class TrainedModel:
             block.gradients.scale(factor)
         self.uses.begin_change(block.parameters)
         try:
-            block.step(self._optimizer.param_groups, self._scratch)
+            block.step(self.optimizer.param_groups, self._scratch)
         finally:
             self.uses.end_change(block.parameters)
         block.gradients.drop()
@@ -244,7 +259,7 @@ class TrainedModel:
         for block in reversed(self._waiting()):  # the last ones' gradients are needed first by what is in memory still
             self._step_block(block, factor)
         self.commit(self.steps + 1)
-        self._optimizer.step()
+        self.optimizer.step()
         trim_heap(_KEPT_FREE)
 
     def _check_all_were_run(self) -> None:
@@ -265,18 +280,19 @@ class TrainedModel:
             step: The number of that step.
         """
         changed = [each for block in self.blocks for each in block.to_write()]
-        self._schedule.cache.flush(changed, used=True)
+        self.drive.cache.flush(changed, used=True)
         with defer_interrupts():
-            self._ranks.agree_to_commit(step)
+            self.ranks.agree_to_commit(step)
             for block in self.blocks:
-                block.commit(self._optimizer.param_groups)
+                block.commit(self.optimizer.param_groups)
             self.steps = step
-            self._buffers.forget()
+            self._put_buffers_back = None
             self._end_step()
             self._phase = Phase.IDLE
-        self._versions.tidy()
+        self.drive.versions.tidy()
 
     def _end_step(self) -> None:
+        """Forget the micro-batches of the step that has ended, and the norms of their gradients."""
         self.micro_batches_run, self._running, self._norm = 0, 0, None
         for block in self.blocks:
             block.gradients.forget_norms()
@@ -302,11 +318,41 @@ class TrainedModel:
             for block in self.blocks:
                 found = block.gradients.norms
                 measured = list(found.values())
-                whole = measured if block.parameters.ranks is None else self._ranks.norms_of_shards(measured)
+                whole = measured if block.parameters.ranks is None else self.ranks.norms_of_shards(measured)
                 norms.update(zip((block.trained[index] for index in found), whole, strict=True))
-            in_order = [norms[param] for param in self._model.parameters() if param in norms]
+            in_order = [norms[param] for param in self.model.parameters() if param in norms]
             self._norm = torch.linalg.vector_norm(torch.stack(in_order))
         return self._norm
+
+    # -- what a step costs
+
+    def report(self, activations: ActivationReport | None) -> TrainingReport:
+        """Return the report of the step that ends now."""
+        waiting, waiting_to_write, exchanging = (now - before for now, before in zip(self._waited(), self._waits, strict=True))
+        return TrainingReport(
+            **self.drive.io.end_step(self.steps),
+            waiting=waiting,
+            waiting_to_write=waiting_to_write,
+            activations=activations,
+            exchanging=exchanging,
+        )
+
+    def _waited(self) -> tuple[float, float, float]:
+        """Return the seconds waited until now: for the drive, of these for writes, and in exchanges with other ranks."""
+        return self.drive.cache.seconds_waited, self.drive.cache.seconds_waited_to_write, self.ranks.seconds
+
+    def estimate_writes(self, planner: SubGroupPlanner) -> WriteEstimate:
+        """Return how many bytes each step writes if all parameters get a gradient."""
+        trained = [block for block in self.blocks if block.trained]
+        states = sum(planner.block_bytes(each.sub_group) for block in trained for each in block.states)
+        each_step = states + sum(block.parameters.nbytes for block in trained)
+        # Each backward but the last one adds to gradients on the drive, and those that are clipped wait for their norm there.
+        stores = self.micro_batches - 1 + (self._max_norm is not None)
+        return WriteEstimate(
+            bytes_per_step=each_step,
+            most_bytes_per_step=each_step + stores * sum(block.gradients.block.nbytes for block in trained),
+            bytes_once=sum(part.nbytes for block in self.blocks for part in block.parameters.parts),
+        )
 
     # -- failures
 
@@ -314,12 +360,12 @@ class TrainedModel:
     def undone_if_it_fails(self) -> Iterator[None]:
         """Undo the step if there is an exception in this context. Undoes first what could not be undone before."""
         self.finish_undo()
-        self._ranks.expect_new_failures()
+        self.ranks.expect_new_failures()
         try:
             yield
         except BaseException as error:
             with defer_interrupts():  # the others wait for it
-                self._ranks.report_failure()
+                self.ranks.report_failure()
             try:
                 self.undo()
             except OSError as failed:
@@ -336,7 +382,7 @@ class TrainedModel:
     def abandon_step(self) -> None:
         """Go back to the last completed step, on all ranks, if micro-batches of another one were run. Raises OSError as undo."""
         if self.micro_batches_run:
-            self._ranks.report_failure()
+            self.ranks.report_failure()
             self.undo()
 
     def undo(self) -> None:
@@ -345,14 +391,15 @@ class TrainedModel:
         Waits for transfers. An interrupt in such a wait leaves the rest to the next call, too.
         """
         self._phase = Phase.CHANGING
-        self._buffers.put_back()
+        if self._put_buffers_back is not None:
+            self._put_buffers_back()
         self._end_step()
         self._tied.reset()
         self.uses.reset()
         for block in self.blocks:
             block.drop_own_gradients()
             block.gradients.drop()
-        self._schedule.cache.clear()
+        self.drive.cache.clear()
         for block in self.blocks:
             block.undo()
         self.uses.begin(self._rest)

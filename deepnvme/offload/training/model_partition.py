@@ -46,6 +46,11 @@ class ModelPartition(NamedTuple):
         )
 
 
+def names_of_parameters(model: nn.Module) -> dict[torch.Tensor, str]:
+    """Return the first name of each parameter."""
+    return {param: name for name, param in reversed(list(model.named_parameters(remove_duplicate=False)))}
+
+
 def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None = None) -> ModelPartition:
     """Divide the parameters of a model into blocks.
 

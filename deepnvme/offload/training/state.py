@@ -5,26 +5,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from deepnvme.memory.alignment import PAGE
+from deepnvme.model.structure import weights_by_name
+from deepnvme.model.weight_differences import WeightInfo, WeightMismatch, differences
 from deepnvme.offload.activations.saved_tensor import is_distributed
 from deepnvme.states.params import local_of
 from deepnvme.states.partition import SubGroupPlanner
 from deepnvme.states.state_dict import OffloadedStates
 from deepnvme.states.sub_group import BlockLayout, BlockSection
-from deepnvme.states.versions import BlockVersions, Versioned
+from deepnvme.states.versions import Versioned
 from deepnvme.telemetry.descriptions import shorten
 
 from .blocks.frozen_parameters import FrozenParameters
 from .blocks.parameter_block import ParameterBlock
 from .blocks.trained_block import TrainedBlock
 from .model import TrainedModel
-from .ranks import TrainingRanks
+from .model_partition import names_of_parameters
 
 
 class TrainingState:
@@ -33,34 +32,22 @@ class TrainingState:
     Modules whose parameters are on the drive refuse to be asked for their ``state_dict()`` by anybody else.
 
     Args:
-        model: The model.
-        trained: Its blocks.
-        optimizer: Has the options of each step in its ``param_groups``.
+        trained: The model, its blocks, the optimizer's options, and the ranks.
         planner: Knows the optimizer's class.
-        versions: Maps blocks.
         states: The optimizer's states.
         modules: Modules whose parameters come and go.
-        ranks: The processes that train the model together.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        trained: TrainedModel,
-        optimizer: Optimizer,
-        planner: SubGroupPlanner,
-        versions: BlockVersions,
-        states: OffloadedStates,
-        modules: Iterable[nn.Module],
-        ranks: TrainingRanks,
+        self, trained: TrainedModel, planner: SubGroupPlanner, states: OffloadedStates, modules: Iterable[nn.Module]
     ) -> None:
-        self._ranks = ranks
-        self._model, self._trained, self._optimizer, self._planner = model, trained, optimizer, planner
-        self._versions, self._states = versions, states
+        self._trained, self._planner, self._states = trained, planner, states
+        self._model, self._optimizer, self._ranks = trained.model, trained.optimizer, trained.ranks
+        self._versions = trained.drive.versions
         self._guarding = True
         self._guards = [
             module.register_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
-            for module in {model, *(each for module in modules for each in module.modules())}
+            for module in {trained.model, *(each for module in modules for each in module.modules())}
         ]
 
     def remove_hooks(self) -> None:
@@ -82,7 +69,7 @@ class TrainingState:
 
     def get(self) -> dict[str, Any]:
         """Return what :meth:`OffloadedTraining.state_dict` does. Raises OSError."""
-        names = self._names()
+        names = names_of_parameters(self._model)
         values: dict[torch.Tensor, torch.Tensor] = {}
         quantized: dict[str, torch.Tensor] = {}
         for block in self._trained.blocks:
@@ -134,9 +121,7 @@ class TrainingState:
         """Map one tensor of a block by itself: a ``.pt`` cannot hold a storage that is seen in several dtypes."""
         if not section.nbytes:
             return torch.empty(section.shape, dtype=section.dtype, device="cpu")
-        inside = section.offset % PAGE
-        mapped = self._versions.map([(of, section.offset - inside, section.nbytes + inside)])
-        return mapped[inside:].view(section.dtype).as_strided(section.shape, section.stride)
+        return self._versions.map([(of, section)]).as_strided(section.shape, section.stride)
 
     def _dequantized(self, parameters: ParameterBlock, frozen: FrozenParameters) -> Versioned:
         """Return what on the drive has the values of frozen parameters. Writes a copy if they are quantised there."""
@@ -155,7 +140,7 @@ class TrainingState:
     def load(self, state: Mapping[str, Any]) -> None:
         """Do what :meth:`OffloadedTraining.load_state_dict` does. Raises ValueError, OSError."""
         _check_keys(state, ("model", "optimizer", "steps"), "a state")
-        names, model, optimizer = self._names(), state["model"], state["optimizer"]
+        names, model, optimizer = names_of_parameters(self._model), state["model"], state["optimizer"]
         _check_keys(optimizer, ("state", "param_groups"), "the optimizer of a state")
         if not isinstance(state["steps"], int) or state["steps"] < 0:
             raise ValueError(f"steps must be a number of steps, at least 0, got {state['steps']!r}")
@@ -202,7 +187,7 @@ class TrainingState:
         values = [self._own(block.parameters, model[names[param]], param) for param in block.parameters.params]
         self._trained.uses.begin_change(block.parameters)
         try:
-            block.load(values, names, quantized, found, self._optimizer.param_groups)
+            block.load(values, quantized, found, self._optimizer.param_groups)
         finally:
             self._trained.uses.end_change(block.parameters)
 
@@ -224,58 +209,45 @@ class TrainingState:
                 if isinstance(value, torch.Tensor) and is_distributed(value) and value.shape == param.shape:
                     self._ranks.rows_in(value, f"{key} of {name}" if key else name)
                     distributed.append(f"{name} {key}")
-        self._ranks.check_alike(crc32("\n".join(distributed).encode()) >> 1, "the names of the DTensors in the state")
+        self._ranks.check_alike(distributed, "the names of the DTensors in the state")
 
     def _check_states(
         self, states: Mapping[str, Any], options: Mapping[str, Mapping[str, Any]], names: Mapping[torch.Tensor, str]
     ) -> None:
         """Raise ValueError if a parameter's states lack what the optimizer needs for a step, or have other shapes."""
         wrong = []
-        trials: dict[tuple[Any, ...], tuple[list[str], str | None]] = {}  # most parameters are like others
+        kept: dict[tuple[int, int], dict[str, bool]] = {}  # most parameters are like others
         for param, name in names.items():
             if param.requires_grad and states.get(name):
-                like = id(options[name]), param.dim(), *states[name]
-                if like not in trials:
-                    trials[like] = self._planner.trial_states(options[name], param.dim(), states[name])
-                trial, missing = trials[like]
-                wrong += [f"{name}: {self._planner.optimizer_class.__name__} needs {missing}"] if missing else []
-                wrong += [
-                    f"{key} of {name}: {_shape(states[name][key])} instead of {tuple(param.shape)}"
-                    for key in trial
-                    if key in states[name] and _shape(states[name][key]) != param.shape
-                ]
+                like = id(options[name]), param.dim()
+                if like not in kept:
+                    kept[like] = self._planner.states_kept(options[name], param.dim())
+                for key, has_shape in kept[like].items():
+                    if key not in states[name]:
+                        wrong.append(f"{name}: {self._planner.optimizer_class.__name__} needs {key!r}")
+                    elif has_shape and (shape := tuple(getattr(states[name][key], "shape", ()))) != param.shape:
+                        wrong.append(f"{key} of {name}: {shape} instead of {tuple(param.shape)}")
         if wrong:
             raise ValueError(f"these are no states to go on from: {shorten(wrong, 8)}")
 
-    def _names(self) -> dict[torch.Tensor, str]:
-        """Return the first name of each parameter."""
-        return {param: name for name, param in reversed(list(self._model.named_parameters(remove_duplicate=False)))}
-
     def _check_fits(self, state: Mapping[str, Any], stepped: Iterable[str], names: Mapping[torch.Tensor, str]) -> None:
-        """Raise ValueError if a state has not all parameters of the model, in their shapes, or if it has anything else.
+        """Raise WeightMismatch if a state has not all parameters of the model, in their shapes, or if it has anything else.
 
         Args:
             state: The model's.
             stepped: Names that the optimizer's state has.
             names: Of the parameters.
         """
-        wrong = [
-            f"{name}: {_shape(state[name]) if name in state else 'missing'} instead of {tuple(param.shape)}"
-            for param, name in names.items()
-            if name not in state or _shape(state[name]) != param.shape
-        ]
-        wrong += [
-            f"{name}: {_shape(state[name])} instead of {tuple(buffer.shape)}"
-            for name, buffer in self._model.named_buffers()
-            if name in state and _shape(state[name]) != buffer.shape
-        ]
         with self._unguarded():
             known = self._model.state_dict(keep_vars=True)
-        strangers = [*(name for name in state if name not in known), *(name for name in stepped if name not in names.values())]
-        wrong += [f"{name}: not in the model" for name in dict.fromkeys(strangers)]
+        weights = weights_by_name(self._model)
+        wanted = {name: WeightInfo.of(each) for name, each in weights.items() if names.get(each) == name or name in state}
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        found = {name: WeightInfo.of(value) for name, value in tensors.items() if name in wanted or name not in known}
+        wrong = differences(wanted, {}, found, {}, dtypes=False)
+        wrong += [f"unexpected: {name!r} in the optimizer's state" for name in stepped if name not in names.values()]
         if wrong:
-            kind = type(self._model).__name__
-            raise ValueError(f"this is the state of another model than this {kind}: {shorten(wrong, 8)}")
+            raise WeightMismatch(f"this is the state of another model than this {type(self._model).__name__}", wrong)
 
 
 def _check_keys(state: Any, keys: Iterable[str], what: str) -> None:
@@ -285,11 +257,6 @@ def _check_keys(state: Any, keys: Iterable[str], what: str) -> None:
     missing = [repr(key) for key in keys if key not in state]
     if missing:
         raise ValueError(f"{what} has what state_dict() returns, and this one lacks {', '.join(missing)}")
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    """Return a tensor's shape; None for what is none."""
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def _is_like(value: Any, shard: torch.Tensor) -> bool:

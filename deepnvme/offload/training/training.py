@@ -8,64 +8,59 @@ import logging
 import os
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from deepnvme.cache.block_cache import BlockCache
 from deepnvme.checkpoint.saving import save
-from deepnvme.drives.profiles import engine_for
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.profiles import AnyPath
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.model.quantization import SCHEMES, Scheme
 from deepnvme.offload.activations.checkpointing import is_checkpointed, keep_for_backward, recompute_on_backward
-from deepnvme.offload.activations.saved_tensor import KeptTensor
-from deepnvme.states.counted_io import CountedIO
+from deepnvme.offload.activations.saved_tensor import KeptTensor, Packed, unpack_saved
+from deepnvme.offload.activations.saving import save_on_disk
+from deepnvme.offload.activations.store import ActivationStore
+from deepnvme.offload.pinned_arena import PinnedArena
+from deepnvme.states.gradients import pieces_of
 from deepnvme.states.partition import ELEMENTWISE, SubGroupPlanner
 from deepnvme.states.state_dict import OffloadedStates
 from deepnvme.states.sub_group import SubGroup
 from deepnvme.states.usability import UsabilityGuard
-from deepnvme.states.versions import BlockVersions
-from deepnvme.store.own_directory import open_own_store, remove_directories
 from deepnvme.telemetry.callers import stack_level
 from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people
 from deepnvme.telemetry.drive_wear import WriteEstimate
 from deepnvme.telemetry.sizes import byte_count
 
 from .absent_values import AbsentValues
-from .activations import TrainingActivations, unpack
-from .blocks.arena_memory import ArenaMemory
-from .blocks.frozen_parameters import ParameterMemory
+from .blocks.blocks_on_drive import BlocksOnDrive
 from .blocks.limits import limit_of_blocks
 from .blocks.parameter_block import ParameterBlock
-from .blocks.read_ahead import ScheduledBlocks
 from .blocks.tied_gradients import tied_parameters
 from .blocks.trained_block import TrainedBlock
 from .initial_values import Checkpoint, InitialValues
 from .micro_batches import MicroBatch, SideBySide, draw_seeds, micro_batches_of, restoring_random_state
 from .model import TrainedModel
-from .model_partition import ModelPartition, partition_model
-from .one_training_per_model import close_training_of, register
+from .model_partition import ModelPartition, names_of_parameters, partition_model
 from .ranks import TrainingRanks
-from .report import StepMeter, TrainingReport
+from .report import TrainingReport
 from .state import TrainingState
-from .write_estimate import estimate_writes
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from deepnvme.drives.aio_config import AioConfig
-    from deepnvme.drives.profiles import AnyPath
 
 _logger = logging.getLogger(__name__)
 
-_PREFIX = "deepnvme-training"
-_ACTIVATIONS = ("memory", "nvme", "recompute")
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "parameters": ("memory", "nvme"),
+    "activations": ("memory", "nvme", "recompute"),
+    "accumulation": ("vertical", "horizontal"),
+    "quantize": (None, *SCHEMES),
+}
 _WHOLE = 1 << 62
 """Elements of a sub-group: all of a block's."""
 _PART = 1 << 21
@@ -75,22 +70,8 @@ Some are read and others written while one is stepped. Where a block of 154 MB o
 for less than two such blocks, reading and writing took turns: a step took 0.84 instead of 0.72 s."""
 
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-
-def _by_one_thread(
-    method: Callable[Concatenate[OffloadedTraining, Arguments], Result],
-) -> Callable[Concatenate[OffloadedTraining, Arguments], Result]:
-    """Have a method refuse to run beside one that another thread runs, after ``close()``, and in a forked child."""
-
-    @functools.wraps(method)
-    def claiming(self: OffloadedTraining, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Call the method; its own docstring takes the place of this one."""
-        with self._claimed():
-            return method(self, *args, **kwargs)
-
-    return claiming
+_trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadedTraining]] = weakref.WeakKeyDictionary()
+"""The last training of each model."""
 
 
 class _OptimizerOptions(Optimizer):
@@ -190,11 +171,13 @@ class OffloadedTraining:
         micro_batches: int = 1,
         max_norm: float | None = None,
         param_groups: Iterable[dict[str, Any]] | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        _check_choices(parameters, activations, accumulation, micro_batches, quantize)
+        _check_choices(
+            micro_batches, parameters=parameters, activations=activations, accumulation=accumulation, quantize=quantize
+        )
         memory_budget = budget_bytes(memory_budget, "memory_budget")
         activation_bytes = _activation_bytes(activations, activation_budget, memory_budget)
         self.model = model
@@ -204,7 +187,7 @@ class OffloadedTraining:
         self._claims: dict[str, threading.Thread] = {}  # "by": the thread that runs a method
         self._owner = DirectoryOwner("OffloadedTraining")
         self._saved_steps = 0  # how many the last state_dict() or load_state_dict() knew of
-        close_training_of(model, self._owner, checkpoint is not None)
+        self._close_predecessor(has_values=checkpoint is not None)
         partition = partition_model(model, blocks)
         sharded = partition.with_scalars_in_memory()
         self._ranks = TrainingRanks(process_group, max(map(len, (*sharded.params, sharded.rest))))
@@ -214,85 +197,80 @@ class OffloadedTraining:
                 _check_for_several(optimizer_class, quantize)
             initial = InitialValues(model, checkpoint, self._ranks)
             size = _PART if optimizer_class in ELEMENTWISE else _WHOLE
-            planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, size)
-            defaults = planner.defaults()
+            self._planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, size)
+            defaults = self._planner.defaults()
             partition = initial.place(partition)
             self.optimizer = _OptimizerOptions(_grouped([*partition.params, partition.rest], param_groups), defaults)
             """Has the options of each step in its ``param_groups``: for a scheduler."""
-            self._dequantized = ParameterMemory()
-            parameter_blocks = _parameter_blocks(partition, self._dequantized, quantize, self._ranks)
-            sub_groups = _sub_groups(parameter_blocks, self.optimizer.param_groups, planner)
+            self._values_memory = PinnedArena(0)  # of dequantised or gathered parameters
+            parameter_blocks = _parameter_blocks(model, partition, self._values_memory, quantize, self._ranks)
+            self._values_memory.resize(_values_bytes(parameter_blocks))
+            sub_groups = _sub_groups(parameter_blocks, self.optimizer.param_groups, self._planner)
             stay = parameters == "memory"
             budget = memory_budget - _values_bytes(parameter_blocks) - activation_bytes
             tied = tied_parameters(partition.tiles)
-            limit = limit_of_blocks(sub_groups, parameter_blocks, planner, budget, stay, self._ranks.several, tied)
-            self._open_drive(nvme_path, config, limit)
+            limit = limit_of_blocks(sub_groups, parameter_blocks, self._planner, budget, stay, self._ranks.several, tied)
+            given = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else nvme_path
+            paths = [Path(os.path.abspath(os.fsdecode(each))) for each in given]
+            self._drive = BlocksOnDrive(paths, config, self._owner, limit)
             trained_blocks = [
-                TrainedBlock(block, stepping, self._schedule, self._versions)
-                for block, stepping in zip(parameter_blocks, sub_groups, strict=True)
+                TrainedBlock(block, stepping, self._drive) for block, stepping in zip(parameter_blocks, sub_groups, strict=True)
             ]
-            self._recomputed = _recomputed(partition) if activations == "recompute" else []
+            self._recomputed: list[nn.Module] = []
+            if activations == "recompute":  # a tile is one operation, of which only the input is saved anyway
+                self._recomputed += (each for each in partition.modules if not (is_checkpointed(each) or each in partition.tiles))
             for module in self._recomputed:
                 recompute_on_backward(module)
             self._trained = TrainedModel(
-                model,
-                partition.by_module([block.parameters for block in trained_blocks]),
-                partition.tiles,
-                trained_blocks,
-                self._schedule,
-                self._versions,
-                self._meter,
-                self._ranks,
-                self.optimizer,
-                micro_batches,
-                max_norm,
+                model, partition, trained_blocks, self._drive, self._ranks, self.optimizer, micro_batches, max_norm
             )
-            states = OffloadedStates(_pieces(trained_blocks), self._store, self._versions, self._check_between_steps)
-            parts = [*partition.modules, *partition.tied]
-            self._state = TrainingState(model, self._trained, self.optimizer, planner, self._versions, states, parts, self._ranks)
+            pieces = pieces_of(each for stepping in sub_groups for each in stepping)
+            states = OffloadedStates(pieces, self._drive.versions, self._check_between_steps)
+            self._state = TrainingState(self._trained, self._planner, states, self._trained.blocks_of_modules)
             self._saver = None
             if activations != "memory":
-                self._saver = TrainingActivations(self._trained.uses, self._directories, activation_bytes, config)
+                self._saver = _TrainingActivations(
+                    self._drive.directories,
+                    memory_budget=activation_bytes,
+                    config=config,
+                    saved_parameter=self._trained.uses.saved,
+                )
             self._side_by_side = SideBySide(self._trained, self._saved_tensors)
-            # Each backward but the last one adds to gradients, and those that are clipped wait for their norm.
-            stores = micro_batches - 1 + (max_norm is not None)
-            self._estimate_writes = functools.partial(estimate_writes, trained_blocks, planner, stores)
             try:
-                self._to_drive(initial, partition, stay)
+                self._to_drive(initial, stay)
                 self._ranks.all_agree(True)  # the first one that is done does not go on before all are
                 _logger.info("the training in %s %s", printable(nvme_path), self.estimate_writes())
             except BaseException:
                 self.close()
                 raise
-            register(self, self._owner, self._close_for_successor)
+            _trainings[model] = weakref.ref(self)
 
-    def _open_drive(self, nvme_path: AnyPath | Sequence[AnyPath], config: AioConfig | None, limit: int) -> None:
-        """Make the training's directories, the store for its blocks, and a cache of ``limit`` bytes. Raises OSError."""
-        paths = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else list(nvme_path)
-        directories = [Path(os.path.abspath(os.fsdecode(each))) for each in paths]
-        self._engine = engine_for(directories, config)
-        try:
-            self._store, self._directories = open_own_store(directories, _PREFIX, self._engine, self._owner, collect=True)
-        except BaseException:
-            self._engine.close()
-            raise
-        self._io = CountedIO(self._store, verbose=False)
-        self._versions = BlockVersions(self._store)
-        memory = ArenaMemory(limit, self._io.record_ended)
-        self._schedule = ScheduledBlocks(BlockCache(self._io, memory, helper="deepnvme-training"))
-        self._meter = StepMeter(self._io, self._schedule.cache, self._ranks)
+    def _close_predecessor(self, has_values: bool) -> None:
+        """Close the training that the model has already, if any. Raises RuntimeError if it may not be closed, and OSError.
 
-    def _to_drive(self, initial: InitialValues, partition: ModelPartition, stay: bool) -> None:
+        Args:
+            has_values: Whether this training has values for the model, so that those of the one before are not needed.
+        """
+        found = _trainings.get(self.model)
+        before = None if found is None else found()
+        if before is None or before.closed:
+            return
+        if before._owner.of_other_thread or not before._guard.in_own_process or not has_values:
+            raise RuntimeError(
+                f"this {type(self.model).__name__} is trained by {before._owner}: call its close(restore=True), which puts the"
+                f" values of its {before.steps} steps into memory, before another one is made of it; or give a checkpoint, and"
+                " make it in the same thread"
+            )
+        before._close_for_successor(self._owner)
+
+    def _to_drive(self, initial: InitialValues, stay: bool) -> None:
         """Write the model's parameters to the drive, and free their memory; blocks of them may stay in the cache."""
-        cache = self._schedule.cache
-        blocks = self._trained.blocks
-        self._dequantized.reserve(_values_bytes([block.parameters for block in blocks]))
-        by_module = partition.by_module([block.parameters for block in blocks])
-        initial.write(by_module, blocks[-1].parameters, cache)
-        parts = [part for block in blocks for part in block.parameters.parts]
-        cache.flush(parts)
+        blocks = [block.parameters for block in self._trained.blocks]
+        initial.write(self._trained.blocks_of_modules, blocks[-1], self._drive.cache)
+        parts = [part for block in blocks for part in block.parts]
+        self._drive.cache.flush(parts)
         if stay:
-            cache.keep(dict.fromkeys(parts, True))
+            self._drive.cache.keep(dict.fromkeys(parts, True))
         self._trained.keep_rest()
 
     # -- steps
@@ -306,7 +284,7 @@ class OffloadedTraining:
         return representation(
             self,
             lambda: f"of {type(self.model).__name__} by {self._optimizer_class.__name__}",
-            lambda: f"in {path_list(self._directories)}",
+            lambda: f"in {path_list(self._drive.directories)}",
             lambda: f"memory_budget={size_for_people(self._memory_budget)}",
             lambda: f"{len(self._trained.blocks)} blocks",
             lambda: f"{self.steps} steps made",
@@ -318,7 +296,6 @@ class OffloadedTraining:
         """Number of completed steps, those before a loaded state included."""
         return self._trained.steps
 
-    @_by_one_thread
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """Make a step. Blocks until it is on the drive.
 
@@ -335,19 +312,21 @@ class OffloadedTraining:
             OSError: From the drive. The step was undone.
         """
         micro_batches: list[MicroBatch] = []
-        if (args or kwargs) and self._trained.micro_batches_run:
-            raise RuntimeError("step() with arguments runs all micro-batches of a step itself: end the one under way first")
-        with self._trained.undone_if_it_fails():
-            if args or kwargs:
-                micro_batches = micro_batches_of(*_taken_apart(args, kwargs), self._trained.micro_batches)
-            losses = self._run([functools.partial(self._loss, each) for each in micro_batches]) if micro_batches else []
-            self._trained.finish_step()
-        self._meter.end(self.steps, None if self._saver is None else self._saver.report())
-        return _sum(losses) if losses else None
+        with self._claimed():
+            if (args or kwargs) and self._trained.micro_batches_run:
+                raise RuntimeError("step() with arguments runs all micro-batches of a step itself: end the one under way first")
+            with self._trained.undone_if_it_fails():
+                if args or kwargs:
+                    micro_batches = micro_batches_of(*_taken_apart(args, kwargs), self._trained.micro_batches)
+                losses = self._run([functools.partial(self._loss, each) for each in micro_batches]) if micro_batches else []
+                self._trained.finish_step()
+            self._drive.io.keep_report(self._trained.report(None if self._saver is None else self._saver.report()))
+        return sum(losses[1:], losses[0]) if losses else None
 
     def report(self) -> TrainingReport:
         """Return what the last completed step did, and what it waited for. Raises RuntimeError before the first step."""
-        return self._meter.last
+        last: TrainingReport = self._drive.io.last
+        return last
 
     def estimate_writes(self) -> WriteEstimate:
         """Return how many bytes of parameters, states and gradients each step will write to this process's drive.
@@ -356,9 +335,8 @@ class OffloadedTraining:
         taken to have gradients for all trained parameters, and checkpoints are not counted. The same is logged with level INFO
         when the training is made.
         """
-        return self._estimate_writes()
+        return self._trained.estimate_writes(self._planner)
 
-    @_by_one_thread
     def run_micro_batches(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """Run the forward, which returns the loss, and the backward of each micro-batch of a step. Call :meth:`step` after it.
 
@@ -375,10 +353,11 @@ class OffloadedTraining:
             RuntimeError: If a step is under way; after :meth:`close`; in a forked child.
             OSError: From the drive. The step was undone.
         """
-        if self._trained.micro_batches_run:
-            raise RuntimeError("a step is under way: call step() or undo_step() before run_micro_batches()")
-        with self._trained.undone_if_it_fails():
-            return self._run(forwards)
+        with self._claimed():
+            if self._trained.micro_batches_run:
+                raise RuntimeError("a step is under way: call step() or undo_step() before run_micro_batches()")
+            with self._trained.undone_if_it_fails():
+                return self._run(forwards)
 
     def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         if len(forwards) == 1:
@@ -429,7 +408,6 @@ class OffloadedTraining:
         with self._claimed(), self._trained.undone_if_it_fails(), self._trained.running(of=of), self._saved_tensors():
             yield
 
-    @_by_one_thread
     def gradient_norm(self) -> torch.Tensor:
         """Return the 2-norm of all gradients, before they are clipped: between the last micro-batch and :meth:`step`. Blocks.
 
@@ -439,10 +417,9 @@ class OffloadedTraining:
             RuntimeError: At another time, or without ``max_norm``, since norms are not measured then.
             OSError: From the drive. The step was undone.
         """
-        with self._trained.undone_if_it_fails():
+        with self._claimed(), self._trained.undone_if_it_fails():
             return self._trained.gradient_norm()
 
-    @_by_one_thread
     def undo_step(self) -> None:
         """Go back to the last completed step, if micro-batches of another one were run.
 
@@ -450,14 +427,15 @@ class OffloadedTraining:
             RuntimeError: After :meth:`close`; in a forked child.
             OSError: From the drive. Call it again then.
         """
-        self._trained.finish_undo()
-        self._trained.abandon_step()
+        with self._claimed():
+            self._trained.finish_undo()
+            self._trained.abandon_step()
 
     def _saved_tensors(self) -> contextlib.AbstractContextManager[object]:
         if self._saver is not None:
             return self._saver
         uses = self._trained.uses
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: uses.saved(tensor) or KeptTensor(tensor), unpack)
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: uses.saved(tensor) or KeptTensor(tensor), unpack_saved)
 
     @contextlib.contextmanager
     def _claimed(self) -> Iterator[None]:
@@ -503,7 +481,6 @@ class OffloadedTraining:
 
     # -- states
 
-    @_by_one_thread
     def state_dict(self) -> dict[str, Any]:
         """Return the model and the optimizer as of the last completed step, with tensors mapped from the drive.
 
@@ -519,12 +496,12 @@ class OffloadedTraining:
             RuntimeError: Within a step.
             OSError: If an earlier step still has to be undone and cannot be; or if dequantised weights cannot be written.
         """
-        self._check_between_steps()
-        state = self._state.get()
-        self._saved_steps = self.steps
-        return state
+        with self._claimed():
+            self._check_between_steps()
+            state = self._state.get()
+            self._saved_steps = self.steps
+            return state
 
-    @_by_one_thread
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`state_dict` to a file as ``torch.save`` does, see :func:`deepnvme.save`. Blocks until it is on the drive.
 
@@ -536,11 +513,11 @@ class OffloadedTraining:
             RuntimeError: Within a step.
             OSError: From the drive. An earlier file is as it was.
         """
-        with self.together():  # what is done next is no exchange that could tell of a failure
-            state = self.state_dict()
-        save(state, path, group=self._ranks.group)
+        with self._claimed():
+            with self.together():  # what is done next is no exchange that could tell of a failure
+                state = self.state_dict()
+            save(state, path, group=self._ranks.group)
 
-    @_by_one_thread
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the model, the optimizer's states and options, and :attr:`steps`. One block at a time is in memory.
@@ -554,10 +531,11 @@ class OffloadedTraining:
             RuntimeError: Within a step.
             OSError: From the drive. Nothing is changed then.
         """
-        self._check_between_steps()
-        with self._ranks.calling_together():
-            self._state.load(state)
-            self._saved_steps = self.steps
+        with self._claimed():
+            self._check_between_steps()
+            with self._ranks.calling_together():
+                self._state.load(state)
+                self._saved_steps = self.steps
 
     @torch.no_grad()
     def close(self, restore: bool = False) -> None:
@@ -606,10 +584,8 @@ class OffloadedTraining:
             uses.end(rest)
         self._guard.close(None if because is None else lambda: because)
         with contextlib.ExitStack() as ending:  # from the last to the first, whether or not one of them raises
-            ending.callback(remove_directories, self._directories)
-            ending.callback(self._engine.close)
-            ending.callback(self._store.close)
-            ending.callback(self._dequantized.close)
+            ending.callback(self._drive.close)
+            ending.callback(self._values_memory.resize, 0)
             if self._saver is not None:
                 ending.callback(self._saver.close)
             self._trained.remove_hooks()
@@ -617,7 +593,7 @@ class OffloadedTraining:
             for module in self._recomputed:
                 keep_for_backward(module)
             uses.end_all()
-            self._schedule.cache.clear()
+            self._drive.cache.clear()
             for param, value in restored.items():
                 param.data = value
             absent = [param for block in blocks for param in block.parameters.absent_params() if param not in restored]
@@ -648,18 +624,30 @@ class OffloadedTraining:
         raise TypeError("an OffloadedTraining owns files and cannot be copied or pickled; use state_dict()")
 
 
-def _check_choices(parameters: str, activations: str, accumulation: str, micro_batches: int, quantize: Scheme | None) -> None:
-    """Raise ValueError for an option that is none of its choices, or contradicts another."""
-    if parameters not in ("memory", "nvme"):
-        raise ValueError(f'parameters must be "memory" or "nvme", got {parameters!r}')
-    if activations not in _ACTIVATIONS:
-        raise ValueError(f"activations must be one of {', '.join(_ACTIVATIONS)}, got {activations!r}")
-    if accumulation not in ("vertical", "horizontal"):
-        raise ValueError(f'accumulation must be "vertical" or "horizontal", got {accumulation!r}')
+class _TrainingActivations(save_on_disk):
+    """Saves activations on the drive. A tensor over a parameter is saved as a reference to the parameter's block.
+
+    Args:
+        paths: Directories.
+        saved_parameter: Returns the reference; None for other tensors.
+        **options: Those of :class:`save_on_disk`.
+    """
+
+    def __init__(self, paths: Sequence[Path], saved_parameter: Callable[[torch.Tensor], Packed | None], **options: Any) -> None:
+        super().__init__(paths, **options)
+        self._saved_parameter = saved_parameter
+
+    def _pack(self, store: ActivationStore, tensor: torch.Tensor) -> Packed:
+        return self._saved_parameter(tensor) or super()._pack(store, tensor)
+
+
+def _check_choices(micro_batches: int, **given: str | None) -> None:
+    """Raise ValueError for an option that is none of its choices."""
+    for name, choice in given.items():
+        if choice not in _CHOICES[name]:
+            raise ValueError(f"{name} must be one of {', '.join(filter(None, _CHOICES[name]))}, got {choice!r}")
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be positive, got {micro_batches}")
-    if quantize is not None and quantize not in SCHEMES:
-        raise ValueError(f"quantize must be one of {', '.join(SCHEMES)}, got {quantize!r}")
 
 
 def _activation_bytes(activations: str, activation_budget: MemoryBudget | None, memory_budget: int) -> int:
@@ -681,13 +669,15 @@ def _check_for_several(optimizer_class: type[Optimizer], quantize: Scheme | None
 
 
 def _parameter_blocks(
-    partition: ModelPartition, memory: ParameterMemory, quantize: Scheme | None, ranks: TrainingRanks
+    model: nn.Module, partition: ModelPartition, arena: PinnedArena, quantize: Scheme | None, ranks: TrainingRanks
 ) -> list[ParameterBlock]:
     """Return the blocks of the model's parameters. The last one has those that stay in memory, which no ranks share."""
-    sharing = ranks if ranks.several else None
+    names = names_of_parameters(model)
+    blocks = [*partition.params, partition.rest]
+    sharing = [*([ranks if ranks.several else None] * len(partition.params)), None]
     return [
-        ParameterBlock(number, params, memory, quantize, None if params is partition.rest else sharing)
-        for number, params in enumerate([*partition.params, partition.rest])
+        ParameterBlock(number, params, [names[each] for each in params], arena, quantize, shared)
+        for number, (params, shared) in enumerate(zip(blocks, sharing, strict=True))
     ]
 
 
@@ -704,24 +694,10 @@ def _sub_groups(
     return found
 
 
-def _recomputed(partition: ModelPartition) -> list[nn.Module]:
-    """Return the modules to compute again in the backward. A tile is one operation, of which only the input is saved anyway."""
-    return [each for each in partition.modules if not is_checkpointed(each) and each not in partition.tiles]
-
-
 def _values_bytes(blocks: Sequence[ParameterBlock]) -> int:
     """Return the bytes that dequantised or gathered parameters need beside their blocks: the last block's, and another one's."""
     *others, last = (block.values_nbytes for block in blocks)
     return last + max(others, default=0)
-
-
-def _pieces(blocks: Iterable[TrainedBlock]) -> dict[torch.Tensor, list[tuple[SubGroup, int]]]:
-    """Return where each parameter is stepped: for each of its pieces, the sub-group and its place there."""
-    found: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
-    for sub_group in (states.sub_group for block in blocks for states in block.states):
-        for index, piece in enumerate(sub_group.pieces):
-            found.setdefault(piece.param, []).append((sub_group, index))
-    return found
 
 
 def _grouped(params: Sequence[Sequence[nn.Parameter]], param_groups: Iterable[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -744,10 +720,3 @@ def _taken_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequen
         if isinstance(batch, tuple | list):
             return batch, {}
     return args, kwargs
-
-
-def _sum(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total

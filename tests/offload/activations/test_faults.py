@@ -88,14 +88,12 @@ def test_a_drive_that_fails_every_write_is_told_once_a_step(training: Training, 
     assert training.activations.report().bytes_read > 0
 
 
-def test_a_failed_write_in_a_forward_without_a_backward_is_tried_again_by_the_next_forward(training: Training) -> None:
+def test_after_a_forward_that_failed_to_write_the_next_one_writes_again(training: Training) -> None:
+    """Also if the warning of it is an error, which ends the forward."""
     with failing("write", 0, 1 << 30), pytest.warns(RuntimeWarning, match=STAYS):
         training.forward()
     assert warnings_of(training.step) == []
     assert training.activations.report().bytes_read > 0
-
-
-def test_the_warning_as_an_error_ends_the_forward_and_leaves_nothing(training: Training) -> None:
     with failing("write", 0, 1 << 30), pytest.raises(RuntimeWarning, match=STAYS):
         training.forward()
     training.check_nothing_is_held()
@@ -367,13 +365,6 @@ def test_a_report_before_the_first_step_or_after_close_creates_no_files(drive: P
         assert files_below(drive) == []
 
 
-def test_close_of_a_graph_that_is_all_in_memory_harms_nothing(drive: Path) -> None:
-    with training_in(drive, memory_budget=MIB) as training:
-        output = training.forward()
-        training.activations.close()
-        training.check(training.gradients(output))
-
-
 def test_close_within_the_context_ends_saving_and_the_next_context_saves_again(training: Training) -> None:
     with training.activations:
         first = training.model[:4](training.batch)
@@ -434,7 +425,7 @@ def in_threads(*calls: Any) -> None:
         raise raised[0]
 
 
-@pytest.mark.parametrize("shared", ["object", "store", "nothing"])
+@pytest.mark.parametrize("shared", ["object", "nothing"])
 def test_two_models_in_two_threads(drive: Path, shared: str) -> None:
     first = Training(drive / "a")
     second = Training(drive / ("b" if shared == "nothing" else "a"))
@@ -442,7 +433,7 @@ def test_two_models_in_two_threads(drive: Path, shared: str) -> None:
         second.activations = first.activations
 
     def train(training: Training) -> None:
-        for _ in range(25):
+        for _ in range(15):
             training.step()
             training.forward()  # and no backward
 
@@ -509,7 +500,6 @@ MOMENTS = {
     "with an open context and a live graph": "training.activations.__enter__()\noutput = training.model(training.batch)",
     "with a live graph": "output = training.forward()",
     "in a cycle": "class Node: pass\nnode = Node()\nnode.itself, node.output = node, training.forward()",
-    "after a step": "training.step()",
     "in the midst of writes": "training = Training(path, nbytes=1 << 22)\noutput = training.forward()",
     "in the midst of reads": "training = Training(path, nbytes=1 << 22)\noutput = training.forward()\n"
     "torch.autograd.grad(output, training.params[-1:], torch.ones_like(output))",
@@ -525,10 +515,9 @@ def test_an_interpreter_ends_without_a_word_and_leaves_no_files(interpreters: In
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["if True", "with training.activations"])
-def test_sys_exit_in_the_midst_of_writes_leaves_no_files(interpreters: Interpreters, drive: Path, context: str) -> None:
+def test_sys_exit_in_the_midst_of_writes_leaves_no_files(interpreters: Interpreters, drive: Path) -> None:
     program = f"training = Training({str(drive)!r}, nbytes=1 << 22)\noutput = training.forward()\n"
-    program += f"{context}:\n    training.model(training.batch)\n    sys.exit(3)\n"
+    program += "with training.activations:\n    training.model(training.batch)\n    sys.exit(3)\n"
     ended_silently(interpreters, program, returncode=3)
     assert files_below(drive) == []
 

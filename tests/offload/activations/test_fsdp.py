@@ -114,17 +114,14 @@ def run_ranks(program: str, drive: Path, interpreters: Interpreters) -> None:
 
 
 @fsdp_on_cpu
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_losses_gradients_and_weights_are_the_same_bits(
-    drive: Path, interpreters: Interpreters, reshard_after_forward: bool
-) -> None:
+def test_losses_gradients_and_weights_are_the_same_bits(drive: Path, interpreters: Interpreters) -> None:
     run_ranks(
-        f"""
-        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for options in ({{}}, {{"mp_policy": half}}):
-            options["reshard_after_forward"] = {reshard_after_forward}
+        """
+        half = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+        for options, batches in (({}, 1), (half, 1), ({"reshard_after_forward": False, **half}, 1), ({}, 2)):
             with on_disk() as activations:
-                assert_same_bits(trained(gpt(**options), activations), trained(gpt(**options), contextlib.nullcontext()))
+                ours, theirs = (trained(gpt(**options), each, batches) for each in (activations, contextlib.nullcontext()))
+                assert_same_bits(ours, theirs)
                 assert_was_on_disk(activations)
         """,
         drive,
@@ -133,34 +130,20 @@ def test_losses_gradients_and_weights_are_the_same_bits(
 
 
 @fsdp_on_cpu
-def test_gradients_of_several_batches_are_accumulated(drive: Path, interpreters: Interpreters) -> None:
-    run_ranks(
-        """
-        with on_disk() as activations:
-            assert_same_bits(trained(gpt(), activations, batches=2), trained(gpt(), contextlib.nullcontext(), batches=2))
-            assert_was_on_disk(activations)
-        """,
-        drive,
-        interpreters,
-    )
-
-
-@fsdp_on_cpu
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_checkpointed_blocks_are_the_same_bits(drive: Path, interpreters: Interpreters, reshard_after_forward: bool) -> None:
+def test_checkpointed_blocks_are_the_same_bits(drive: Path, interpreters: Interpreters) -> None:
     """By torch's checkpoint inside the context, and by checkpoint_on_disk."""
     run_ranks(
-        f"""
-        options = {{"reshard_after_forward": {reshard_after_forward}}}
-        theirs = trained(gpt(**options), contextlib.nullcontext())
-        with on_disk(memory_budget=0) as activations:
-            assert_same_bits(trained(gpt(checkpointed=True, **options), activations), theirs)
-            assert_was_on_disk(activations)
+        """
+        for options in ({"reshard_after_forward": True}, {"reshard_after_forward": False}):
+            theirs = trained(gpt(**options), contextlib.nullcontext())
+            with on_disk(memory_budget=0) as activations:
+                assert_same_bits(trained(gpt(checkpointed=True, **options), activations), theirs)
+                assert_was_on_disk(activations)
 
-            model = gpt(prepare=lambda block: checkpoint_on_disk(block, activations), **options)
-            assert_same_bits(trained(model, contextlib.nullcontext()), theirs)
-            assert_was_on_disk(activations)
-            assert activations.report().saved_bytes == 4 * 2 * 64 * WIDTH * 4  # the inputs of the blocks
+                model = gpt(prepare=lambda block: checkpoint_on_disk(block, activations), **options)
+                assert_same_bits(trained(model, contextlib.nullcontext()), theirs)
+                assert_was_on_disk(activations)
+                assert activations.report().saved_bytes == 4 * 2 * 64 * WIDTH * 4  # the inputs of the blocks
         """,
         drive,
         interpreters,

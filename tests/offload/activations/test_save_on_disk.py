@@ -118,7 +118,7 @@ def assert_freed(activations: save_on_disk) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["all saved", "checkpointing"])
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
-@pytest.mark.parametrize("budget", [0, 256 * KIB, 1 << 30])
+@pytest.mark.parametrize("budget", [0, 256 * KIB])
 def test_losses_and_weights_are_the_same_bits(
     drive: Path, dtype: torch.dtype, autocast: bool, recompute: bool, budget: int
 ) -> None:
@@ -130,10 +130,7 @@ def test_losses_and_weights_are_the_same_bits(
         assert_freed(activations)
     assert_same(ours, train(net, contextlib.nullcontext, **options))
     assert report.saved_bytes > 40 * KIB
-    if budget < report.saved_bytes:
-        assert report.bytes_written > 0
-    if budget > 2 * report.saved_bytes + MIB:
-        assert report.bytes_written == 0
+    assert (report.bytes_written > 0) == (budget < report.saved_bytes)
     assert not list(drive.rglob("*.data"))
 
 
@@ -433,29 +430,6 @@ def test_several_losses_of_one_forward(activations: save_on_disk) -> None:
     assert torch.equal(gradient(activations), gradient(contextlib.nullcontext()))
 
 
-def test_without_a_backward_nothing_stays(activations: save_on_disk) -> None:
-    net = model()
-    with activations:
-        loss = net(batch()).square().mean()
-    assert activations.report().bytes_written > 0
-    del loss
-    assert_freed(activations)
-
-
-def test_an_exception_in_the_forward_leaves_nothing(activations: save_on_disk) -> None:
-    net = model()
-    x = batch()
-    x[0] = torch.nan
-
-    def check(layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        assert not output.isnan().any(), "not a number"
-
-    net[2].register_forward_hook(check)  # type: ignore[index]
-    with pytest.raises(AssertionError, match="not a number"), activations:
-        net(x)
-    assert_freed(activations)
-
-
 def test_the_graph_is_not_kept_by_what_it_saves(activations: save_on_disk) -> None:
     """Neither small tensors, which stay as they are, nor large ones."""
     for size in (10, 10000):
@@ -502,21 +476,6 @@ def test_it_works_over_several_directories(drive: Path) -> None:
         y.sum().backward()
         assert torch.equal(x.grad, x.exp() * x.exp().exp())
     assert not list(drive.iterdir())
-
-
-def test_after_close_what_is_in_memory_is_returned_and_what_is_not_is_an_error(drive: Path) -> None:
-    def saved(budget: int) -> torch.Tensor:
-        activations = save_on_disk(drive / "activations", memory_budget=budget, min_bytes=KIB)
-        x = torch.randn(10000, requires_grad=True)
-        with activations:
-            y = x.exp().exp().exp()
-        activations.close()
-        assert not files_in(drive)
-        return y.sum()
-
-    saved(1 << 20).backward()
-    with pytest.raises(RuntimeError, match="its directory was closed"):
-        saved(0).backward()
 
 
 @pytest.mark.parametrize(
@@ -640,15 +599,21 @@ def test_steps_go_on_in_a_context_that_stays_open(drive: Path) -> None:
     assert reports[-1].bytes_written == 28 * MIB
 
 
-def test_memory_stays_within_the_budget_with_tensors_larger_than_what_is_for_reading(drive: Path) -> None:
-    with contextlib.closing(save_on_disk(drive, memory_budget=8 * MIB, min_bytes=KIB)) as activations:
+@pytest.mark.parametrize(
+    ("budget", "sizes"),
+    [(8 * MIB, [(3 if number % 3 else 1) * MIB for number in range(24)]), (16 * MIB, [2 * MIB] * 6 + [11 * MIB])],
+    ids=["larger than what is for reading", "one that takes most"],
+)
+def test_memory_stays_within_the_budget_with_large_tensors(drive: Path, budget: int, sizes: list[int]) -> None:
+    with contextlib.closing(save_on_disk(drive, memory_budget=budget, min_bytes=KIB)) as activations:
         for _ in range(3):
             y = torch.ones(1, requires_grad=True)
             with activations:
-                for number in range(24):
-                    y = Counted.apply(y, (3 if number % 3 else 1) * MIB, lambda: None)
+                for nbytes in sizes:
+                    y = Counted.apply(y, nbytes, lambda: None)
             y.backward()
-            assert activations.report().peak_bytes <= 8 * MIB
+            assert activations.report().peak_bytes <= budget
+        assert activations.report().bytes_read > 0
 
 
 # Checkpointing
@@ -721,38 +686,6 @@ def test_options_are_those_of_the_object(activations: save_on_disk) -> None:
         checkpoint_on_disk(model(), activations, memory_budget=1)
 
 
-# Compiled modules
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_layers_save_on_disk_too(activations: save_on_disk) -> None:
-    net = model()
-    net.eval()
-    compiled = nn.Sequential(*(torch.compile(layer, backend="aot_eager") for layer in copy.deepcopy(net)))
-    assert_same(train(compiled, lambda: activations), train(nn.Sequential(*net), contextlib.nullcontext))
-    assert activations.report().bytes_written > 0
-    assert_freed(activations)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_function_may_enter_it(activations: save_on_disk) -> None:
-    """That part of it is not compiled."""
-    net = model().eval()
-
-    def loss() -> torch.Tensor:
-        with activations:
-            return net(batch()).square().mean()  # type: ignore[no-any-return]
-
-    loss().backward()
-    theirs = [weight.grad for weight in net.parameters()]
-    net.zero_grad()
-    torch.compile(loss, backend="aot_eager")().backward()
-    assert all(torch.equal(weight.grad, each) for weight, each in zip(net.parameters(), theirs, strict=True))
-    assert activations.report().bytes_written > 0
-
-
 def test_it_is_a_name_of_the_package() -> None:
     assert deepnvme.save_on_disk is save_on_disk
 
@@ -773,20 +706,6 @@ def test_to_leave_a_context_in_another_thread_is_an_error(activations: save_on_d
     assert "another thread" in str(*errors)
     leave()  # left already
     assert len(errors) == 2
-
-
-def test_the_budget_is_kept_where_one_tensor_takes_most_of_it(drive: Path) -> None:
-    with contextlib.closing(save_on_disk(drive, memory_budget=16 * MIB, min_bytes=KIB)) as activations:
-        for _ in range(3):
-            x = torch.ones(1, requires_grad=True)
-            with activations:
-                y = x
-                for _ in range(6):
-                    y = Counted.apply(y, 2 * MIB, lambda: None)
-                y = Counted.apply(y, 11 * MIB, lambda: None)
-            y.backward()
-            assert activations.report().peak_bytes <= 16 * MIB
-        assert activations.report().bytes_read > 0
 
 
 def test_a_part_of_a_storage_that_is_gone_is_not_written_to_be_returned(drive: Path) -> None:

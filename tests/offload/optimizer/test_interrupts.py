@@ -10,23 +10,20 @@ import pytest
 import torch
 
 from ...support.interrupts import ctrl_c_every, ctrl_c_in_a_wait_for
-from ...support.training import ADAM, Pair, assert_same, assert_same_state, backward, copied, optimizer_in, parameters
+from ...support.training import Pair, backward, copied
 
 SHAPES = [(4096,)] * 6
 
 
-def both(drive: Path, **options: Any) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter], Any, Any]:
-    """Parameters and their optimizer in memory, and the same offloaded, after two steps."""
-    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
-    reference, optimizer = torch.optim.AdamW(plain, **ADAM), optimizer_in(drive, params, **ADAM, **options)
-    for step in range(2):
-        for each, its in ((plain, reference), (params, optimizer)):
-            its.zero_grad()
-            backward(each, step)
-            its.step()
-    reference.zero_grad()
-    optimizer.zero_grad()
-    return plain, params, reference, optimizer
+def pair_in(drive: Path, **options: Any) -> Pair:
+    """After two steps."""
+    pair = Pair(drive, shapes=SHAPES, **options)
+    for _ in range(2):
+        pair.zero_grad()
+        pair.backward()
+        pair.step_both()
+    pair.zero_grad()
+    return pair
 
 
 CALLS: dict[str, tuple[str, dict[str, Any], Callable[[Any], object]]] = {
@@ -38,37 +35,29 @@ CALLS: dict[str, tuple[str, dict[str, Any], Callable[[Any], object]]] = {
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_is_interrupted_in_a_wait_can_be_made_again(drive: Path, call: str) -> None:
     operation, options, use = CALLS[call]
-    plain, params, reference, optimizer = both(drive, **options)
-    with optimizer:
-        backward(plain, 2)
-        backward(params, 2)
+    with pair_in(drive, **options) as pair:
+        pair.backward()
         with ctrl_c_in_a_wait_for(operation), pytest.raises(KeyboardInterrupt):
-            use(optimizer)
-        use(optimizer)
-        reference.step()
-        optimizer.step()
-        assert_same(params, plain)
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
+            use(pair.optimizer)
+        use(pair.optimizer)
+        pair.step_both()
+        pair.check()
 
 
 def test_a_backward_that_is_interrupted_in_a_wait_is_run_again_after_zero_grad(drive: Path) -> None:
-    plain, params, reference, optimizer = both(drive, offload_gradients=True)
-    with optimizer:
+    with pair_in(drive, offload_gradients=True) as pair:
         with ctrl_c_in_a_wait_for("write"), pytest.raises(KeyboardInterrupt):
-            backward(params, 2)
-        optimizer.zero_grad()
-        backward(plain, 2)
-        backward(params, 2)
-        reference.step()
-        optimizer.step()
-        assert_same(params, plain)
+            backward(pair.params, 2)
+        pair.optimizer.zero_grad()
+        pair.backward()
+        pair.step_both()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dram_budget": 60_000}], ids=str)
 def test_storms_of_ctrl_c_leave_states_whole_that_are_taken_and_loaded(drive: Path, options: dict[str, Any]) -> None:
-    pair = Pair(drive, **options)
-    with pair.optimizer as optimizer:
+    with Pair(drive, **options) as pair:
+        optimizer = pair.optimizer
         pair.step(2)
         for number in range(30):
             states = copied(pair.reference.state_dict())

@@ -19,57 +19,45 @@ from ...support import training
 from ...support.engines import FailingDrive, failing, transfers_are
 from ...support.training import (
     ADAM,
+    Pair,
     assert_same,
-    assert_same_state,
     backward,
-    give_gradients,
-    in_memory,
     parameters,
 )
 from ...support.training import FULL_SHAPES as SHAPES
 
 optimizer_in = functools.partial(training.optimizer_in, offload_gradients=True, **ADAM)
+PairOffloading = functools.partial(Pair, shapes=SHAPES, offload_gradients=True)
 
 
 @pytest.mark.parametrize("dram_budget", [0, 150_000, 1 << 40])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "masters"])
 def test_the_same_bits_with_several_backwards_and_clipping(precision: str, dram_budget: int, drive: Path) -> None:
-    dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    plain, params = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
-    masters = precision == "masters"
-    reference = in_memory(plain, torch.optim.AdamW, masters=masters, **ADAM)
-    with optimizer_in(drive, params, master_weights=masters, dram_budget=dram_budget) as optimizer:
-        for step in range(8):
-            optimizer.zero_grad()
-            reference.zero_grad()
+    with PairOffloading(drive, precision, dram_budget=dram_budget) as pair:
+        for step in range(6):
+            pair.zero_grad()
             for number in range(1 + step % 3):
-                missing = (1, 3) if number == 0 and step > 4 else ()
-                backward(plain, 10 * step + number, missing)
-                backward(params, 10 * step + number, missing)
-                assert all(param.grad is None for param in params)
+                missing = (1, 3) if number == 0 and step > 3 else ()
+                for params in (pair.plain, pair.params):
+                    backward(params, 10 * step + number, missing)
+                assert all(param.grad is None for param in pair.params)
             if step % 2:
                 # several backwards make norms of cut parameters from their pieces, which may round otherwise
-                norms = (
-                    torch.nn.utils.clip_grad_norm_(plain, 1e6 if step % 3 else 5.0),
-                    optimizer.clip_grad_norm_(1e6 if step % 3 else 5.0),
-                )
+                most = 1e6 if step % 3 else 5.0
+                norms = torch.nn.utils.clip_grad_norm_(pair.plain, most), pair.optimizer.clip_grad_norm_(most)
                 torch.testing.assert_close(norms[1], norms[0], rtol=0 if step % 3 == 0 else 1e-6, atol=0)
-            reference.step()
-            optimizer.step()
-            assert_same(params, plain)
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
+            pair.step_both()
+        pair.check()
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 def test_norms_are_those_in_memory(norm_type: float, drive: Path) -> None:
-    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
-    with optimizer_in(drive, params) as optimizer:
-        backward(plain, 0)
-        backward(params, 0)
-        expected = torch.nn.utils.get_total_norm([p.grad for p in plain if p.grad is not None], norm_type)
-        torch.testing.assert_close(optimizer.clip_grad_norm_(1.0, norm_type), expected, rtol=1e-5, atol=0)
+    with PairOffloading(drive) as pair:
+        pair.backward()
+        expected = torch.nn.utils.get_total_norm([p.grad for p in pair.plain if p.grad is not None], norm_type)
+        torch.testing.assert_close(pair.optimizer.clip_grad_norm_(1.0, norm_type), expected, rtol=1e-5, atol=0)
         # they are scaled when they are used
-        torch.testing.assert_close(optimizer.clip_grad_norm_(1.0, norm_type), torch.tensor(1.0), rtol=1e-5, atol=0)
+        torch.testing.assert_close(pair.optimizer.clip_grad_norm_(1.0, norm_type), torch.tensor(1.0), rtol=1e-5, atol=0)
 
 
 def test_a_norm_without_gradients_is_zero(drive: Path) -> None:
@@ -104,100 +92,68 @@ def gradient_of(param: torch.nn.Parameter, step: int) -> torch.Tensor:
     return gradient
 
 
-def test_a_backward_after_clipping_is_refused_with_what_helps(drive: Path) -> None:
-    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
-    reference = torch.optim.AdamW(plain, **ADAM)
-    with optimizer_in(drive, params) as optimizer:
-        backward(params, 5)
-        optimizer.clip_grad_norm_(0.1)
-        for use in (lambda: backward(params, 6), optimizer.step):
+def test_after_clipping_only_zero_grad_lets_gradients_come(drive: Path) -> None:
+    with PairOffloading(drive) as pair:
+        backward(pair.params, 5)
+        pair.optimizer.clip_grad_norm_(0.1)
+        for use in (lambda: backward(pair.params, 6), pair.optimizer.step):
             with pytest.raises(RuntimeError, match=r"were clipped, and others have come: call zero_grad\(\)"):
                 use()
-        optimizer.zero_grad()
-        backward(plain, 0)
-        backward(params, 0)
-        reference.step()
-        optimizer.step()
-        assert_same(params, plain)
-
-
-def test_zero_grad_drops_them(drive: Path) -> None:
-    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
-    reference = torch.optim.AdamW(plain, **ADAM)
-    with optimizer_in(drive, params) as optimizer:
-        backward(params, 5)
-        optimizer.clip_grad_norm_(0.1)
-        optimizer.zero_grad()
-        backward(plain, 0)
-        backward(params, 0)
-        reference.step()
-        optimizer.step()
-        assert_same(params, plain)
+        pair.optimizer.zero_grad()
+        pair.backward()
+        pair.step_both()
 
 
 def test_a_step_that_fails_keeps_them_for_the_next_try(drive: Path) -> None:
-    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
-    reference = torch.optim.AdamW(plain, **ADAM)
-    with optimizer_in(drive, params, dram_budget=60_000) as optimizer:
+    with PairOffloading(drive, dram_budget=60_000) as pair:
         number = 0
         for step in range(40):
-            backward(plain, step)
-            backward(params, step)
-            torch.nn.utils.clip_grad_norm_(plain, 2.0)
-            optimizer.clip_grad_norm_(2.0)
+            pair.backward()
+            torch.nn.utils.clip_grad_norm_(pair.plain, 2.0)
+            pair.optimizer.clip_grad_norm_(2.0)
+            error: OSError | None = None
             with failing(("read", "write")[step % 2], number) as engine:
-                error: OSError | None = None
                 try:
-                    optimizer.step()
+                    pair.optimizer.step()
                 except OSError as caught:
                     error = caught
             if engine.failed:
                 assert error is not None
                 assert f"as after step {step}" in str(error) or f"step {step + 1} is unfinished" in str(error)
-                optimizer.step()
+                pair.optimizer.step()
             elif step % 2:
                 break
-            reference.step()
-            reference.zero_grad()
-            optimizer.zero_grad()
-            assert_same(params, plain)
+            pair.reference.step()
+            pair.steps += 1
+            assert_same(pair.params, pair.plain)
+            pair.zero_grad()
             number += step % 2
         assert number > 4
 
 
 @pytest.mark.parametrize("during", ["backward", "clipping"])
 def test_a_write_that_fails_in_backward_is_told_by_what_comes_next_and_no_gradient_is_lost(during: str, drive: Path) -> None:
-    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
-    reference = torch.optim.AdamW(plain, **ADAM)
-    with optimizer_in(drive, params) as optimizer:
+    with PairOffloading(drive) as pair:
         number = failed = 1
-        step = 0
         while failed:
-            backward(plain, step)
-            reference.step()
-            reference.zero_grad()
             with failing("write", number, 3) as engine:
-                backward(params, step)
+                pair.backward()
             failed = engine.failed
             if failed:
                 with pytest.raises(OSError, match="write of"):
-                    _ = optimizer.clip_grad_norm_(1e6) if during == "clipping" else optimizer.step()
-                assert optimizer.steps == step
+                    _ = pair.optimizer.clip_grad_norm_(1e6) if during == "clipping" else pair.optimizer.step()
+                assert pair.optimizer.steps == pair.steps
             if during == "clipping":
-                optimizer.clip_grad_norm_(1e6)
-            optimizer.step()
-            optimizer.zero_grad()
-            assert optimizer.steps == step + 1
-            assert_same(params, plain)
+                pair.optimizer.clip_grad_norm_(1e6)
+            pair.step_both()
+            pair.zero_grad()
+            assert pair.optimizer.steps == pair.steps
             number += 1
-            step += 1
         assert number > 3
 
 
 @pytest.mark.parametrize("clipping", [False, True])
 def test_a_gradient_whose_writing_could_not_be_started_is_there_for_each_try(drive: Path, clipping: bool) -> None:
-    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
-    reference = torch.optim.AdamW(plain, **ADAM)
     writes, last = 0, None
 
     def is_the_last(operation: str) -> bool:
@@ -205,33 +161,29 @@ def test_a_gradient_whose_writing_could_not_be_started_is_there_for_each_try(dri
         writes += operation == "write"
         return operation == "write" and writes == last
 
-    with optimizer_in(drive, params) as optimizer:
+    with PairOffloading(drive) as pair:
+        optimizer = pair.optimizer
         with FailingDrive(is_the_last):
-            backward(params, 0)
-        optimizer.step()
-        backward(plain, 0)
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+            pair.backward()
+        pair.step_both()
+        pair.zero_grad()
         writes, last = 0, writes
         with FailingDrive(is_the_last, at_once=lambda: True) as engine:
-            backward(params, 1)
-        backward(plain, 1)
+            pair.backward()
         assert engine.failed == 1
         with pytest.raises(OSError, match="write of"):
             _ = optimizer.clip_grad_norm_(0.1) if clipping else optimizer.step()
         if clipping:
             optimizer.clip_grad_norm_(0.1)
-            torch.nn.utils.clip_grad_norm_(plain, 0.1)
+            torch.nn.utils.clip_grad_norm_(pair.plain, 0.1)
         for _ in range(2):
             with failing("read", 3, 1000), pytest.raises(OSError, match=r"as after step 1|step 2 is unfinished"):
                 optimizer.step()
         optimizer.step()
-        reference.step()
-        if clipping:  # the norm of a parameter that was taken in twice is that of its pieces, and rounded differently
-            torch.testing.assert_close(params, plain, rtol=1e-6, atol=1e-7)
-        else:
-            assert_same(params, plain)
+        pair.reference.step()
+        # the norm of a parameter that was taken in twice is that of its pieces, and rounded differently
+        tolerance = {"rtol": 1e-6, "atol": 1e-7} if clipping else {"rtol": 0.0, "atol": 0.0}
+        torch.testing.assert_close(pair.params, pair.plain, **tolerance)
 
 
 class ShortPool(BufferPool):
@@ -248,21 +200,17 @@ class ShortPool(BufferPool):
 
 def test_a_gradient_that_could_not_be_taken_in_is_there_once_after_the_next_try(drive: Path) -> None:
     """Also one of a cut parameter that is in another order of memory than that."""
-    plain, params = parameters(shapes=[(300, 41)]), parameters(shapes=[(300, 41)])
-    reference = torch.optim.AdamW(plain, **ADAM)
     pool = ShortPool(1 << 30)
-    with optimizer_in(drive, params, pool=pool) as optimizer:
+    with PairOffloading(drive, shapes=[(300, 41)], pool=pool) as pair:
         for step in range(2):
-            params[0].grad = torch.randn(41, 300, generator=torch.Generator().manual_seed(step)).t()
-            plain[0].grad = params[0].grad.contiguous()
+            gradient = torch.randn(41, 300, generator=torch.Generator().manual_seed(step)).t()
+            pair.params[0].grad, pair.plain[0].grad = gradient, gradient.contiguous()
             for refused in (2, 3):
                 pool.refused = refused
                 with pytest.raises(MemoryError, match="none left"):
-                    optimizer.step()
+                    pair.optimizer.step()
                 assert pool.refused == 0
-            reference.step()
-            optimizer.step()
-            assert_same(params, plain)
+            pair.step_both()
 
 
 def test_few_are_in_memory_at_a_time(drive: Path) -> None:
@@ -381,4 +329,3 @@ def test_without_hooks_left_when_it_is_closed(drive: Path) -> None:
     optimizer_in(drive, params).close()
     backward(params, 0)
     assert all(param.grad is not None for param in params if param.numel())
-    give_gradients(params, 0)

@@ -7,7 +7,7 @@ import copy
 import os
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ from ...support.interpreters import Interpreters
 from ...support.torch_versions import ALONE
 from ...support.training import (
     ADAM,
+    PRECISIONS,
     SHAPES,
-    InMemory,
     Lion,
+    Pair,
     assert_same,
     assert_same_state,
     copied,
@@ -41,7 +42,7 @@ from ...support.training import (
     parameters,
 )
 
-STEPS = 50
+STEPS = 30
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adadelta": (torch.optim.Adadelta, {}),
@@ -64,10 +65,10 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Lion": (Lion, {}),
 }
 FUSED_SGD = {"lr": 1e-2, "momentum": 0.9, "fused": True}
-CASES = [(name, precision) for name in OPTIMIZERS for precision in ("float32", "bfloat16", "bfloat16 with masters")]
+CASES = [(name, precision) for name in OPTIMIZERS for precision in PRECISIONS]
 # torch's fused SGD itself rounds momenta in bfloat16 differently from run to run
 OPTIMIZERS["fused SGD"] = (torch.optim.SGD, FUSED_SGD)
-CASES += [("fused SGD", "float32"), ("fused SGD", "bfloat16 with masters")]
+CASES += [("fused SGD", "float32"), ("fused SGD", "masters")]
 QUICKLY = ("fused AdamW", "SGD with momentum", "Lion", "Adafactor")
 """In each precision also in a quick run, which has the others in float32."""
 BUDGETS = (0, 100_000, 1 << 40)
@@ -80,22 +81,12 @@ BUDGETS = (0, 100_000, 1 << 40)
 )
 def test_many_steps_give_the_bits_of_the_optimizer_in_memory(name: str, precision: str, drive: Path) -> None:
     optimizer_class, options = OPTIMIZERS[name]
-    masters = precision.endswith("masters")
     steps = STEPS if precision != "bfloat16" else 15
-    dtype = torch.float32 if precision == "float32" else torch.bfloat16
     shapes = [shape for shape in SHAPES if shape != (0,) or optimizer_class is not torch.optim.Adafactor]  # it divides by that
-    plain, params = parameters(dtype, shapes), parameters(dtype, shapes)
-    reference = in_memory(plain, optimizer_class, masters=masters, **options)
     budget = BUDGETS[(list(OPTIMIZERS).index(name) + len(precision)) % 3]
-    with optimizer_in(drive, params, optimizer_class, master_weights=masters, dram_budget=budget, **options) as optimizer:
-        for step in range(steps):
-            give_gradients(plain, step)
-            give_gradients(params, step)
-            reference.step()
-            optimizer.step()
-            if step in (0, 1, 2, steps - 1):
-                assert_same(params, plain)
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
+    with Pair(drive, precision, optimizer_class, options, shapes, dram_budget=budget) as pair:
+        pair.step(steps)
+        pair.check()
 
 
 @pytest.mark.parametrize("offload_gradients", [False, True])
@@ -125,16 +116,9 @@ def test_a_parameter_in_many_sub_groups_is_rounded_as_one(name: str, threads: in
     torch.set_num_threads(threads)
     optimizer_class, options = OPTIMIZERS[name]
     shapes = [(100_003,), (317, 229)]  # more than torch gives to one thread
-    plain, params = parameters(shapes=shapes), parameters(shapes=shapes)
-    reference = optimizer_class(plain, **options)
-    with optimizer_in(drive, params, optimizer_class, sub_group_size=3 * 4096 + 5, **options) as optimizer:
-        for step in range(4):
-            give_gradients(plain, step)
-            give_gradients(params, step)
-            reference.step()
-            optimizer.step()
-        assert_same(params, plain)
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
+    with Pair(drive, "float32", optimizer_class, options, shapes, sub_group_size=3 * 4096 + 5) as pair:
+        pair.step(4)
+        pair.check()
 
 
 @pytest.mark.slow
@@ -152,19 +136,15 @@ def test_a_sub_group_is_stepped_in_portions_of_its_gradients(name: str, drive: P
         step_portion(inner)
 
     shapes = [(20, 20), (100,), (600,), (9,), (500,), (40, 10)]
-    plain, params = parameters(torch.bfloat16, shapes), parameters(torch.bfloat16, shapes)
-    reference = in_memory(plain, optimizer_class, masters=True, **options)
-    with optimizer_in(drive, params, optimizer_class, master_weights=True, **options) as optimizer:
+    with Pair(drive, "masters", optimizer_class, options, shapes) as pair:
         for step in range(6):
-            missing = {2: {2}, 4: {0, 1}}.get(step, set())
-            give_gradients(plain, step, missing.__contains__)
-            give_gradients(params, step, missing.__contains__)
-            reference.step()
+            pair.give_gradients({2: {2}, 4: {0, 1}}.get(step, set()).__contains__)
+            pair.reference.step()
             with monkeypatch.context() as patch:
                 patch.setattr(optimizer_class, "step", noted)
-                optimizer.step()
-            assert_same(params, plain)
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
+                pair.optimizer.step()
+            pair.steps += 1
+        pair.check()
     assert portions[:4] == [500, 600, 509, 400]
     assert max(portions) == 600
     assert len(portions) == 6 * 4 - 2  # those without any gradient
@@ -244,20 +224,13 @@ class InNewPlaces(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("dram_budget", [0, 1 << 40])
-@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "masters"])
 @pytest.mark.parametrize("way", ["swapped", "shifted", "shifted back", "transposed", "parameter", "parameter and state"])
-def test_tensors_that_an_optimizer_puts_in_each_others_places(way: str, masters: bool, dram_budget: int, drive: Path) -> None:
-    dtype, shapes = torch.bfloat16 if masters else torch.float32, [(40, 40), (500,), (7,), (1,), (70, 60)]
-    plain, params = parameters(dtype, shapes), parameters(dtype, shapes)
-    reference = in_memory(plain, InNewPlaces, masters=masters, way=way)
-    with optimizer_in(drive, params, InNewPlaces, master_weights=masters, dram_budget=dram_budget, way=way) as optimizer:
-        for step in range(5):
-            give_gradients(plain, step)
-            give_gradients(params, step)
-            reference.step()
-            optimizer.step()
-            assert_same(params, plain)
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
+def test_tensors_that_an_optimizer_puts_in_each_others_places(way: str, precision: str, dram_budget: int, drive: Path) -> None:
+    shapes = [(40, 40), (500,), (7,), (1,), (70, 60)]
+    with Pair(drive, precision, InNewPlaces, {"way": way}, shapes, dram_budget=dram_budget) as pair:
+        pair.step(5)
+        pair.check()
 
 
 def test_three_blocks_are_in_memory_between_steps_and_no_copies_of_parameters(drive: Path) -> None:
@@ -304,48 +277,23 @@ def train(model: torch.nn.Module, optimizer: Any, steps: Iterable[int], after_ba
     return losses
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dram_budget", BUDGETS)
-def test_losses_and_weights_are_the_same_with_any_budget(dram_budget: int, drive: Path) -> None:
-    model, offloaded = models()
-    plain = torch.optim.AdamW(model.parameters(), **ADAM)
-    with optimizer_in(drive, offloaded.parameters(), torch.optim.AdamW, dram_budget=dram_budget, **ADAM) as optimizer:
-        assert train(offloaded, optimizer, range(STEPS)) == train(model, plain, range(STEPS))
-        assert_same(offloaded.parameters(), model.parameters())
-        assert optimizer.report().resident_bytes <= dram_budget
-
-
 def test_states_striped_over_directories(drive: Path) -> None:
-    params, plain = parameters(shapes=[(1200, 1000)]), parameters(shapes=[(1200, 1000)])
-    reference = torch.optim.AdamW(plain, **ADAM)
     path = {drive / "a": 3.0, drive / "b": 1.0}
-    with deepnvme.OffloadedOptimizer(params, torch.optim.AdamW, nvme_path=path, **ADAM) as optimizer:
-        for step in range(3):
-            give_gradients(plain, step)
-            give_gradients(params, step)
-            reference.step()
-            optimizer.step()
-        assert_same(params, plain)
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
+    with Pair(drive, shapes=[(1200, 1000)], nvme_path=path, sub_group_size=1 << 22) as pair:
+        pair.step(3)
+        pair.check()
         sizes = [(directory / "deepnvme-store.data").stat().st_size for directory in path]
         assert sizes[0] >= 2 * sizes[1] > 0
     assert not any(directory.exists() for directory in path)
 
 
 SCHEDULERS: dict[str, Any] = {
-    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
     "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=20),
     "ReduceLROnPlateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
-    "SequentialLR": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)],
-        [4],
-    ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR of torch 2.6 itself
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_learning_rates_follow_their_scheduler(name: str, tensor_lr: bool, drive: Path) -> None:
@@ -451,7 +399,7 @@ def test_a_grad_scaler_whose_gradients_are_taken_away_says_so(option: str, drive
             scaler.step(optimizer)
 
 
-@pytest.mark.parametrize(("max_norm", "norm_type"), [(0.5, 2.0), (0.1, 1.0), (0.1, float("inf")), (1e9, 2.0)])
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(0.5, 2.0), (0.1, float("inf"))])
 def test_clipped_gradients(max_norm: float, norm_type: float, drive: Path) -> None:
     model, offloaded = models()
     plain = torch.optim.AdamW(model.parameters(), **ADAM)
@@ -490,11 +438,6 @@ def test_a_closure_is_called_once_and_its_loss_returned(options: dict[str, bool]
                 assert calls == [step]
             assert losses[0] == losses[1]
         assert_same(offloaded.parameters(), model.parameters())
-
-
-def test_an_optimizer_of_many_evaluations_is_refused(drive: Path) -> None:
-    with pytest.raises(ValueError, match="LBFGS evaluates the loss several times a step"):
-        optimizer_in(drive, parameters(), torch.optim.LBFGS)
 
 
 def test_hooks_are_called_once_a_step_and_see_the_optimizer(drive: Path) -> None:
@@ -549,21 +492,16 @@ def test_hooks_of_all_optimizers_are_called_once_a_step_too(drive: Path) -> None
 @pytest.mark.parametrize("dram_budget", BUDGETS)
 def test_a_state_dict_stays_as_it_is_when_the_optimizer_goes_on(dram_budget: int, drive: Path) -> None:
     """Its tensors are mapped from files, and untouched pages of those would show what is written there later."""
-    plain, params = parameters(), parameters()
-    reference = torch.optim.AdamW(plain, **ADAM)
-    with optimizer_in(drive, params, torch.optim.AdamW, dram_budget=dram_budget, **ADAM) as optimizer:
+    with Pair(drive, dram_budget=dram_budget) as pair:
         taken = []
         for step in range(9):
-            give_gradients(plain, step)
-            give_gradients(params, step)
-            reference.step()
-            optimizer.step()
+            pair.step()
             if step in (1, 2, 5):
-                taken.append((optimizer.state_dict(), copied(reference.state_dict())))
+                taken.append((pair.optimizer.state_dict(), copied(pair.reference.state_dict())))
             if step == 6:
-                optimizer.load_state_dict(taken[1][0])
-                reference.load_state_dict(copied(taken[1][1]))
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
+                pair.optimizer.load_state_dict(taken[1][0])
+                pair.reference.load_state_dict(copied(taken[1][1]))
+        pair.check()
         for found, expected in taken[:2]:
             assert_same_state(found, expected)
     found, expected = taken[2]  # untouched until the files are gone
@@ -571,33 +509,19 @@ def test_a_state_dict_stays_as_it_is_when_the_optimizer_goes_on(dram_budget: int
 
 
 def test_a_plain_optimizer_on_the_states_of_an_offloaded_one_goes_its_own_way(drive: Path) -> None:
-    params, others, plain = parameters(), parameters(), parameters()
-    reference = torch.optim.AdamW(plain, **ADAM)
-    with optimizer_in(drive, params, torch.optim.AdamW, dram_budget=60_000, **ADAM) as optimizer:
-        for step in range(3):
-            for each, its_optimizer in ((params, optimizer), (plain, reference)):
-                give_gradients(each, step)
-                its_optimizer.step()
+    with Pair(drive, dram_budget=60_000) as pair:
+        pair.step(3)
+        others, states = parameters(), pair.optimizer.state_dict()
         with torch.no_grad():
-            for other, param in zip(others, params, strict=True):
+            for other, param in zip(others, pair.params, strict=True):
                 other.copy_(param)
         second = torch.optim.AdamW(others, **ADAM)
-        second.load_state_dict(optimizer.state_dict())
-        for step in range(3, 7):
-            for each, its_optimizer in ((params, optimizer), (plain, reference)):
-                give_gradients(each, step + 10)
-                its_optimizer.step()
-        assert_same(params, plain)
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
-    straight = parameters()
-    reference = torch.optim.AdamW(straight, **ADAM)
-    for step in range(7):
-        give_gradients(straight, step)
-        reference.step()
-        if step > 2:
-            give_gradients(others, step)
+        second.load_state_dict(states)
+        for step in range(3):
+            give_gradients(others, step + 20)
             second.step()
-    assert_same(others, straight)
+        pair.step(4)
+        pair.check()
 
 
 def test_the_room_of_a_state_dict_is_given_back(drive: Path) -> None:
@@ -702,41 +626,32 @@ def test_states_with_master_weights_serve_the_plain_optimizer(drive: Path) -> No
 
 @pytest.mark.parametrize("dram_budget", [0, 60_000, 1 << 40])
 def test_weights_that_others_have_changed_are_the_new_masters(dram_budget: int, drive: Path) -> None:
-    plain, params = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    reference = InMemory(plain, torch.optim.AdamW, **ADAM)
-    with optimizer_in(drive, params, torch.optim.AdamW, master_weights=True, dram_budget=dram_budget, **ADAM) as optimizer:
+    with Pair(drive, "masters", dram_budget=dram_budget) as pair:
         for step in range(7):
             if step == 3:  # one of them has no gradient then, and its change waits
                 for index in (0, 6):
-                    weights = torch.randn(plain[index].shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+                    weights = torch.randn(pair.plain[index].shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+                    # what the change leaves as it was keeps its precision
+                    masters = pair.reference.masters[index]
                     with torch.no_grad():
-                        plain[index].copy_(weights)
-                        params[index].copy_(weights)
-                        # what the change leaves as it was keeps its precision
-                        masters = reference.masters[index]
+                        pair.plain[index].copy_(weights)
+                        pair.params[index].copy_(weights)
                         masters.copy_(torch.where(masters.bfloat16() == weights, masters, weights.float()))
-            for each in (plain, params):
-                give_gradients(each, step, missing=lambda index, step=step: index == 6 and step in (3, 4))  # type: ignore[misc]
+            pair.give_gradients(lambda index, step=step: index == 6 and step in (3, 4))  # type: ignore[misc]
             if step == 3:
                 with failing("write", 2), contextlib.suppress(OSError):
-                    optimizer.step()
-                if optimizer.steps == 3:
-                    optimizer.step()
-            else:
-                optimizer.step()
-            reference.step()
-            assert_same(params, plain)
+                    pair.optimizer.step()
+            if pair.optimizer.steps == step:
+                pair.optimizer.step()
+            pair.reference.step()
+            pair.steps += 1
+            assert_same(pair.params, pair.plain)
 
 
 def test_a_state_that_cannot_be_loaded_leaves_all_as_it_was(drive: Path) -> None:
-    plain, params = parameters(), parameters()
-    reference = torch.optim.AdamW(plain, **ADAM)
-    with optimizer_in(drive, params, torch.optim.AdamW, dram_budget=60_000, **ADAM) as optimizer:
-        for step in range(2):
-            give_gradients(plain, step)
-            give_gradients(params, step)
-            reference.step()
-            optimizer.step()
+    with Pair(drive, dram_budget=60_000) as pair:
+        pair.step(2)
+        optimizer, reference = pair.optimizer, pair.reference
         bad = copied(reference.state_dict())
         bad["param_groups"][0]["params"].pop()
         with pytest.raises(ValueError, match="parameter group"):
@@ -754,19 +669,6 @@ def test_a_state_that_cannot_be_loaded_leaves_all_as_it_was(drive: Path) -> None
             number += 1
         assert number > 1
         assert_same_state(optimizer.state_dict(), other)
-
-
-def test_between_backward_and_step_there_is_no_state_to_save(drive: Path) -> None:
-    _, model = models()
-    with optimizer_in(drive, model.parameters(), torch.optim.AdamW, step_in_backward=True) as optimizer:
-        train(model, optimizer, [0])
-        states = copied(optimizer.state_dict())
-        loss_of(model, 1).backward()
-        for use in (optimizer.state_dict, lambda: optimizer.load_state_dict(states)):
-            with pytest.raises(RuntimeError, match=r"call step\(\) first"):
-                use()
-        optimizer.step()
-        optimizer.load_state_dict(states)
 
 
 @pytest.mark.slow
@@ -919,8 +821,16 @@ def test_closing_twice_removes_the_files_and_leaves_nothing_to_use(drive: Path) 
     optimizer.close()
     optimizer.close()
     assert not (drive / "states").exists()
-    for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
-        with pytest.raises(RuntimeError, match="closed"):
+    uses: list[Callable[[], object]] = [
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict({}),
+        optimizer.__enter__,
+        lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4))]}),
+        lambda: optimizer.state[params[0]],
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match="this optimizer is closed"):
             use()
 
 
@@ -932,18 +842,16 @@ def test_an_optimizer_that_owns_files_cannot_be_copied(drive: Path) -> None:
             pickle.dumps(optimizer)
 
 
-@pytest.mark.parametrize("nbytes", [0, -1])
-def test_limits_of_nothing_are_refused(nbytes: int, drive: Path) -> None:
-    with optimizer_in(drive, parameters()) as optimizer, pytest.raises(ValueError, match=f"must be at least 1, got {nbytes}"):
-        optimizer.measure_limits(nbytes)
+def test_limits_of_nothing_are_refused(drive: Path) -> None:
+    with optimizer_in(drive, parameters()) as optimizer, pytest.raises(ValueError, match="must be at least 1, got 0"):
+        optimizer.measure_limits(0)
 
 
 def test_what_a_failed_step_has_moved_counts_for_the_step(drive: Path) -> None:
-    params = parameters()
-    with optimizer_in(drive, params, **ADAM) as optimizer:
-        for step in range(3):
-            give_gradients(params, step)
-            optimizer.step()
+    with Pair(drive) as pair:
+        optimizer = pair.optimizer
+        pair.step(3)
+        pair.give_gradients()
         usual = optimizer.report()
         with failing("write", 2), pytest.raises(OSError, match="step 4 is unfinished"):
             optimizer.step()
@@ -956,20 +864,6 @@ def test_what_a_failed_step_has_moved_counts_for_the_step(drive: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"dram_budget": -1}, "dram_budget must not be negative, got -1"),
-        ({"sub_group_size": 0}, "sub_group_size must be positive, got 0"),
-        ({"offload_gradients": True, "step_in_backward": True}, "choose one"),
-    ],
-)
-def test_options_that_make_no_sense(options: dict[str, Any], said: str, drive: Path) -> None:
-    with pytest.raises(ValueError, match=said):
-        optimizer_in(drive, parameters(), torch.optim.AdamW, **options)
-    assert not (drive / "states").exists()
-
-
-@pytest.mark.parametrize(
     ("options", "error", "said"),
     [
         ({"nvme_path": None}, TypeError, "nvme_path must be a directory, several, or a mapping .*, got None"),
@@ -978,13 +872,18 @@ def test_options_that_make_no_sense(options: dict[str, Any], said: str, drive: P
         ({"nvme_path": ""}, ValueError, "nvme_path must not be empty"),
         ({"optimizer_class": "AdamW"}, TypeError, "optimizer_class must be a torch optimizer's class.* got 'AdamW'"),
         ({"sub_group_size": "1MB"}, TypeError, "sub_group_size must be a whole number of elements, got '1MB'"),
+        ({"sub_group_size": 0}, ValueError, "sub_group_size must be positive, got 0"),
+        ({"dram_budget": -1}, ValueError, "dram_budget must not be negative, got -1"),
+        ({"offload_gradients": True, "step_in_backward": True}, ValueError, "choose one"),
+        ({"optimizer_class": torch.optim.LBFGS}, ValueError, "LBFGS evaluates the loss several times a step"),
     ],
     ids=str,
 )
-def test_arguments_of_another_type_are_named(options: dict[str, Any], error: type[Exception], said: str, drive: Path) -> None:
+def test_wrong_arguments_are_named(options: dict[str, Any], error: type[Exception], said: str, drive: Path) -> None:
     given: dict[str, Any] = {"optimizer_class": torch.optim.AdamW, "nvme_path": drive / "states", **options}
     with pytest.raises(error, match=said):
         deepnvme.OffloadedOptimizer(parameters(), **given)
+    assert not (drive / "states").exists()
 
 
 def test_paths_may_be_bytes_or_below_the_home_directory(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -992,16 +891,3 @@ def test_paths_may_be_bytes_or_below_the_home_directory(drive: Path, monkeypatch
     paths: Any = [os.fsencode(drive / "bytes"), "~/home"]
     with deepnvme.OffloadedOptimizer(parameters(), torch.optim.AdamW, nvme_path=paths):
         assert {"bytes", "home"} <= set(os.listdir(drive))
-
-
-def test_a_closed_optimizer_says_so_everywhere(drive: Path) -> None:
-    params = parameters()
-    optimizer = optimizer_in(drive, params, torch.optim.AdamW)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    optimizer.close()
-    more = {"params": [torch.nn.Parameter(torch.ones(4))]}
-    for use in (optimizer.__enter__, lambda: optimizer.add_param_group(more), lambda: optimizer.state[params[0]]):
-        with pytest.raises(RuntimeError, match="this optimizer is closed"):
-            use()

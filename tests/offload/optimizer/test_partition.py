@@ -31,11 +31,13 @@ def partitioned(groups: Groups, size: int) -> tuple[list[list[ParamSlice]], list
     return found, [(param, index, cut[param]) for index, group in enumerate(params) for param in group]
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(GROUPS, SIZES)
-def test_every_element_is_in_one_piece_in_the_order_of_the_parameters(groups: Groups, size: int) -> None:
+def test_every_element_is_in_one_piece_in_order_in_sub_groups_no_larger_than_wanted(groups: Groups, size: int) -> None:
     found, params = partitioned(groups, size)
-    pieces = [piece for sub_group in found for piece in sub_group]
+    placed = [(index, piece) for index, sub_group in enumerate(found) for piece in sub_group]
+    pieces = [piece for _, piece in placed]
+    assert all(piece.begin % CUT == 0 for piece in pieces)  # where pages and vectors end
     for param, group, may_be_cut in params:
         own = []
         while pieces and pieces[0].param is param:
@@ -47,35 +49,14 @@ def test_every_element_is_in_one_piece_in_the_order_of_the_parameters(groups: Gr
         assert all(piece.whole == (len(own) == 1) for piece in own)
         assert may_be_cut or len(own) == 1
         assert len(own) == 1 or all(piece.numel > 0 for piece in own)
+        where = [index for index, piece in placed if piece.param is param]
+        assert where == list(range(where[0], where[0] + len(where)))
     assert not pieces
-
-
-@settings(max_examples=40)
-@given(GROUPS, SIZES)
-def test_cuts_are_where_pages_and_vectors_end(groups: Groups, size: int) -> None:
-    found, _ = partitioned(groups, size)
-    assert all(piece.begin % CUT == 0 for sub_group in found for piece in sub_group)
-
-
-@settings(max_examples=40)
-@given(GROUPS, SIZES)
-def test_only_what_may_not_be_cut_makes_a_sub_group_larger_than_wanted(groups: Groups, size: int) -> None:
-    found, params = partitioned(groups, size)
-    whole = {param for param, _, may_be_cut in params if not may_be_cut}
-    limit = max(CUT, size)
+    uncut = {param for param, _, may_be_cut in params if not may_be_cut}
     for sub_group in found:
         assert sub_group, "a sub-group of nothing"
         numel = sum(piece.numel for piece in sub_group)
-        assert numel <= limit or any(piece.param in whole and piece.numel > size for piece in sub_group)
-
-
-@settings(max_examples=40)
-@given(GROUPS, SIZES)
-def test_a_parameter_that_is_cut_lies_in_sub_groups_that_follow_each_other(groups: Groups, size: int) -> None:
-    found, params = partitioned(groups, size)
-    for param, _, _ in params:
-        where = [index for index, sub_group in enumerate(found) for piece in sub_group if piece.param is param]
-        assert where == list(range(where[0], where[0] + len(where)))
+        assert numel <= max(CUT, size) or any(piece.param in uncut and piece.numel > size for piece in sub_group)
 
 
 def test_sub_groups_are_well_filled() -> None:

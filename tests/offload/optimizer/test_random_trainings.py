@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-import deepnvme
-
 from ...support.engines import failing
 from ...support.examples import examples
-from ...support.training import assert_same, assert_same_state, backward, copied, in_memory, optimizer_in, parameters
+from ...support.training import Pair, assert_same, assert_same_state, backward, copied
 
 CLASSES: tuple[tuple[type[torch.optim.Optimizer], dict[str, Any]], ...] = (
     (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
@@ -25,28 +23,21 @@ LENGTH = 14
 TRAININGS = 40
 
 
-class Trainings:
+class Trainings(Pair):
     """The same training by an optimizer in memory and by an offloaded one, whose drive may fail."""
 
     def __init__(self, drive: Path, dice: random.Random) -> None:
         self._dice = dice
         shapes = [(dice.choice([1, 7, 513, 4096, 4096, 9000]),) for _ in range(dice.randint(3, 9))]
-        masters = dice.random() < 0.4
-        dtype = torch.bfloat16 if masters else torch.float32
+        self.masters = dice.random() < 0.4
         optimizer_class, options = dice.choice(CLASSES)
-        self.plain, self.params = parameters(dtype, shapes), parameters(dtype, shapes)
-        self.reference = in_memory(self.plain, optimizer_class, masters=masters, **options)
-        self.masters = masters
-        self.way = dice.choice(WAYS)
         budget = dice.choice([0, 50_000, 100_000, 200_000, 1 << 40])
-        self.optimizer: deepnvme.OffloadedOptimizer = optimizer_in(
-            drive, self.params, optimizer_class, dram_budget=budget, master_weights=masters, **self.way, **options
-        )
-        self.steps = 0
+        precision = "masters" if self.masters else "float32"
+        super().__init__(drive, precision, optimizer_class, options, shapes, dram_budget=budget, **dice.choice(WAYS))
         self.kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._late = {index for index in range(1, len(shapes)) if dice.random() < 0.4}
 
-    def step(self, faults: bool) -> None:
+    def step_with(self, faults: bool) -> None:
         """Make a step of both; on errors of the drive as often as it takes."""
         missing = tuple(index for index in self._late if self._dice.random() < 0.7)
         self.reference.zero_grad()
@@ -81,7 +72,7 @@ class Trainings:
         if self.kept and not self.masters:  # whose parameters would have to be those of then
             found, expected = self._dice.choice(self.kept)
             self.optimizer.load_state_dict(found)
-            self.reference.load_state_dict(copied(expected))  # type: ignore[union-attr]
+            self.reference.load_state_dict(copied(expected))
 
     def change_a_parameter(self) -> None:
         """As when a model is loaded."""
@@ -90,7 +81,7 @@ class Trainings:
             for params in (self.params, self.plain):
                 params[index].mul_(0.5)
             if self.masters:
-                self.reference.masters[index].copy_(self.plain[index])  # type: ignore[union-attr]
+                self.reference.masters[index].copy_(self.plain[index])
 
 
 @pytest.mark.slow
@@ -108,7 +99,7 @@ def test_random_trainings_have_the_bits_of_the_optimizer_in_memory(drive: Path, 
                     both.load_states()
                 if dice.random() < 0.1:
                     both.change_a_parameter()
-                both.step(faults and dice.random() < 0.5)
+                both.step_with(faults and dice.random() < 0.5)
             assert_same_state(both.optimizer.state_dict(), both.reference.state_dict())
             for found, expected in both.kept:
                 assert_same_state(found, expected)

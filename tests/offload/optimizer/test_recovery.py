@@ -14,7 +14,7 @@ from deepnvme.states.sub_group import MASTER
 from deepnvme.swap import BufferPool, OutOfBuffers
 
 from ...support.engines import failing
-from ...support.training import adamw_fails, copied, said_by, snapshot
+from ...support.training import Pair, adamw_fails, copied, said_by, snapshot
 
 SHAPES = [(4096,), (4096,), (4096,), (3, 5)]
 
@@ -45,71 +45,19 @@ def backward(params: list[torch.nn.Parameter], seed: int = 1) -> None:
     torch.stack([(param * torch.randn(param.shape, generator=generator)).sum() for param in params]).sum().backward()
 
 
-def test_a_gradient_that_could_not_go_out_is_added_once(params: list[torch.nn.Parameter], offloaded: Any) -> None:
-    optimizer = offloaded(torch.optim.SGD, offload_gradients=True)
-    before = [param.detach().clone() for param in params]
-    with failing("write", 0, at_once=True):
-        backward(params)
-    optimizer.zero_grad()
-    backward(params)
-    expected = [param.detach().clone() for param in params]
-    optimizer.step()
-    generator = torch.Generator().manual_seed(1)
-    for param, old, same in zip(params, before, expected, strict=True):
-        assert torch.equal(old, same)
-        assert torch.allclose(param, old - 0.1 * torch.randn(param.shape, generator=generator))
-
-
-def test_a_gradient_that_could_not_go_out_counts_once_when_the_step_is_made_all_the_same(
-    params: list[torch.nn.Parameter], offloaded: Any
-) -> None:
-    optimizer = offloaded(torch.optim.SGD, offload_gradients=True)
-    before = params[0].detach().clone()
-    with failing("write", len(SHAPES) - 1, at_once=True):
-        backward(params)  # the last gradient is the first parameter's
-    with pytest.raises(OSError, match="write of"):
-        optimizer.step()
-    optimizer.step()
-    gradient = torch.randn(params[0].shape, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(params[0], before - 0.1 * gradient)
-
-
-def test_clipped_gradients_take_no_more(params: list[torch.nn.Parameter], offloaded: Any) -> None:
-    optimizer = offloaded(offload_gradients=True)
-    backward(params)
-    optimizer.clip_grad_norm_(1.0)
-    with pytest.raises(RuntimeError, match="clip after the last backward"):
-        backward(params)
-
-
-def test_step_in_backward_frees_every_gradient(params: list[torch.nn.Parameter], offloaded: Any) -> None:
-    optimizer = offloaded(step_in_backward=True, dram_budget=4096 * 8 + 5000)
-    backward(params)
-    optimizer.step()
-    assert [param.grad for param in params] == [None] * len(params)
-
-
 def test_states_that_outgrow_the_memory_are_kept_and_no_parameter_is_stepped_twice(drive: Path) -> None:
     """Adafactor's states of such a shape are larger than those of the small one by which they are estimated."""
-    params = [torch.nn.Parameter(torch.randn(2, 32768, generator=torch.Generator().manual_seed(0))) for _ in range(2)]
-    plain, param = params
-    with torch.no_grad():
-        param.copy_(plain)
-    reference = torch.optim.Adafactor([plain], lr=0.1)
     pool = BufferPool(128 << 10)
-    with OffloadedOptimizer([param], torch.optim.Adafactor, nvme_path=drive / "states", lr=0.1, pool=pool) as optimizer:
+    with Pair(drive, "float32", torch.optim.Adafactor, {"lr": 0.1}, [(2, 32768)], pool=pool, sub_group_size=1 << 22) as pair:
         for step in range(3):
-            for each in params:
-                each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(step))
-            reference.step()
+            pair.give_gradients()
             for _ in range(2 if step == 0 else 0):
                 with pytest.raises(OutOfBuffers) as caught:
-                    optimizer.step()
+                    pair.optimizer.step()
                 assert "step 1 is unfinished: 0 of 1 sub-groups" in said_by(caught.value)
             pool.set_budget(100 << 20)
-            optimizer.step()
-            assert optimizer.steps == step + 1
-            assert torch.equal(param, plain)
+            pair.step_both()
+            assert pair.optimizer.steps == step + 1
 
 
 def test_gradients_that_are_dropped_within_a_step_are_missed(params: list[torch.nn.Parameter], offloaded: Any) -> None:

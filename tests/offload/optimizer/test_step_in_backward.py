@@ -6,6 +6,7 @@ import functools
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,30 +17,24 @@ from deepnvme.swap import BufferPool
 
 from ...support import training
 from ...support.engines import FailingDrive, failing
-from ...support.training import ADAM, assert_same, assert_same_state, backward, copied, in_memory, parameters, snapshot
+from ...support.training import ADAM, Pair, assert_same, assert_same_state, backward, copied, parameters, snapshot
 from ...support.training import FULL_SHAPES as SHAPES
 
 optimizer_in = functools.partial(training.optimizer_in, step_in_backward=True, **ADAM)
+PairInBackward = functools.partial(Pair, shapes=SHAPES, step_in_backward=True)
 
 
 @pytest.mark.parametrize("dram_budget", [0, 100_000, 1 << 40])
-@pytest.mark.parametrize("masters", [False, True])
-def test_the_same_bits(masters: bool, dram_budget: int, drive: Path) -> None:
-    dtype = torch.bfloat16 if masters else torch.float32
-    plain, params = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
-    reference = in_memory(plain, torch.optim.AdamW, masters=masters, **ADAM)
-    with optimizer_in(drive, params, master_weights=masters, dram_budget=dram_budget) as optimizer:
+@pytest.mark.parametrize("precision", ["float32", "masters"])
+def test_the_same_bits(precision: str, dram_budget: int, drive: Path) -> None:
+    with PairInBackward(drive, precision, dram_budget=dram_budget) as pair:
         for step in range(8):
-            reference.zero_grad()
-            optimizer.zero_grad()
-            missing = (1, 3) if step > 4 else ()
-            backward(plain, step, missing)
-            backward(params, step, missing)
-            reference.step()
-            optimizer.step()
-            assert_same(params, plain)
-            assert optimizer.steps == optimizer.report().step == step + 1
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
+            pair.zero_grad()
+            pair.backward((1, 3) if step > 4 else ())
+            pair.step_both()
+            assert pair.optimizer.steps == pair.optimizer.report().step == step + 1
+            assert all(param.grad is None for param in pair.params)
+        pair.check()
 
 
 def test_gradients_are_freed_as_they_are_used(drive: Path) -> None:
@@ -72,80 +67,61 @@ def test_a_first_step_has_one_sub_group_under_way_beside_the_states_that_it_make
         optimizer.step()
 
 
-def test_a_second_backward_is_refused(drive: Path) -> None:
-    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
-    reference = torch.optim.AdamW(plain, **ADAM)
-    with optimizer_in(drive, params) as optimizer:
-        backward(plain, 0)
-        backward(params, 0)
-        with pytest.raises(RuntimeError, match="one backward for each step"):
-            backward(params, 1)
-        optimizer.step()
-        reference.step()
-        assert_same(params, plain)
-
-
-def test_zero_grad_after_backward_is_refused_since_parameters_are_stepped(drive: Path) -> None:
-    plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
-    reference = torch.optim.AdamW(plain, **ADAM)
-    with optimizer_in(drive, params) as optimizer:
-        for step in range(3):
-            backward(plain, step)
-            backward(params, step)
+def test_between_backward_and_step_another_backward_and_states_are_refused(drive: Path) -> None:
+    with PairInBackward(drive) as pair:
+        optimizer = pair.optimizer
+        pair.backward()
+        pair.step_both()
+        pair.reference.zero_grad()
+        states = copied(optimizer.state_dict())
+        pair.backward()
+        uses: list[Callable[[], object]] = [
+            optimizer.zero_grad,
+            optimizer.state_dict,
+            lambda: optimizer.state[pair.params[0]],
+            lambda: optimizer.load_state_dict(states),
+        ]
+        for use in uses:
             with pytest.raises(RuntimeError, match=r"backward has stepped some of the parameters: call step\(\) first"):
-                optimizer.zero_grad()
-            reference.step()
-            reference.zero_grad()
-            optimizer.step()
-            assert_same(params, plain)
-            assert_same_state(optimizer.state_dict(), reference.state_dict())
+                use()
+        with pytest.raises(RuntimeError, match="one backward for each step"):
+            backward(pair.params, 1)
+        pair.step_both()
+        pair.check()
+        optimizer.load_state_dict(states)
 
 
-@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "masters"])
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_what_fails_in_backward_is_raised_by_step_and_the_next_one_finishes_it(
-    operation: str, masters: bool, drive: Path
+    operation: str, precision: str, drive: Path
 ) -> None:
-    dtype = torch.bfloat16 if masters else torch.float32
-    plain, params = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
-    reference = in_memory(plain, torch.optim.AdamW, masters=masters, **ADAM)
-    with optimizer_in(drive, params, master_weights=masters, dram_budget=30_000) as optimizer:
-        unfinished = number = step = 0
+    with PairInBackward(drive, precision, dram_budget=30_000) as pair:
+        unfinished = number = 0
         engine: FailingDrive | None = None
-        while step < 3 or engine is None or engine.failed:
-            backward(plain, step)
-            reference.step()
-            reference.zero_grad()
+        while pair.steps < 3 or engine is None or engine.failed:
+            step = pair.steps
             error: OSError | None = None
             with failing(operation, number if step > 1 else 1000) as engine:
-                backward(params, step)  # never raises the drive's errors: the rest of it would be lost
+                pair.backward()  # never raises the drive's errors: the rest of it would be lost
                 try:
-                    optimizer.step()
+                    pair.optimizer.step()
                 except OSError as caught:
                     error = caught
             if error is not None:
                 said = f"step {step + 1} is unfinished"
                 unfinished += said in str(error)
                 assert said in str(error) or f"as after step {step}" in str(error)
-                optimizer.step()
-            assert_same(params, plain)
-            assert optimizer.steps == step + 1
+                pair.optimizer.step()
+            pair.reference.step()
+            pair.reference.zero_grad()
+            pair.steps += 1
+            assert_same(pair.params, pair.plain)
+            assert pair.optimizer.steps == pair.steps
             number += step > 1
-            step += 1
         assert number > 2
         assert unfinished > 1
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
-
-
-def test_states_between_backward_and_step_are_refused(drive: Path) -> None:
-    params = parameters(shapes=[(4096,), (4096,)])
-    with optimizer_in(drive, params) as optimizer:
-        backward(params, 0)
-        for use in (optimizer.state_dict, lambda: optimizer.state[params[0]]):
-            with pytest.raises(RuntimeError, match="backward has stepped some of the parameters"):
-                use()
-        optimizer.step()
-        assert optimizer.state[params[0]]["step"] == 1
+        pair.check()
 
 
 def test_an_optimizer_that_is_dropped_goes_though_its_parameters_stay(drive: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.offload.training.blocks.frozen_parameters import ParameterMemory
+from deepnvme.offload.pinned_arena import PinnedArena
 from deepnvme.offload.training.blocks.limits import limit_of_blocks
 from deepnvme.offload.training.blocks.parameter_block import ParameterBlock
 from deepnvme.offload.training.ranks import TrainingRanks
@@ -24,8 +24,8 @@ class OneOfEight(TrainingRanks):
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_sum_of_the_gradients_of_tied_tiles_is_not_a_shard(tied: bool) -> None:
     param = nn.Parameter(torch.zeros(64, 1024))
-    memory = ParameterMemory()
-    blocks = [ParameterBlock(0, [param], memory, ranks=OneOfEight()), ParameterBlock(1, [], memory)]
+    memory = PinnedArena(0)
+    blocks = [ParameterBlock(0, [param], ["weight"], memory, ranks=OneOfEight()), ParameterBlock(1, [], [], memory)]
     planner = SubGroupPlanner(torch.optim.SGD, {"lr": 0.1}, False, 1 << 62)
     sub_groups = [planner.sub_groups_of([{"params": list(blocks[0].shards)}], 0, 0), []]
     limit = limit_of_blocks(sub_groups, blocks, planner, 0, False, True, {param} if tied else ())

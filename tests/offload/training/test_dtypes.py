@@ -14,7 +14,7 @@ from torch import nn
 from deepnvme.model.quantization import SCHEMES, Scheme, dequantize, is_worth_quantizing, quantize
 from deepnvme.offload import OffloadedTraining
 
-from ...support.offloaded_training import assert_same_model
+from ...support.offloaded_training import InMemory, assert_same_values, train_both
 
 WIDTH, WORDS, LAYERS = 64, 70, 3
 EPS = 1e-4  # 1e-8 is 0 in float16, and steps without master weights then give NaN, in memory as well
@@ -70,57 +70,30 @@ def batch(step: int) -> torch.Tensor:
     return torch.randint(0, WORDS, (8, 9), generator=torch.Generator().manual_seed(step))
 
 
-class InMemory:
-    """Trains a copy of a model as anybody would."""
-
-    def __init__(self, model: nn.Module, masters: bool) -> None:
-        self.model = copy.deepcopy(model)
-        self.params = [param for param in self.model.parameters() if param.requires_grad]
-        self.masters = [
-            param.detach().float().requires_grad_() if masters and param.dtype in (torch.bfloat16, torch.float16) else param
-            for param in self.params
-        ]
-        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-2, eps=EPS)
-
-    def step(self, ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(ids)
-        loss.backward()
-        for master, param in zip(self.masters, self.params, strict=True):
-            master.grad = None if param.grad is None else param.grad.to(master.dtype)
-        self.optimizer.step()
-        with torch.no_grad():
-            for master, param in zip(self.masters, self.params, strict=True):
-                param.copy_(master)
-        self.model.zero_grad()
-        return loss.detach()
+def in_memory(model: nn.Module, masters: bool) -> InMemory:
+    return InMemory(model, master_weights=masters, eps=EPS)
 
 
 def trains_as_in_memory(model: nn.Module, reference: InMemory, drive: Path, **options: Any) -> None:
     given = {"memory_budget": 300_000, "blocks": ["blocks.*"], "lr": 1e-2, "eps": EPS, **options}
     with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **given) as training:
-        for step in range(4):
-            loss = reference.step(batch(step))
-            found = training.step(batch(step))
-            assert found is not None
-            assert torch.equal(found, loss), step
-        assert_same_model(training, reference.model)
+        train_both(training, reference, map(batch, range(4)))
         training.close(restore=True)
-    for name, value in reference.model.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
+    assert_same_values(model.state_dict(), reference.model.state_dict())
 
 
 @pytest.mark.parametrize("activations", ["memory", "nvme", "recompute"])
 @pytest.mark.parametrize("masters", [False, True])
 def test_all_dtypes_of_a_block_train_as_in_memory(drive: Path, masters: bool, activations: str) -> None:
     model = new()
-    trains_as_in_memory(model, InMemory(model, masters), drive, master_weights=masters, activations=activations)
+    trains_as_in_memory(model, in_memory(model, masters), drive, master_weights=masters, activations=activations)
 
 
 @pytest.mark.parametrize("options", [{"parameters": "memory"}, {"memory_budget": 0}], ids=str)
 @pytest.mark.parametrize("masters", [False, True])
 def test_other_ways_to_train(drive: Path, masters: bool, options: dict[str, Any]) -> None:
     model = new()
-    trains_as_in_memory(model, InMemory(model, masters), drive, master_weights=masters, **options)
+    trains_as_in_memory(model, in_memory(model, masters), drive, master_weights=masters, **options)
 
 
 def freeze_linear(block: Block) -> None:
@@ -161,7 +134,7 @@ def test_frozen_and_trained_parameters_of_a_block_have_different_dtypes(
     model = new()
     for block in model.blocks:
         freeze(block)
-    reference = InMemory(model, masters)
+    reference = in_memory(model, masters)
     if scheme is not None:
         assert dequantize_frozen(reference.model, scheme) == (0 if freeze is freeze_small else 2)
     trains_as_in_memory(model, reference, drive, quantize=scheme, master_weights=masters)
@@ -173,7 +146,7 @@ def test_frozen_parameters_beside_the_blocks_are_in_any_dtype(drive: Path, schem
     model = new()
     model.embedding.requires_grad_(False)
     model.head.requires_grad_(False)
-    reference = InMemory(model, False)
+    reference = in_memory(model, False)
     if scheme is not None:
         assert dequantize_frozen(reference.model, scheme) == 1
     with OffloadedTraining(
@@ -193,19 +166,16 @@ def test_a_training_in_several_dtypes_is_resumed_with_the_same_bits(drive: Path,
     for block in model.blocks:
         freeze_linear(block)
     other = copy.deepcopy(model)
-    reference = InMemory(model, True)
+    reference = in_memory(model, True)
     if scheme is not None:
         dequantize_frozen(reference.model, scheme)
     given = {"blocks": ["blocks.*"], "lr": 1e-2, "eps": EPS, "memory_budget": 0, "quantize": scheme, "master_weights": True}
     with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **given) as training:
-        for step in range(2):
-            assert torch.equal(training.step(batch(step)), reference.step(batch(step)))  # type: ignore[arg-type]
+        train_both(training, reference, map(batch, range(2)))
         training.save(tmp_path / "last.pt")
     with OffloadedTraining(other, torch.optim.AdamW, nvme_path=drive, **given) as training:
         training.load_state_dict(torch.load(tmp_path / "last.pt", mmap=True))
-        for step in range(2, 4):
-            assert torch.equal(training.step(batch(step)), reference.step(batch(step)))  # type: ignore[arg-type]
-        assert_same_model(training, reference.model)
+        train_both(training, reference, map(batch, range(2, 4)))
 
 
 def test_a_block_may_begin_with_an_empty_parameter(drive: Path) -> None:
@@ -218,5 +188,4 @@ def test_a_block_may_begin_with_an_empty_parameter(drive: Path) -> None:
     expected = copy.deepcopy(model.state_dict())
     with OffloadedTraining(model, torch.optim.SGD, nvme_path=drive, blocks=["0", "1"], lr=0.0) as training:
         found = training.state_dict()["model"]
-        assert list(found) == list(expected)
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert_same_values(found, expected)

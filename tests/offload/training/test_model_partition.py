@@ -14,7 +14,7 @@ from torch import nn
 from deepnvme.offload.training import OffloadedTraining
 from deepnvme.offload.training.model_partition import partition_model
 
-from ...support.offloaded_training import assert_same_model
+from ...support.offloaded_training import InMemory, train_both
 
 WIDTH, WORDS = 64, 4200
 """An embedding of these is more than 1 MiB: a block."""
@@ -58,17 +58,10 @@ def batch(step: int) -> torch.Tensor:
 
 
 def assert_trains_as_in_memory(model: nn.Module, drive: Path, **options: Any) -> None:
-    reference = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    reference = InMemory(model)
     options = {"memory_budget": 0, "lr": 1e-2, **options}
     with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **options) as training:
-        for step in range(3):
-            expected = reference(batch(step))
-            expected.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert torch.equal(training.step(batch(step)), expected)
-        assert_same_model(training, reference)
+        train_both(training, reference, map(batch, range(3)))
 
 
 def names_of(model: nn.Module, blocks: Any = None) -> dict[str, set[str]]:

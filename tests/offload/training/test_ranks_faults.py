@@ -162,14 +162,14 @@ def test_ranks_of_which_one_compares_and_another_does_not_are_told_so(drive: Pat
         from deepnvme.offload.training.ranks import TrainingRanks
         together = TrainingRanks(dist.group.WORLD, 1)
         try:
-            together.check_alike(7, "the names") if rank == 0 else together.all_agree(True)
+            together.check_alike(["a"], "the names") if rank == 0 else together.all_agree(True)
         except RuntimeError as error:
             assert "(rank 0: COMPARE 0, rank 1: AGREE 0)" in str(error), error
         else:
             raise AssertionError("alike")
-        together.check_alike(7, "the names")
+        together.check_alike(["a"], "the names")
         try:
-            together.check_alike(7 + rank, "the names")
+            together.check_alike([str(rank)], "the names")
         except ValueError as error:
             assert "the names are not the same on all ranks" in str(error), error
         else:

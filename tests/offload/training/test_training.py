@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import itertools
 import threading
 import warnings
 from collections.abc import Callable
@@ -20,8 +21,7 @@ from deepnvme.offload.training import OffloadedTraining
 from deepnvme.swap import TensorStore
 
 from ...support.engines import failing
-from ...support.micro_batches import seeded_micro_batches
-from ...support.offloaded_training import assert_same_model, assert_same_values, state_of
+from ...support.offloaded_training import InMemory, assert_same_model, assert_same_values, state_of, train_both
 from ...support.pinned_memory import pinned_bytes
 
 WIDTH, ROWS, WORDS = 64, 8, 90
@@ -74,73 +74,25 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids.roll(-1, 1)
 
 
-class InMemory:
-    """Trains a copy of a model as anybody would."""
-
-    def __init__(
-        self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], masters: bool, parts: int, norm: float | None
-    ) -> None:
-        self.model = copy.deepcopy(model)
-        self.params = [param for param in self.model.parameters() if param.requires_grad]
-        self.masters = [param.detach().float().requires_grad_() for param in self.params] if masters else self.params
-        self.optimizer = make(self.masters)
-        self.parts, self.norm = parts, norm
-
-    def step(self, *tensors: torch.Tensor) -> torch.Tensor:
-        losses = []
-        parts = list(zip(*(tensor.chunk(self.parts) for tensor in tensors), strict=True))
-        for number in seeded_micro_batches(self.parts):
-            loss = self.model(*parts[number])
-            loss = loss if self.parts == 1 else loss * (1 / self.parts)
-            loss.backward()
-            losses.append(loss.detach())
-        if self.norm is not None:
-            nn.utils.clip_grad_norm_(self.params, self.norm)
-        for master, param in zip(self.masters, self.params, strict=True):
-            master.grad = None if param.grad is None else param.grad.to(master.dtype)
-        self.optimizer.step()
-        with torch.no_grad():
-            for master, param in zip(self.masters, self.params, strict=True):
-                param.copy_(master)
-        for param in self.params:
-            param.grad = None
-        total = losses[0]
-        for loss in losses[1:]:
-            total = total + loss
-        return total
-
-
 def training_of(model: Model, drive: Path, **options: Any) -> OffloadedTraining:
     given = {"memory_budget": 600_000, "lr": 1e-2, "blocks": list(model.blocks), **options}
     return OffloadedTraining(model, given.pop("optimizer", torch.optim.AdamW), nvme_path=drive, **given)
 
 
-def train_both(model: Model, drive: Path, steps: int = 4, **options: Any) -> OffloadedTraining:
+RESULTS = ("master_weights", "micro_batches", "max_norm")
+"""Options that change the results."""
+
+
+def in_both_ways(model: Model, drive: Path, steps: int = 4, **options: Any) -> OffloadedTraining:
     """Train in both ways, and compare losses and parameters."""
-    torch.manual_seed(0)
-    make = options.get("optimizer", torch.optim.AdamW)
-    kwargs = {"lr": options.get("lr", 1e-2)}
-    reference = InMemory(
-        model,
-        lambda params: make(params, **kwargs),
-        options.get("master_weights", False),
-        options.get("micro_batches", 1),
-        options.get("max_norm"),
-    )
+    kind = options.get("optimizer", torch.optim.AdamW)
+    reference = InMemory(model, kind, **{name: value for name, value in options.items() if name in RESULTS})
     training = training_of(model, drive, **options)
-    for step in range(steps):
-        torch.manual_seed(step)
-        expected = reference.step(*batch(step))
-        torch.manual_seed(step)
-        loss = training.step(*batch(step))
-        assert loss is not None
-        assert torch.equal(loss, expected), step
-    assert_same_model(training, reference.model)
+    train_both(training, reference, map(batch, range(steps)))
     return training
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("checkpoints", [0, 1, 2])
+@pytest.mark.parametrize(("checkpoints", "micro_batches"), [(0, 1), (0, 4), (1, 4), (2, 1)])
 @pytest.mark.parametrize("activations", ["memory", "nvme"])
 @pytest.mark.parametrize(("dtype", "masters"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
 def test_a_training_has_the_bits_of_one_in_memory(
@@ -148,16 +100,16 @@ def test_a_training_has_the_bits_of_one_in_memory(
 ) -> None:
     model = Model(checkpoints=checkpoints).to(dtype)
     options = {"activations": activations, "activation_budget": 20_000, "micro_batches": micro_batches}
-    with train_both(model, drive, master_weights=masters, **options) as training:
+    with in_both_ways(model, drive, master_weights=masters, **options) as training:
         assert training.steps == 4
     assert not list(drive.iterdir())
 
 
-def test_parameters_may_stay_in_memory(drive: Path) -> None:
-    model = Model()
-    with train_both(model, drive, parameters="memory") as training:
+def test_parameters_may_stay_in_memory(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with in_both_ways(Model(), drive, parameters="memory") as training:
         read: list[str] = []
-        training._store.get = lambda name, *args, get=training._store.get: read.append(name) or get(name, *args)  # type: ignore[method-assign]
+        get = TensorStore.get
+        monkeypatch.setattr(TensorStore, "get", lambda store, name, *args: read.append(name) or get(store, name, *args))
         training.step(*batch(0))
         assert read  # states
         assert not [name for name in read if "parameters" in name]
@@ -166,12 +118,12 @@ def test_parameters_may_stay_in_memory(drive: Path) -> None:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_gradients_are_clipped_as_in_memory(drive: Path, max_norm: float, micro_batches: int) -> None:
-    train_both(Model(), drive, max_norm=max_norm, micro_batches=micro_batches).close()
+    in_both_ways(Model(), drive, max_norm=max_norm, micro_batches=micro_batches).close()
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
 def test_other_optimizers(drive: Path, optimizer: type[torch.optim.Optimizer]) -> None:
-    train_both(Model(), drive, optimizer=optimizer).close()
+    in_both_ways(Model(), drive, optimizer=optimizer).close()
 
 
 def decayed(model: nn.Module) -> list[dict[str, Any]]:
@@ -188,16 +140,13 @@ def decayed(model: nn.Module) -> list[dict[str, Any]]:
 def test_parameters_of_a_block_may_be_in_several_groups(drive: Path, micro_batches: int) -> None:
     model = Model()
     model.blocks[1].requires_grad_(False)
-    reference = InMemory(model, lambda _: torch.optim.AdamW([{"params": []}], lr=1e-2), False, micro_batches, None)
+    reference = InMemory(model, micro_batches=micro_batches)
     reference.optimizer = torch.optim.AdamW(decayed(reference.model), lr=1e-2)
     with training_of(model, drive, param_groups=decayed(model), micro_batches=micro_batches) as training:
         for step in range(4):
-            for each in (reference, training):
-                for group in each.optimizer.param_groups:
-                    group["lr"] = 1e-2 / (step + 1)
-                torch.manual_seed(step)
-                each.step(*batch(step))
-        assert_same_model(training, reference.model)
+            for group in (*reference.optimizer.param_groups, *training.optimizer.param_groups):
+                group["lr"] = 1e-2 / (step + 1)
+            train_both(training, reference, [batch(step)])
         state = copy.deepcopy(training.state_dict())
         assert [group["weight_decay"] for group in state["optimizer"]["param_groups"]] == [0.5, 0.0, 0.1]
         training.step(*batch(0))
@@ -222,7 +171,7 @@ def test_groups_that_are_not_of_the_trained_parameters_are_an_error(drive: Path,
 
 @pytest.mark.parametrize("budget", [0, 10 << 20, "10MB", "1%", "auto"])
 def test_any_budget_will_do(drive: Path, budget: int | str) -> None:
-    train_both(Model(), drive, memory_budget=budget).close()
+    in_both_ways(Model(), drive, memory_budget=budget).close()
 
 
 @pytest.mark.parametrize("checkpoints", [0, 1, 3])
@@ -232,37 +181,34 @@ def test_frozen_parameters_are_only_read(drive: Path, checkpoints: int) -> None:
         block.requires_grad_(False)
     for block in model.blocks[2:]:
         block.narrow.requires_grad_(False)  # as beside the adapters of LoRA
-    train_both(model, drive).close()
+    in_both_ways(model, drive).close()
 
 
 def test_a_module_that_is_used_twice(drive: Path) -> None:
     model = Model(blocks=3)
     model.order = [0, 1, 2, 1, 0]
-    train_both(model, drive).close()
+    in_both_ways(model, drive).close()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_module_that_is_not_used_keeps_its_parameters(drive: Path, micro_batches: int) -> None:
     model = Model(blocks=3)
     model.order = [0, 2]
-    train_both(model, drive, micro_batches=micro_batches).close()
+    in_both_ways(model, drive, micro_batches=micro_batches).close()
 
 
 def test_the_order_may_change_from_step_to_step(drive: Path) -> None:
     model = Model()
-    reference = InMemory(model, lambda params: torch.optim.AdamW(params, lr=1e-2), False, 1, None)
+    reference = InMemory(model)
     with training_of(model, drive) as training:
         for step, order in enumerate([[0, 1, 2, 3, 4], [4, 1, 0], [2, 3, 2], [0, 1, 2, 3, 4]]):
             model.order = reference.model.order = order
-            for each in (reference, training):
-                torch.manual_seed(step)
-                each.step(*batch(step))
-        assert_same_model(training, reference.model)
+            train_both(training, reference, [batch(step)])
 
 
 def test_an_evaluation_between_steps_changes_nothing(drive: Path) -> None:
     model = Model()
-    with train_both(model, drive, steps=2) as training:
+    with in_both_ways(model, drive, steps=2) as training:
         before = {name: value.clone() for name, value in training.state_dict()["model"].items() if "calls" not in name}
         with torch.no_grad():
             losses = [model(*batch(7)) for _ in range(2)]
@@ -301,51 +247,39 @@ def test_blocks_stay_within_the_budget(drive: Path) -> None:
 
 def test_a_step_that_fails_is_undone(drive: Path) -> None:
     model = Model()
-    reference = InMemory(model, lambda params: torch.optim.AdamW(params, lr=1e-2), False, 1, None)
+    reference = InMemory(model)
     with training_of(model, drive) as training:
-        for step in range(2):
-            for each in (reference, training):
-                torch.manual_seed(step)
-                each.step(*batch(step))
+        train_both(training, reference, map(batch, range(2)))
         failed = 0
-        for operation in ("read", "write"):
-            for first in range(0, 40, 3):
+        for step, operation in enumerate(("read", "write"), 2):
+            for first in itertools.count(0, 3):
+                torch.manual_seed(step)
                 try:
                     with failing(operation, first, count=1000):
-                        training.step(*batch(2))
+                        training.step(*batch(step))
                 except OSError:
                     failed += 1
-                    assert training.steps == 2
-                else:
-                    assert training.steps == 3, "nothing was read or written any more"
+                    assert training.steps == step
+                    assert_same_model(training, reference.model)
+                else:  # nothing was read or written any more
                     break
-            else:
-                continue
-            break
+            torch.manual_seed(step)
+            reference.step(*batch(step))
+            assert_same_model(training, reference.model)
         assert failed > 5
-        if training.steps == 2:
-            assert_same_model(training, reference.model)
-        torch.manual_seed(2)
-        reference.step(*batch(2))
-        if training.steps == 2:
-            torch.manual_seed(2)
-            training.step(*batch(2))
-            assert_same_model(training, reference.model)
 
 
 def test_an_error_of_the_model_undoes_the_step(drive: Path) -> None:
     model = Model()
+    reference = InMemory(model, micro_batches=2)
     with training_of(model, drive, micro_batches=2) as training:
-        reference = InMemory(model_of(training), lambda params: torch.optim.AdamW(params, lr=1e-2), False, 2, None)
+        before = state_of(training)
         for number in range(4):
             with pytest.raises(ZeroDivisionError):
-                training.step(*batch(0)) if number == 9 else _fails(training, model, number)
+                _fails(training, model, number)
             assert training.steps == 0
-            assert_same_parameters(training, reference.model)
-        for each in (reference, training):
-            torch.manual_seed(0)
-            each.step(*batch(0))
-        assert_same_parameters(training, reference.model)
+            assert_same_values(state_of(training), before)
+        train_both(training, reference, [batch(0)])
 
 
 def _fails(training: OffloadedTraining, model: Model, number: int) -> None:
@@ -369,19 +303,6 @@ def _fails(training: OffloadedTraining, model: Model, number: int) -> None:
             loss.backward()
             if (part, number) == (0, 2):
                 _ = 1 / 0
-
-
-def model_of(training: OffloadedTraining) -> Model:
-    """A copy of the model, in memory."""
-    model = Model(blocks=len(training.model.blocks))  # type: ignore[arg-type]
-    model.load_state_dict(training.state_dict()["model"])
-    return model
-
-
-def assert_same_parameters(training: OffloadedTraining, expected: nn.Module) -> None:
-    found = training.state_dict()["model"]
-    for name, param in expected.named_parameters():
-        assert torch.equal(found[name], param), name
 
 
 # What is asked for at the wrong time
@@ -481,70 +402,55 @@ def test_parameters_that_the_optimizer_class_refuses_leave_nothing_on_the_drive(
 
 
 def test_a_training_that_is_resumed_has_the_same_bits(drive: Path, tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    model = Model().to(torch.bfloat16)
-    reference = copy.deepcopy(model)
     options = {"master_weights": True, "micro_batches": 2, "max_norm": 1.0}
-    with training_of(reference, drive, **options) as straight:
-        for step in range(4):
-            torch.manual_seed(step)
-            straight.step(*batch(step))
-        expected = copy.deepcopy(straight.state_dict())
+    model = Model().to(torch.bfloat16)
+    reference = InMemory(model, **options)
     with training_of(model, drive, **options) as training:
-        for step in range(2):
-            torch.manual_seed(step)
-            training.step(*batch(step))
+        train_both(training, reference, map(batch, range(2)))
         torch.save(training.state_dict(), tmp_path / "saved.pt")
-    again = Model().to(torch.bfloat16)
-    with training_of(again, drive, **options) as resumed:
+    with training_of(Model().to(torch.bfloat16), drive, **options) as resumed:
         resumed.load_state_dict(torch.load(tmp_path / "saved.pt", mmap=True, weights_only=True))
         assert resumed.steps == 2
-        for step in range(2, 4):
-            torch.manual_seed(step)
-            resumed.step(*batch(step))
+        train_both(resumed, reference, map(batch, range(2, 4)))
         found = resumed.state_dict()
         assert found["steps"] == 4
-        for name, value in expected["model"].items():
-            assert torch.equal(found["model"][name], value), name
-        for name, state in expected["optimizer"]["state"].items():
-            for key, value in state.items():
+        expected = reference.optimizer.state_dict()["state"]
+        for index, (name, _) in enumerate(reference.model.named_parameters()):
+            for key, value in expected[index].items():
                 assert torch.equal(found["optimizer"]["state"][name][key], value), (name, key)
 
 
 def test_a_mapped_state_keeps_its_values(drive: Path) -> None:
-    with train_both(Model(), drive, steps=2) as training:
+    with in_both_ways(Model(), drive, steps=2) as training:
         kept = training.state_dict()
         values = copy.deepcopy(kept)
         for step in range(3):
             training.step(*batch(step))
-        for name, value in values["model"].items():
-            if not name.endswith("calls"):
-                assert torch.equal(kept["model"][name], value), name
+        parameters = dict(training.model.named_parameters())
+        assert all(torch.equal(kept["model"][name], values["model"][name]) for name in parameters)
         for name, state in values["optimizer"]["state"].items():
-            assert torch.equal(kept["optimizer"]["state"][name]["exp_avg"], state["exp_avg"]), name
+            assert_same_values(kept["optimizer"]["state"][name], state)
 
 
 def test_a_state_of_another_model_changes_nothing(drive: Path) -> None:
-    with train_both(Model(), drive, steps=2) as training:
+    with in_both_ways(Model(), drive, steps=2) as training:
         state = copy.deepcopy(training.state_dict())
         wrong = copy.deepcopy(state)
         wrong["model"]["blocks.1.wide.weight"] = torch.zeros(3)
-        with pytest.raises(ValueError, match=r"blocks\.1\.wide\.weight: \(3,\) instead of \(256, 64\)"):
+        with pytest.raises(ValueError, match=r"'blocks\.1\.wide\.weight' should be float32 \[256, 64\], found float32 \[3\]"):
             training.load_state_dict(wrong)
         with failing("write", 2, count=1000), pytest.raises(OSError, match="write of"):
             training.load_state_dict(state)
-        for name, value in training.state_dict()["model"].items():
-            assert torch.equal(value, state["model"][name])
+        assert_same_values(training.state_dict()["model"], state["model"])
 
 
 def test_close_can_give_the_parameters_back(drive: Path) -> None:
     model = Model()
-    training = train_both(model, drive)
+    training = in_both_ways(model, drive)
     expected = copy.deepcopy(training.state_dict()["model"])
     training.close(restore=True)
     training.close()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_values(model.state_dict(), expected)
     model(*batch(0)).backward()
     with pytest.raises(RuntimeError, match="closed"):
         training.step(*batch(0))
@@ -619,15 +525,13 @@ def test_steps_that_were_saved_are_no_loss_when_a_training_ends(drive: Path, tmp
 def test_a_scheduler_sets_the_learning_rate(drive: Path) -> None:
     torch.manual_seed(0)
     model = Model()
-    reference = InMemory(model, lambda params: torch.optim.AdamW(params, lr=1e-2), False, 1, None)
+    reference = InMemory(model)
     with training_of(model, drive) as training:
         schedulers = [torch.optim.lr_scheduler.StepLR(each.optimizer, 1, 0.5) for each in (reference, training)]
         for step in range(4):
-            for each, scheduler in zip((reference, training), schedulers, strict=True):
-                torch.manual_seed(step)
-                each.step(*batch(step))
+            train_both(training, reference, [batch(step)])
+            for scheduler in schedulers:
                 scheduler.step()
-        assert_same_model(training, reference.model)
 
 
 class SharedAndFrozen(nn.Module):
@@ -650,21 +554,10 @@ class SharedAndFrozen(nn.Module):
 @pytest.mark.parametrize("activations", ["memory", "nvme", "recompute"])
 def test_blocks_may_share_a_frozen_weight_beside_a_trained_head(drive: Path, activations: str) -> None:
     model = SharedAndFrozen()
-    reference = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW([param for param in reference.parameters() if param.requires_grad], lr=1e-2)
-    with OffloadedTraining(
-        model, torch.optim.AdamW, nvme_path=drive, blocks=list(model.blocks), activations=activations, lr=1e-2
-    ) as training:
-        for step in range(3):
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-            optimizer.zero_grad()
-            expected = reference(x)
-            expected.backward()
-            optimizer.step()
-            loss = training.step(x)
-            assert loss is not None
-            assert torch.equal(loss, expected)
-        assert_same_model(training, reference)
+    reference = InMemory(model)
+    with training_of(model, drive, activations=activations) as training:  # type: ignore[arg-type]
+        batches = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+        train_both(training, reference, batches)
 
 
 def _write_to_data(param: nn.Parameter) -> None:
@@ -705,7 +598,7 @@ def test_a_write_to_a_parameter_that_is_on_the_drive_is_an_error(
 @pytest.mark.parametrize("method", ["step", "state_dict", "close"])
 def test_a_second_thread_is_refused_while_a_step_runs(drive: Path, method: str) -> None:
     model = Model()
-    reference = InMemory(model, lambda params: torch.optim.AdamW(params, lr=1e-2), False, 1, None)
+    reference = InMemory(model)
     training = training_of(model, drive)
     calls: dict[str, Callable[[], object]] = {
         "step": lambda: training.step(*batch(1)),
@@ -725,52 +618,45 @@ def test_a_second_thread_is_refused_while_a_step_runs(drive: Path, method: str) 
         other.start()
         other.join()
 
-    hook = model.blocks[2].register_forward_hook(in_the_midst)
-    torch.manual_seed(0)
-    training.step(*batch(0))
-    hook.remove()
+    model.blocks[2].register_forward_hook(in_the_midst)
+    train_both(training, reference, [batch(0)])
     assert len(errors) == 1
     with pytest.raises(RuntimeError, match="one thread at a time"):
         raise errors[0]
-    torch.manual_seed(0)
-    reference.step(*batch(0))
-    assert_same_model(training, reference.model)
     training.close(restore=True)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: state.pop("steps"), "lacks 'steps'"),
-        (lambda state: state.pop("optimizer"), "lacks 'optimizer'"),
-        (lambda state: state["optimizer"].pop("state"), "lacks 'state'"),
-        (lambda state: state.update(steps=-5), "steps must be a number of steps, at least 0, got -5"),
-        (lambda state: state.update(steps="many"), "steps must be a number of steps, at least 0, got 'many'"),
-        (lambda state: state["model"].update(extra=torch.ones(2)), "extra: not in the model"),
-        (lambda state: state["optimizer"]["state"].update(extra={}), "extra: not in the model"),
-        (lambda state: state["optimizer"]["param_groups"][0]["params"].append("extra"), "extra: not in the model"),
-        (
-            lambda state: state["optimizer"]["state"]["blocks.0.wide.weight"].pop("exp_avg_sq"),
-            "blocks.0.wide.weight: AdamW needs 'exp_avg_sq'",
-        ),
-        (
-            lambda state: state["optimizer"]["state"]["blocks.0.wide.weight"].update(exp_avg=torch.ones(3)),
-            r"exp_avg of blocks.0.wide.weight: \(3,\) instead of \(256, 64\)",
-        ),
-    ],
-)
-def test_a_state_that_no_step_could_go_on_from_changes_nothing(
-    drive: Path, change: Callable[[dict[str, Any]], object], message: str
-) -> None:
+CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda state: state.pop("steps"), "lacks 'steps'"),
+    (lambda state: state.pop("optimizer"), "lacks 'optimizer'"),
+    (lambda state: state["optimizer"].pop("state"), "lacks 'state'"),
+    (lambda state: state.update(steps=-5), "steps must be a number of steps, at least 0, got -5"),
+    (lambda state: state.update(steps="many"), "steps must be a number of steps, at least 0, got 'many'"),
+    (lambda state: state["model"].update(extra=torch.ones(2)), r"unexpected: 'extra', float32 \[2\]"),
+    (lambda state: state["optimizer"]["state"].update(extra={}), "unexpected: 'extra' in the optimizer's state"),
+    (lambda state: state["optimizer"]["param_groups"][0]["params"].append("extra"), "unexpected: 'extra' in the optimizer's"),
+    (
+        lambda state: state["optimizer"]["state"]["blocks.0.wide.weight"].pop("exp_avg_sq"),
+        "blocks.0.wide.weight: AdamW needs 'exp_avg_sq'",
+    ),
+    (
+        lambda state: state["optimizer"]["state"]["blocks.0.wide.weight"].update(exp_avg=torch.ones(3)),
+        r"exp_avg of blocks.0.wide.weight: \(3,\) instead of \(256, 64\)",
+    ),
+]
+
+
+def test_a_state_that_no_step_could_go_on_from_changes_nothing(drive: Path) -> None:
     training = training_of(Model(), drive)
     training.step(*batch(0))
     good = copy.deepcopy(training.state_dict())
     training.step(*batch(1))
     before = copy.deepcopy(training.state_dict())
-    bad = copy.deepcopy(good)
-    change(bad)
-    with pytest.raises(ValueError, match=message):
-        training.load_state_dict(bad)
+    for change, message in CHANGES:
+        bad = copy.deepcopy(good)
+        change(bad)
+        with pytest.raises(ValueError, match=message):
+            training.load_state_dict(bad)
     after = training.state_dict()
     assert_same_values(after["model"], before["model"])
     assert after["steps"] == 2

@@ -7,38 +7,10 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch import nn
 
-from deepnvme.memory.alignment import padded
 from deepnvme.model.quantization import QuantizedLayout, Scheme, dequantize, is_worth_quantizing, quantize
 from deepnvme.offload.pinned_arena import PinnedArena
 from deepnvme.states.sub_group import BlockSection, lay_out
-
-from .versioned_block import VersionedBlock
-
-
-class ParameterMemory:
-    """Memory for parameters that are not as the drive has them: dequantised weights, or whole ones gathered from shards.
-
-    It is one region, and more only if the blocks used at a time need more.
-    """
-
-    def __init__(self) -> None:
-        self._arena = PinnedArena(0)
-
-    def reserve(self, nbytes: int) -> None:
-        """Have a region of this size. Raises OutOfBuffers."""
-        self._arena = PinnedArena(nbytes)
-
-    def lend(self, nbytes: int) -> torch.Tensor:
-        """Return bytes that are lent again when no tensor over them is left. Raises OutOfBuffers."""
-        lent = self._arena.lend(nbytes)
-        if lent is None:
-            lent = PinnedArena(padded(nbytes)).lend(nbytes)
-            assert lent is not None
-        return lent
-
-    def close(self) -> None:
-        """Give the region back, when no tensor over it is left."""
-        self._arena = PinnedArena(0)
+from deepnvme.states.versions import VersionedBlock
 
 
 class FrozenParameters(VersionedBlock):
@@ -50,20 +22,21 @@ class FrozenParameters(VersionedBlock):
     Args:
         index: Identifies the block's versions.
         params: The parameters, with their numbers in the whole block.
+        names: Of all parameters of the block, for errors.
         scheme: How weights are quantised for which that is worth it; None for no weight.
-        lender: Lends what they are dequantised into.
+        arena: Lends the memory that they are dequantised into.
     """
 
-    __slots__ = ("_lender", "_schemes", "_stored", "_values", "copy", "layout", "params")
-
-    def __init__(self, index: str, params: Mapping[int, nn.Parameter], scheme: Scheme | None, lender: ParameterMemory) -> None:
-        self.params = dict(params)
+    def __init__(
+        self, index: str, params: Mapping[int, nn.Parameter], names: Sequence[str], scheme: Scheme | None, arena: PinnedArena
+    ) -> None:
+        self.params, self._names = dict(params), names
         self.layout = lay_out([(number, "", param.detach()) for number, param in params.items()])
         """Where the parameters lie in memory."""
         self._schemes = {number: quantizes(scheme, param) for number, param in params.items()}
         self._stored = lay_out([(number, "", _stored_like(self._schemes[number], param)) for number, param in params.items()])
         super().__init__(index, self._stored.nbytes)
-        self._lender = lender
+        self._arena = arena
         self._values: torch.Tensor | None = None
         self.copy = DequantizedCopy(f"{index}.dequantized")
         """A copy on the drive of the dequantised values."""
@@ -100,7 +73,7 @@ class FrozenParameters(VersionedBlock):
     def begin_values(self) -> None:
         """Have memory for the parameters, whose content is undefined. Raises OutOfBuffers."""
         if self.quantized:
-            self._values = self._lender.lend(self.layout.nbytes)
+            self._values = self._arena.lend_beyond(self.layout.nbytes)
 
     def end_values(self) -> None:
         """Give the memory of :meth:`begin_values` back. Idempotent."""
@@ -112,16 +85,10 @@ class FrozenParameters(VersionedBlock):
         for stored, section in self._sections():
             self._dequantize(stored, section.of(self.values), self._schemes[section.piece])
 
-    def quantize(
-        self,
-        names: Mapping[torch.Tensor, str],
-        given: Mapping[str, torch.Tensor] | None = None,
-        only: Container[nn.Parameter] | None = None,
-    ) -> None:
+    def quantize(self, given: Mapping[str, torch.Tensor] | None = None, only: Container[nn.Parameter] | None = None) -> None:
         """Have the block be these parameters, quantised, and the parameters be what it is dequantised to. Both are in memory.
 
         Args:
-            names: Of the parameters.
             given: Quantised weights by name. One is taken as it is if the parameter is what it is dequantised to.
             only: Parameters that have changed; None for all.
 
@@ -132,7 +99,7 @@ class FrozenParameters(VersionedBlock):
             return
         for stored, section in self._sections():
             param, scheme, value = self.params[section.piece], self._schemes[section.piece], section.of(self.values)
-            name = names[param]
+            name = self._names[section.piece]
             if only is not None and param not in only:
                 continue
             if scheme is None:

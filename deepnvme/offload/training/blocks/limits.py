@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
@@ -34,27 +34,27 @@ def limit_of_blocks(
         tied: Parameters of several tiles, whose gradients are summed as whole ones.
     """
     parameters = [sum(padded(part.nbytes) for part in block.parts) for block in blocks]
-    gradients = [sum(padded(param.nbytes) for param in block.params if param.requires_grad) for block in blocks]
+    gradients = [_trained_bytes(block.params) for block in blocks]
     stored = [
-        sum(
-            padded((param if param in tied else shard).nbytes)
-            for param, shard in zip(block.params, block.shards, strict=True)
-            if param.requires_grad
-        )
+        _trained_bytes([param if param in tied else shard for param, shard in zip(block.params, block.shards, strict=True)])
         for block in blocks
     ]
-    exchanged = [2 * padded(param.nbytes) for block in blocks for param in block.params if several_ranks]
     states = [[planner.estimate(each) for each in some] for some in sub_groups]
     largest_states = [max(some, default=0) for some in states]
-    scratch = max((each.full_gradient_bytes for some in sub_groups for each in some), default=0)
-    averages = max(stored) if several_ranks else 0
     # In torch's memory: gradients of a block and the one before, of what is in no block, and those converted to float32. With
     # other ranks also the averages of a block, and of the largest parameter twice, for what they send of its gradient and for
     # what is gathered.
-    in_use = gradients[-1] + 2 * max(gradients[:-1], default=0) + scratch
-    free = budget - in_use - averages - max(exchanged, default=0)
+    in_use = gradients[-1] + 2 * max(gradients[:-1], default=0)
+    in_use += max((each.full_gradient_bytes for some in sub_groups for each in some), default=0)
+    if several_ranks:
+        in_use += max(stored) + max((2 * padded(param.nbytes) for block in blocks for param in block.params), default=0)
     one = max((sum(sizes) for sizes in zip(parameters[:-1], stored[:-1], largest_states[:-1], strict=True)), default=0)
     staying = sum(parameters) if parameters_stay else parameters[-1]
     least = staying + max(one, stored[-1] + largest_states[-1])
     most = sum(parameters) + sum(stored) + sum(map(sum, states))
-    return min(max(free, least), most)
+    return min(max(budget - in_use, least), most)
+
+
+def _trained_bytes(params: Iterable[nn.Parameter]) -> int:
+    """Return the bytes of those parameters that are trained, each padded to whole pages."""
+    return sum(padded(param.nbytes) for param in params if param.requires_grad)

@@ -9,11 +9,12 @@ from torch import nn
 
 from deepnvme.model.quantization import Scheme
 from deepnvme.offload.activations.saved_tensor import View, view_of
+from deepnvme.offload.pinned_arena import PinnedArena
 from deepnvme.offload.training.ranks import TrainingRanks
 from deepnvme.states.sub_group import lay_out
+from deepnvme.states.versions import VersionedBlock
 
-from .frozen_parameters import FrozenParameters, ParameterMemory, quantizes
-from .versioned_block import VersionedBlock
+from .frozen_parameters import FrozenParameters, quantizes
 
 
 class ParameterBlock(VersionedBlock):
@@ -25,32 +26,19 @@ class ParameterBlock(VersionedBlock):
     Args:
         number: Number of the block in the model.
         params: Its parameters, each once, on the CPU.
-        memory: What quantised weights are dequantised into, and shards gathered into.
+        names: Of the parameters, for errors.
+        arena: Lends the memory that quantised weights are dequantised into, and shards gathered into.
         quantize: How weights that are not trained are quantised; None if they are not.
         ranks: The processes that the parameters are sharded over; None if this one has all of each, as of the block that stays
             in memory.
     """
 
-    __slots__ = (
-        "_absent",
-        "_absent_bytes",
-        "_gathered",
-        "_lender",
-        "_whole",
-        "frozen",
-        "holds",
-        "layout",
-        "number",
-        "params",
-        "ranks",
-        "shards",
-    )
-
     def __init__(
         self,
         number: int,
         params: Sequence[nn.Parameter],
-        memory: ParameterMemory,
+        names: Sequence[str],
+        arena: PinnedArena,
         quantize: Scheme | None = None,
         ranks: TrainingRanks | None = None,
     ) -> None:
@@ -66,11 +54,11 @@ class ParameterBlock(VersionedBlock):
         self.layout = lay_out(own)
         """Where the parameters, or the shards, lie in the block, without the frozen ones."""
         super().__init__(f"{number}.parameters", self.layout.nbytes)
-        self.frozen = FrozenParameters(f"{number}.frozen", frozen, quantize, memory) if frozen else None
+        self.frozen = FrozenParameters(f"{number}.frozen", frozen, names, quantize, arena) if frozen else None
         """The parameters that are not trained; None if they are in this block, or there are none."""
         self._absent = [absent_like(param) for param in params]
         self._absent_bytes = [_element_bytes(absent).tolist() for absent in self._absent]
-        self._lender = memory
+        self._arena = arena
         self._gathered: torch.Tensor | None = None
         self._whole = None if ranks is None else lay_out([(i, "", _padded(each, ranks)) for i, each in enumerate(params)])
         self.holds = 0
@@ -114,7 +102,7 @@ class ParameterBlock(VersionedBlock):
     def begin_values(self) -> None:
         """Have memory for the parameters, whose content is undefined, beside the block's. Raises OutOfBuffers."""
         if self._whole is not None:
-            self._gathered = self._lender.lend(self._whole.nbytes)
+            self._gathered = self._arena.lend_beyond(self._whole.nbytes)
         elif self.frozen is not None:
             self.frozen.begin_values()
 
@@ -144,17 +132,11 @@ class ParameterBlock(VersionedBlock):
         for param, place in self.stored_values():
             place.copy_(given[param] if param in given else self.ranks.shard_of(whole[param]))
 
-    def fill(
-        self,
-        values: Iterable[torch.Tensor],
-        names: Mapping[torch.Tensor, str],
-        quantized: Mapping[str, torch.Tensor] | None = None,
-    ) -> bool:
+    def fill(self, values: Iterable[torch.Tensor], quantized: Mapping[str, torch.Tensor] | None) -> bool:
         """Copy a value of each parameter to the block's memory, and that of the frozen ones, and quantise it there.
 
         Args:
             values: What this process has of each parameter, in order: all of it, or its rows.
-            names: Of the parameters.
             quantized: As :meth:`FrozenParameters.quantize` takes them.
 
         Returns:
@@ -173,7 +155,7 @@ class ParameterBlock(VersionedBlock):
                 place.copy_(value)
                 changed.add(param)
         if self.frozen is not None:
-            self.frozen.quantize(names, quantized, changed)
+            self.frozen.quantize(quantized, changed)
         return not frozen.isdisjoint(changed)
 
     def attach(self) -> None:
@@ -227,27 +209,29 @@ class ParameterBlock(VersionedBlock):
         pairs = zip(self.params, self._absent, strict=True)
         return [param for param, absent in pairs if param.numel() and param.data_ptr() == absent.data_ptr()]
 
-    def view_of(self, tensor: torch.Tensor) -> tuple[bool, View] | None:
-        """Return how a tensor looks at the block's memory; None if it looks elsewhere, or the block has none.
+    def _contents(self) -> Iterator[tuple[VersionedBlock, torch.Tensor]]:
+        """Yield this block and the frozen parameters, as far as they are in memory, each with the bytes of the parameters."""
+        content = self._gathered if self.ranks is not None else self.content if self.in_memory else None
+        if content is not None:
+            yield self, content
+        if self.frozen is not None and self.frozen.has_values:
+            yield self.frozen, self.frozen.values
 
-        With the view comes whether it is of the frozen parameters.
+    def view_of(self, tensor: torch.Tensor) -> tuple[VersionedBlock, View] | None:
+        """Return how a tensor looks at the parameters' memory; None if it looks elsewhere, or they have none.
+
+        With the view comes the block of these parameters: this one, or that of the frozen parameters.
         """
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
             return None
-        content = self._gathered if self.ranks is not None else self.content if self.in_memory else None
-        if content is not None and _is_in(tensor, content):
-            return False, view_of(tensor, int(content.storage_offset()))
-        frozen = self.frozen
-        if frozen is not None and frozen.has_values and _is_in(tensor, frozen.values):
-            return True, view_of(tensor, int(frozen.values.storage_offset()))
+        for part, content in self._contents():
+            if 0 <= tensor.data_ptr() - content.data_ptr() < content.nbytes:
+                return part, view_of(tensor, int(content.storage_offset()))
         return None
 
-    def tensor(self, frozen: bool, view: View) -> torch.Tensor:
-        """Return a new tensor that looks at the block's memory, as :meth:`view_of` has found."""
-        content = self.content if self.ranks is None else self._gathered_bytes
-        if frozen:
-            assert self.frozen is not None
-            content = self.frozen.values
+    def tensor(self, part: VersionedBlock, view: View) -> torch.Tensor:
+        """Return a new tensor that looks at the parameters' memory, as :meth:`view_of` has found."""
+        content = dict(self._contents())[part]
         return view.on(content.untyped_storage(), int(content.storage_offset()))
 
     # -- its versions on the drive
@@ -285,11 +269,6 @@ def _absent_shard(param: nn.Parameter, ranks: TrainingRanks) -> nn.Parameter:
 
 def _padded(param: nn.Parameter, ranks: TrainingRanks) -> torch.Tensor:
     return torch.empty(ranks.padded_shape(param), dtype=param.dtype, device="meta")
-
-
-def _is_in(tensor: torch.Tensor, content: torch.Tensor) -> bool:
-    """Return whether a tensor begins in a block's bytes."""
-    return 0 <= tensor.data_ptr() - content.data_ptr() < content.nbytes
 
 
 def _element_bytes(absent: torch.Tensor) -> torch.Tensor:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from deepnvme.cache.block import Block
-from deepnvme.offload.activations.checkpointing import CheckpointedForward, is_checkpointed
-from deepnvme.offload.activations.saved_tensor import View, is_plain
+from deepnvme.offload.activations.checkpointing import CheckpointedForward, ReplacedForward, is_checkpointed
+from deepnvme.offload.activations.saved_tensor import Packed, View, is_plain
+from deepnvme.states.versions import VersionedBlock
 
+from .blocks_on_drive import BlocksOnDrive
 from .frozen_parameters import FrozenParameters
 from .parameter_block import ParameterBlock
-from .read_ahead import ScheduledBlocks
-from .tile_forward import TileForward
 
 
 class SavedParameter:
@@ -26,16 +27,15 @@ class SavedParameter:
     Args:
         uses: Has the block in memory in the backward.
         block: The block.
-        frozen: Whether it looks at the block's frozen parameters.
-        view: How the tensor looks at them, or at the others.
+        part: The block itself, or that of its frozen parameters.
+        view: How the tensor looks at the part.
     """
 
-    __slots__ = ("_block", "_changes", "_frozen", "_part", "_uses", "_view")
+    __slots__ = ("_block", "_changes", "_part", "_uses", "_view")
 
-    def __init__(self, uses: ParameterUses, block: ParameterBlock, frozen: bool, view: View) -> None:
-        self._uses, self._block, self._frozen, self._view = uses, block, frozen, view
-        self._part = block.frozen if frozen and block.frozen is not None else block
-        self._changes = self._part.changes
+    def __init__(self, uses: ParameterUses, block: ParameterBlock, part: VersionedBlock, view: View) -> None:
+        self._uses, self._block, self._part, self._view = uses, block, part, view
+        self._changes = part.changes
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor. Reads the block if it is not in memory.
@@ -49,7 +49,7 @@ class SavedParameter:
                 f"the parameter that the {self._view} looks at was changed by a step since the forward: run the forward again"
             )
         self._uses.use_in_backward(self._block)
-        return self._block.tensor(self._frozen, self._view)
+        return self._block.tensor(self._part, self._view)
 
 
 class ParameterUses:
@@ -66,7 +66,7 @@ class ParameterUses:
         modules: The block of each module.
         tiles: Modules that are tiles of a layer.
         blocks: All blocks.
-        schedule: Has them in memory.
+        drive: Has them in memory.
         begun_in_backward: Called with each block whose use in a backward has begun.
         ended_in_backward: Called with each block whose use in a backward is about to end.
         begins_between_steps: Called before a forward outside of a step uses its first block.
@@ -77,7 +77,7 @@ class ParameterUses:
         modules: Mapping[nn.Module, ParameterBlock],
         tiles: Collection[nn.Module],
         blocks: Iterable[ParameterBlock],
-        schedule: ScheduledBlocks,
+        drive: BlocksOnDrive,
         begun_in_backward: Callable[[ParameterBlock], None],
         ended_in_backward: Callable[[ParameterBlock], None],
         begins_between_steps: Callable[[], None],
@@ -86,7 +86,7 @@ class ParameterUses:
         """Whether a forward with gradients may run: one whose saved tensors go through :meth:`saved`."""
         self._blocks = tuple(blocks)
         self._absent = {address for block in self._blocks for address in block.absent_addresses()}
-        self._schedule = schedule
+        self._drive = drive
         self._begun_in_backward, self._ended_in_backward = begun_in_backward, ended_in_backward
         self._begins_between_steps = begins_between_steps
         self._in_use: dict[ParameterBlock, None] = {}  # those in memory for a use
@@ -149,11 +149,11 @@ class ParameterUses:
         if block.holds == 0:
             block.check_absent()
             if block.ranks is None:
-                self._schedule.acquire(block)
+                self._drive.acquire(block)
                 try:
                     self._begin_frozen(block.frozen)
                 except BaseException:
-                    self._schedule.cache.release([block])
+                    self._drive.cache.release([block])
                     raise
             else:
                 self._gather(block)
@@ -165,20 +165,20 @@ class ParameterUses:
         begun: list[Block] = []
         try:
             for part in block.parts:
-                self._schedule.acquire(part)
+                self._drive.acquire(part)
                 begun.append(part)
             block.gather_shards(self.recording)
         finally:
-            self._schedule.cache.release(begun)
+            self._drive.cache.release(begun)
 
     def _begin_frozen(self, frozen: FrozenParameters | None) -> None:
         if frozen is not None:
-            self._schedule.acquire(frozen)
+            self._drive.acquire(frozen)
             if frozen.quantized:
                 try:
                     frozen.dequantize()
                 finally:
-                    self._schedule.cache.release([frozen])
+                    self._drive.cache.release([frozen])
 
     def end(self, block: ParameterBlock) -> None:
         """End one use of a block. After the last, its parameters have no memory, and the cache may drop it. Never blocks."""
@@ -187,9 +187,9 @@ class ParameterUses:
             self._in_use.pop(block, None)
             block.detach()
             if block.ranks is None:
-                self._schedule.cache.release([block])
+                self._drive.cache.release([block])
                 if block.frozen is not None and not block.frozen.quantized:
-                    self._schedule.cache.release([block.frozen])
+                    self._drive.cache.release([block.frozen])
 
     # Two methods and no context: a generator that an interrupt gives up ends when it is collected, after everything was reset.
 
@@ -201,7 +201,7 @@ class ParameterUses:
         if block.ranks is None:
             self.begin(block)
         else:
-            self._schedule.acquire(block)
+            self._drive.acquire(block)
             block.attach_shards()
 
     def end_change(self, block: ParameterBlock) -> None:
@@ -210,7 +210,7 @@ class ParameterUses:
             self.end(block)
         else:
             block.detach_shards()
-            self._schedule.cache.release([block])
+            self._drive.cache.release([block])
 
     def reset(self) -> None:
         """End all uses of blocks, also those that an interrupt has come between. Never blocks."""
@@ -224,7 +224,7 @@ class ParameterUses:
             block.holds = 0
             block.detach()
             block.detach_shards()
-        self._schedule.cache.end_uses()
+        self._drive.cache.end_uses()
 
     def end_all(self) -> None:
         """End all uses that hooks have begun."""
@@ -367,3 +367,63 @@ class ParameterUses:
         del self._in_backward[block]
         self._complete.discard(block)
         self.end(block)
+
+
+_top_hooks: Callable[[bool], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+"""Returns the hooks for saved tensors that are in force. Older versions of torch do not have it."""
+
+
+class TileForward(ReplacedForward):
+    """The ``forward`` of a module that takes tensors over parameters away from the hooks for saved tensors that are in force.
+
+    All others are left to these hooks. A checkpoint counts what a forward saves, and what it saves when it is computed again, so
+    both have to run in this.
+
+    Args:
+        module: The module, which gets this as its ``forward``. Not kept alive.
+        pack_param: Returns what autograd keeps in place of a tensor over a parameter; None for other tensors.
+    """
+
+    def __init__(self, module: nn.Module, pack_param: Callable[[torch.Tensor], Packed | None]) -> None:
+        super().__init__(module, vars(module).get("forward"))
+        self._pack_param = pack_param
+        module.forward = self
+
+    @staticmethod
+    def is_supported() -> bool:
+        """Return whether this version of torch tells which hooks for saved tensors are in force."""
+        return _top_hooks is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward."""
+        forward = self.original()
+        assert _top_hooks is not None
+        hooks = _top_hooks(False) if torch.is_grad_enabled() else None
+        if hooks is None:
+            return forward(*args, **kwargs)
+        pack, unpack = hooks
+        pack_param = self._pack_param
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: pack_param(tensor) or _PackedByOtherHooks(pack(tensor), unpack), lambda packed: packed.unpack()
+        ):
+            return forward(*args, **kwargs)
+
+
+class _PackedByOtherHooks:
+    """A tensor that the hooks in force have packed.
+
+    Args:
+        packed: What their ``pack_hook`` has returned.
+        unpack: Their ``unpack_hook``, which makes a tensor of it.
+    """
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self._packed, self._unpack = packed, unpack
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor."""
+        return self._unpack(self._packed)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .blocks_on_drive import BlocksOnDrive
 from .parameter_block import ParameterBlock, absent_like
-from .read_ahead import ScheduledBlocks
 from .trained_block import BlockGradients
 
 
@@ -42,7 +42,7 @@ class TiedGradients:
 
     Args:
         modules: Modules and their blocks. Several may have the same block.
-        schedule: Has blocks in memory.
+        drive: Has blocks in memory.
         backward_ended: Called with each block of which a module's backward has ended.
         gradient_complete: Called with each parameter whose gradient of a micro-batch is complete, in ``grad``.
     """
@@ -50,11 +50,11 @@ class TiedGradients:
     def __init__(
         self,
         modules: Mapping[nn.Module, ParameterBlock],
-        schedule: ScheduledBlocks,
+        drive: BlocksOnDrive,
         backward_ended: Callable[[ParameterBlock], None],
         gradient_complete: Callable[[nn.Parameter], None],
     ) -> None:
-        self._schedule, self._backward_ended, self._gradient_complete = schedule, backward_ended, gradient_complete
+        self._drive, self._backward_ended, self._gradient_complete = drive, backward_ended, gradient_complete
         tied_params = tied_parameters(modules)
         self._block_of: dict[nn.Parameter, ParameterBlock] = {}
         self._replaced_params: dict[nn.Module, dict[str, nn.Parameter]] = {}
@@ -153,7 +153,7 @@ class TiedGradients:
     def _new_sum(self, param: nn.Parameter) -> _StoredSum:
         self._sums_made += 1
         stand_in = nn.Parameter(absent_like(param))
-        return _StoredSum(stand_in, BlockGradients(f"{self._sums_made}.tied", [stand_in], self._schedule))
+        return _StoredSum(stand_in, BlockGradients(f"{self._sums_made}.tied", [stand_in], self._drive))
 
     def _deliver(self, key: _MicroBatchParam, newest: torch.Tensor | None) -> None:
         if key in self._sums:

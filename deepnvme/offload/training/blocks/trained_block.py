@@ -14,10 +14,10 @@ from deepnvme.offload.training.ranks import TrainingRanks
 from deepnvme.states.counted_io import StoredBlock
 from deepnvme.states.state_dict import block_tensors_of
 from deepnvme.states.sub_group import BlockTensors, SubGroup, lay_out
-from deepnvme.states.versions import BlockVersions, block_name
+from deepnvme.states.versions import block_name
 
+from .blocks_on_drive import BlocksOnDrive
 from .parameter_block import ParameterBlock
-from .read_ahead import ScheduledBlocks
 
 Groups = Sequence[dict[str, Any]]
 
@@ -31,11 +31,11 @@ class BlockGradients:
     Args:
         name: Identifies the block in the store.
         params: The parameters that require gradients.
-        schedule: Has the block in memory.
+        drive: Has the block in memory.
     """
 
-    def __init__(self, name: str, params: Sequence[nn.Parameter], schedule: ScheduledBlocks) -> None:
-        self._params, self._schedule = tuple(params), schedule
+    def __init__(self, name: str, params: Sequence[nn.Parameter], drive: BlocksOnDrive) -> None:
+        self._params, self._drive = tuple(params), drive
         self._layout = lay_out([(index, "", param.detach()) for index, param in enumerate(params)])
         self.block = StoredBlock(name, self._layout.nbytes)
         """The block, which is new in each step."""
@@ -54,7 +54,7 @@ class BlockGradients:
         """Have ``param.grad`` be the sums so far. Blocks while they are read. Raises OSError."""
         if self._in_use or not self._present:
             return
-        self._schedule.acquire(self.block)
+        self._drive.acquire(self.block)
         self._in_use = True
         for section in self._layout.sections:
             if section.piece in self._present:
@@ -73,7 +73,7 @@ class BlockGradients:
         if self._present:
             self.load()
         else:
-            self._schedule.create(self.block)
+            self._drive.create(self.block)
             self._in_use = True
         for section in self._layout.sections:
             param = self._params[section.piece]
@@ -106,7 +106,7 @@ class BlockGradients:
     def drop(self) -> None:
         """Forget all gradients, but not their norms. Waits for a transfer of theirs."""
         self._let_go(changed=False)
-        self._schedule.cache.discard(self.block)
+        self._drive.cache.discard(self.block)
         self._present.clear()
 
     def _let_go(self, changed: bool) -> None:
@@ -114,7 +114,7 @@ class BlockGradients:
             param.grad = None
         if self._in_use:
             self._in_use = False
-            self._schedule.cache.release([self.block], changed=changed, write=False)
+            self._drive.cache.release([self.block], changed=changed, write=False)
 
 
 class BlockStates:
@@ -122,15 +122,14 @@ class BlockStates:
 
     Args:
         sub_group: Steps the parameters.
-        schedule: Has blocks in memory.
-        versions: Chooses where on the drive a step writes.
+        drive: Has blocks in memory.
     """
 
-    def __init__(self, sub_group: SubGroup, schedule: ScheduledBlocks, versions: BlockVersions) -> None:
+    def __init__(self, sub_group: SubGroup, drive: BlocksOnDrive) -> None:
         self.sub_group = sub_group
         self.block: StoredBlock | None = None
         """None before the first step."""
-        self._schedule, self._versions = schedule, versions
+        self._drive = drive
         self._undo: Callable[[], None] | None = None
 
     def step(self, groups: Groups, scratch: torch.Tensor) -> None:
@@ -140,7 +139,7 @@ class BlockStates:
         """
         self._begin_change()
         if self.block is not None:
-            self._schedule.acquire(self.block)
+            self._drive.acquire(self.block)
         held = self.sub_group.step(None if self.block is None else self.block.content, {}, scratch, groups)
         if held is not None:
             self._lay_out(held)
@@ -174,16 +173,16 @@ class BlockStates:
         layout = self.sub_group.lay_out(held)
         self.block = StoredBlock("", layout.nbytes)
         self.block.stored = False
-        self._schedule.create(self.block)
+        self._drive.create(self.block)
         layout.fill(self.block.content, [tensor for _, _, tensor in held])
         if before is not None:
-            self._schedule.cache.reject([before])
+            self._drive.cache.reject([before])
 
     def _write(self) -> None:
         assert self.block is not None
-        self.sub_group.set_current_block(self._versions.next_of(self.sub_group))
+        self.sub_group.set_current_block(self._drive.versions.next_of(self.sub_group))
         self.block.rename(block_name(self.sub_group))
-        self._schedule.cache.release([self.block], changed=True)
+        self._drive.cache.release([self.block], changed=True)
 
     def commit(self, groups: Groups) -> None:
         """Make the stepped states the last completed step's. Their writes must have ended."""
@@ -205,26 +204,23 @@ class TrainedBlock:
         parameters: The block of the parameters.
         sub_groups: Step those that require gradients, one after the other: while one is stepped, the states of the next are read
             and those of the one before are written.
-        schedule: Has blocks in memory.
-        versions: Chooses where on the drive a step writes.
+        drive: Has blocks in memory.
     """
 
-    def __init__(
-        self, parameters: ParameterBlock, sub_groups: Iterable[SubGroup], schedule: ScheduledBlocks, versions: BlockVersions
-    ) -> None:
+    def __init__(self, parameters: ParameterBlock, sub_groups: Iterable[SubGroup], drive: BlocksOnDrive) -> None:
         self.parameters = parameters
-        self.states = tuple(BlockStates(each, schedule, versions) for each in sub_groups)
+        self.states = tuple(BlockStates(each, drive) for each in sub_groups)
         self.trained = tuple(param for param in parameters.params if param.requires_grad)
         self.trained_shards = tuple(shard for shard in parameters.shards if shard.requires_grad)
         """What is stepped of each: the parameter, or this process's shard of it."""
-        self.gradients = BlockGradients(f"{parameters.index}.gradients", self.trained_shards, schedule)
+        self.gradients = BlockGradients(f"{parameters.index}.gradients", self.trained_shards, drive)
         self.arrived: Counter[torch.Tensor] = Counter()
         """How many of the backwards that run now have accumulated the gradient of each parameter."""
         self.stepped = False
         """Whether the current step has changed it."""
         self.averaged = False
         """Whether the gradients of the backwards that run now were averaged over the processes."""
-        self._cache, self._versions = schedule.cache, versions
+        self._drive = drive
 
     def begin_backwards(self) -> None:
         """Expect gradients of the backwards that run next."""
@@ -270,7 +266,6 @@ class TrainedBlock:
     def load(
         self,
         values: Iterable[torch.Tensor],
-        names: Mapping[torch.Tensor, str],
         quantized: Mapping[str, torch.Tensor] | None,
         states: Mapping[torch.Tensor, Mapping[str, Any]],
         groups: Groups,
@@ -279,7 +274,6 @@ class TrainedBlock:
 
         Args:
             values: For each parameter, its value.
-            names: Of the parameters.
             quantized: Quantised weights by name, as :meth:`FrozenParameters.quantize` takes them.
             states: For each parameter, its whole state.
             groups: The parameter groups that belong to these states.
@@ -291,20 +285,20 @@ class TrainedBlock:
         self.stepped = True
         frozen = self.parameters.frozen
         if frozen is not None:
-            self._cache.acquire([frozen])
-        frozen_changed = self.parameters.fill(values, names, quantized)
+            self._drive.cache.acquire([frozen])
+        frozen_changed = self.parameters.fill(values, quantized)
         for each in self.states:
             each.load(states, groups)
         self._write_parameters()
         if frozen is not None:
             if frozen_changed:
-                frozen.changed(self._versions.next_of(frozen))
-            self._cache.release([frozen], changed=frozen_changed)
+                frozen.changed(self._drive.versions.next_of(frozen))
+            self._drive.cache.release([frozen], changed=frozen_changed)
 
     def _write_parameters(self) -> None:
-        self.parameters.changed(self._versions.next_of(self.parameters))
-        self._cache.acquire([self.parameters])
-        self._cache.release([self.parameters], changed=True)  # is written when its use ends
+        self.parameters.changed(self._drive.versions.next_of(self.parameters))
+        self._drive.cache.acquire([self.parameters])
+        self._drive.cache.release([self.parameters], changed=True)  # is written when its use ends
 
     def to_write(self) -> list[StoredBlock]:
         """Return the blocks that the current step has changed; empty if it has not stepped this one."""

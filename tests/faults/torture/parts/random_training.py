@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import functools
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -18,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepnvme.offload import OffloadedTraining
 
-from ....support.micro_batches import seeded_micro_batches
-from ....support.offloaded_training import assert_same_values, same_values
+from ....support.offloaded_training import InMemory, assert_same_values, same_values
 from .. import Wrong
 from .optimizer_faults import FaultyDrive
 
@@ -180,45 +177,25 @@ class Step(NamedTuple):
     state: dict[str, torch.Tensor]
 
 
-def steps_in_memory(
-    random: Random, model: Model, make: Callable[..., torch.optim.Optimizer], options: dict[str, Any]
-) -> list[Step]:
-    """Train a copy of a model as anybody would."""
-    model = copy.deepcopy(model)
-    params = [param for param in model.parameters() if param.requires_grad]
-    masters = [param.detach().float().requires_grad_() if options["master_weights"] else param for param in params]
-    optimizer, parts = make(masters), options["micro_batches"]
-    order, lr, found = some_order(random, len(model.layers)), optimizer.param_groups[0]["lr"], []
+def steps_in_memory(random: Random, reference: InMemory) -> list[Step]:
+    """Train a model as anybody would."""
+    model: Any = reference.model
+    group = reference.optimizer.param_groups[0]
+    order, found = some_order(random, len(model.layers)), []
     rows = random.randint(4, 9)
     for _ in range(random.randint(2, 5)):
         if random.random() < 0.3:
             order = some_order(random, len(model.layers))
         if random.random() < 0.2:
-            lr = random.choice([1e-2, 1e-4])
-        optimizer.param_groups[0]["lr"] = lr
+            group["lr"] = random.choice([1e-2, 1e-4])
         seed = random.randrange(1 << 30)
         torch.manual_seed(seed)
         ids = torch.randint(0, _WORDS, (rows, random.randint(1, 7)))
         batch = ids, ids.roll(-1, 1)
-        model.order, losses = order, []
+        model.order = order
         torch.manual_seed(seed)
-        for number in seeded_micro_batches(parts):
-            begin, end = rows * number // parts, rows * (number + 1) // parts
-            loss = model(*(tensor[begin:end] for tensor in batch))
-            loss = loss if parts == 1 else loss * ((end - begin) / rows)
-            loss.backward()
-            losses.append(loss.detach())
-        if options["max_norm"] is not None:
-            nn.utils.clip_grad_norm_(params, options["max_norm"])
-        for master, param in zip(masters, params, strict=True):
-            master.grad = None if param.grad is None else param.grad.to(master.dtype)
-        optimizer.step()
-        with torch.no_grad():
-            for master, param in zip(masters, params, strict=True):
-                param.copy_(master)
-                param.grad = None
-        loss = functools.reduce(torch.add, losses)
-        found.append(Step(seed, order, batch, lr, loss, evaluated(model, batch), copy.deepcopy(model.state_dict())))
+        loss = reference.step(*batch)
+        found.append(Step(seed, order, batch, group["lr"], loss, evaluated(model, batch), copy.deepcopy(model.state_dict())))
     return found
 
 
@@ -233,7 +210,8 @@ def attack(random: Random, directory: Path) -> None:
     settings = {"lr": random.choice([1e-1, 1e-3]), **chosen}
     drive = FaultyDrive(random) if random.random() < 0.5 else None
     try:
-        steps = steps_in_memory(random, model, functools.partial(optimizer, **settings), options)
+        results = {name: options[name] for name in ("master_weights", "micro_batches", "max_norm")}
+        steps = steps_in_memory(random, InMemory(model, optimizer, **results, **settings))
         training = OffloadedTraining(model, optimizer, nvme_path=directory, **settings, **options)
         with contextlib.nullcontext() if drive is None else drive.transfers:
             # In memory, too, loading casts NAdam's product of momenta, a float32, to the dtype of the parameter.

@@ -1,0 +1,122 @@
+"""The store of a training's blocks, their memory, and in which order blocks are read ahead of their use."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from deepnvme.cache.block import Block, Memory
+from deepnvme.cache.block_cache import BlockCache, Use
+from deepnvme.cache.block_memory import OwnMemory
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.profiles import engine_for
+from deepnvme.files.directory_lock import DirectoryOwner
+from deepnvme.offload.pinned_arena import PinnedArena
+from deepnvme.states.counted_io import CountedIO
+from deepnvme.states.versions import BlockVersions
+from deepnvme.store.own_directory import open_own_store, remove_directories
+
+_PREFIX = "deepnvme-training"
+_MOST_EXPECTED = 32
+"""Blocks that are expected at a time: more than fit into memory, mostly, and few enough to list for each use."""
+
+
+class BlocksOnDrive:
+    """A store for blocks and the cache that has blocks in memory.
+
+    The cache reads ahead the blocks that followed in the last step, and after these the blocks that the next step begins with.
+
+    Args:
+        paths: Directories, below which the store has one of its own.
+        config: Settings of the engine; None for the profile of the drive.
+        owner: The training.
+        limit: Bytes of blocks in memory, which only a block that is needed at once exceeds.
+
+    Raises:
+        OSError: From creating and opening files.
+    """
+
+    def __init__(self, paths: Sequence[Path], config: AioConfig | None, owner: DirectoryOwner, limit: int) -> None:
+        self._engine = engine_for(list(paths), config)
+        try:
+            self.store, self.directories = open_own_store(paths, _PREFIX, self._engine, owner, collect=True)
+        except BaseException:
+            self._engine.close()
+            raise
+        self.io = CountedIO(self.store)
+        self.versions = BlockVersions(self.store)
+        """Chooses where on the drive a step writes."""
+        self.cache = BlockCache(self.io, ArenaMemory(limit, self.io.record_ended), helper=_PREFIX)
+        self._last_step: list[Block] = []  # its uses, in order
+        self._this_step: list[Block] = []
+        self._place = 0  # in the last step, after the use that the newest one corresponds to
+
+    def close(self) -> None:
+        """Close the store, and remove its files. Raises OSError; all else is done then."""
+        with contextlib.ExitStack() as ending:  # from the last to the first, whether or not one of them raises
+            ending.callback(remove_directories, self.directories)
+            ending.callback(self._engine.close)
+            ending.callback(self.store.close)
+
+    def begin_step(self) -> None:
+        """Begin a step. Transfers before it, as of an evaluation, do not count for it."""
+        self.io.finish()
+        self.io.times.begin()
+        if self._this_step:
+            self._last_step = self._this_step
+        self._this_step, self._place = [], 0
+
+    def acquire(self, block: Block) -> None:
+        """Begin a use. Blocks while the block is read. Raises like :meth:`BlockCache.acquire`."""
+        self._record_use(block)
+        self.cache.acquire([block], then=self._upcoming())
+
+    def create(self, block: Block) -> None:
+        """Begin a use of a block with new content. Raises like :meth:`BlockCache.create`."""
+        self._record_use(block)
+        self.cache.create(block)
+
+    def _record_use(self, block: Block) -> None:
+        """Record a use. One that the last step did not have changes nothing in what is expected."""
+        self._this_step.append(block)
+        for place in range(self._place, len(self._last_step)):
+            if self._last_step[place] is block:
+                self._place = place + 1
+                return
+
+    def _upcoming(self) -> list[Use]:
+        following = dict.fromkeys([*self._last_step[self._place :], *self._last_step[: self._place]])
+        known = (Use(block) for block in following if block.stored or block.in_memory)
+        return list(itertools.islice(known, _MOST_EXPECTED))
+
+
+class ArenaMemory:
+    """Parts of one pinned region, of any size. Only what is needed at once, and finds no room there, has memory of its own.
+
+    A pool would keep chunks of each size: parameters in a forward, states in a backward, and take as much again.
+
+    Args:
+        nbytes: Bytes of the region.
+        drop_ended: Drops transfers that have ended, which keep the memory of blocks that are gone.
+    """
+
+    separate_residents = False
+
+    def __init__(self, nbytes: int, drop_ended: Callable[[], None]) -> None:
+        self._arena, self._drop_ended = PinnedArena(nbytes), drop_ended
+        self.limit = self._arena.nbytes
+        """Bytes of blocks."""
+
+    def take(self, block: Block) -> Memory | None:
+        """Return a part of the region, or None if there is no room. Never waits. Raises OutOfBuffers like :meth:`grow`."""
+        lent = self._arena.lend(block.nbytes)
+        if lent is None:
+            self._drop_ended()
+            lent = self._arena.lend(block.nbytes)
+        return None if lent is None else OwnMemory(lent)
+
+    def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
+        """Return memory beside the region. Raises OutOfBuffers if the system has not so much to pin."""
+        return OwnMemory(self._arena.lend_beyond(block.nbytes))
