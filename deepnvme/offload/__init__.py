@@ -1,4 +1,4 @@
-"""Train with more than fits into memory: parameters, gradients, optimizer states and activations on a drive."""
+"""Training with more than fits into memory: parameters, gradients, optimizer states and activations on a drive."""
 
 from deepnvme._lazy import public_names
 from deepnvme.states import StepReport

@@ -48,24 +48,24 @@ class OffloadedOptimizer(Optimizer):
     The parameters are divided into sub-groups. A step reads the states of one sub-group from the drive, steps it on the CPU and
     writes its states back, while the states of the next sub-group are read.
 
-    A parameter that was changed by other code since the last step becomes the new value of its master weight. Loading a model's
-    ``state_dict`` is noticed; changes through ``.data`` are not, because torch does not count them.
+    If other code has changed a parameter since the last step, the next step takes its value over into the master weight. Loading
+    a model's ``state_dict`` is noticed; changes through ``.data`` are not, because torch does not count them.
 
-    **Errors.** A step goes forward. If it fails, what is stepped stays stepped, and the exception says how many sub-groups are
-    left; the next :meth:`step` finishes them, with the gradients that are still there. Until then :meth:`state_dict`,
+    **Errors.** A step is never undone. If it fails, the sub-groups that were stepped stay stepped, and the exception says how
+    many are left; the next :meth:`step` finishes them, with the gradients that are still there. Until then :meth:`state_dict`,
     :meth:`zero_grad` and further backwards raise RuntimeError. :meth:`load_state_dict` ends such a step, too. If the optimizer's
     own code raises, the parameters of that sub-group may be partly stepped, as with any torch optimizer.
 
-    **Signals.** Ctrl-C, and exceptions that signal handlers raise, come while the step waits for the drive. They leave it as an
-    error does.
+    **Signals.** Ctrl-C, and exceptions from signal handlers, are raised while the step waits for the drive. The step is then
+    unfinished, as after an error.
 
     **Processes.** A forked child cannot use the optimizer.
 
-    **Again on the same path.** If the same thread makes another optimizer on a path in use, as when a notebook cell runs again,
-    the earlier one is closed. Its methods then raise RuntimeError naming where the later one was made, and a UserWarning tells of
-    steps that no :meth:`state_dict` has. An optimizer of another running thread or of another process is not closed: that raises
-    StoreLocked. The earlier one is closed only once all other directories are locked. An optimizer that nothing refers to is
-    garbage-collected, and its directory is free.
+    **Again on the same path.** If the same thread makes a second optimizer on a path in use, as when a notebook cell runs again,
+    the first one is closed, as soon as the second one has locked all of its other directories. The methods of the first then
+    raise RuntimeError naming where the second was made, and a UserWarning tells of steps that no :meth:`state_dict` has. If the
+    path is in use by an optimizer of another running thread or of another process, the second one raises StoreLocked. An
+    optimizer that nothing refers to is garbage-collected, and its directory is free.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -97,9 +97,9 @@ class OffloadedOptimizer(Optimizer):
     Raises:
         ValueError: If an argument is out of range, or a parameter or the optimizer cannot be offloaded.
         TypeError: If an argument is of another type than it should be.
-        StoreLocked: If a directory is in use by somebody else, who is named.
-        OutOfBuffers: If the sub-groups in flight, and those kept in memory, do not fit into what others leave of the buffer
-            pool's budget.
+        StoreLocked: If a directory is in use; the message names the owner.
+        OutOfBuffers: If the sub-groups in flight and the resident ones do not fit into the part of the buffer pool's budget that
+            others have not leased.
         OSError: From the drive; ENOSPC if it has no room for the states.
 
     What ``optimizer_class`` raises for its arguments is raised, too.
@@ -178,11 +178,12 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient. Blocks until the states are written.
 
-        After an exception the step may be unfinished, which the exception says. The next call finishes it: it steps the
-        sub-groups that are left, and does not call ``closure`` again. It needs their gradients: if backward itself was
-        interrupted with ``step_in_backward``, parameters without a gradient are not stepped.
+        After an exception the step may be unfinished; the exception says so. The next call finishes it: it steps the sub-groups
+        that are left, and does not call ``closure`` again. It needs their gradients: if backward itself was interrupted with
+        ``step_in_backward``, parameters without a gradient are not stepped.
 
-        If parameters are DTensors, all ranks that share them have to call this, also to finish a step. If one fails, all raise.
+        If parameters are DTensors, all ranks that share them have to call this, also to finish a step. If one rank fails, all
+        raise.
 
         The first step in which no parameter has a gradient warns with UserWarning.
 
@@ -194,7 +195,7 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: If another rank has failed. Also after :meth:`close`, or in a forked child.
-            OSError: From the drive. With ``step_in_backward`` also that of the backward before.
+            OSError: From the drive. With ``step_in_backward`` also an error of the preceding backward.
         """
         returned = self._step.step(closure)
         if self._sub_groups and self.report().sub_groups == 0 and not self._warned:
@@ -217,7 +218,7 @@ class OffloadedOptimizer(Optimizer):
         return last
 
     def estimate_writes(self) -> WriteEstimate:
-        """Return how many bytes each step will write to the drive: before the first step an estimate, then their sizes.
+        """Return how many bytes each step writes to the drive: an estimate before the first step, the actual sizes afterwards.
 
         >>> estimate = optimizer.estimate_writes()
         >>> estimate.terabytes_per_day(seconds_per_step=3.5), estimate.years(seconds_per_step=3.5, rated_terabytes=1200)
@@ -233,13 +234,13 @@ class OffloadedOptimizer(Optimizer):
         Takes some tenths of a second. The result is kept, and :meth:`report` compares later steps with it.
 
         Args:
-            nbytes: Bytes to read and to write, or a size such as "1GB"; rounded up to whole rounds.
+            nbytes: Bytes to read and to write, or a size such as "1GB"; rounded up to whole rounds of three transfers.
 
         Returns:
             Bytes per second read, and bytes per second written.
 
         Raises:
-            TypeError, ValueError: If ``nbytes`` is no number of bytes, or less than 1.
+            TypeError, ValueError: If ``nbytes`` is not a number of bytes, or less than 1.
             OSError: From the drive.
         """
         wanted = byte_count(nbytes, "nbytes", least=1)
@@ -341,7 +342,7 @@ class OffloadedOptimizer(Optimizer):
             self._store.close()
 
     def _close_for_successor(self, other: DirectoryOwner, directory: Path) -> None:
-        """Close, since another one was made on one of the directories.
+        """Close this optimizer, since another one is made on one of its directories.
 
         Warns with UserWarning if steps are lost. Raises RuntimeError while a method runs.
         """
@@ -365,7 +366,7 @@ class OffloadedOptimizer(Optimizer):
         self.close()
 
     def __repr__(self) -> str:
-        """Return what is wrapped, where and in which state, and the parameter groups as torch's optimizers show theirs."""
+        """Return the wrapped class, directories, budget, steps, state, and the parameter groups as torch shows them."""
         head = representation(
             self,
             lambda: f"of {self._planner.optimizer_class.__name__}",
@@ -388,8 +389,8 @@ class OffloadedOptimizer(Optimizer):
         One sub-group is copied at a time. A master weight is loaded from ``master_weight`` in a parameter's state, or from the
         parameter if that key is missing. On any exception nothing is changed.
 
-        This ends an unfinished step. A RuntimeWarning says how many parameters are as that step left them: load the model too,
-        before or after.
+        An unfinished step ends with the call. A RuntimeWarning then says how many parameters still have values from that step:
+        load the model too, before or after.
 
         Raises RuntimeError if backward has stepped parameters since the last step, OSError from the drive, and what torch raises
         for a state_dict that does not fit.
@@ -410,7 +411,7 @@ class OffloadedOptimizer(Optimizer):
 
 
 def _closed_for(other: DirectoryOwner, directory: Path) -> str:
-    """Return the RuntimeError's message of an optimizer that was closed for another one on its directory."""
+    """Return the RuntimeError message of an optimizer that was closed because another one was made on its directory."""
     if other.failures:
         return (
             f"this OffloadedOptimizer was closed for another one on '{directory}' at {other.made_at}, which could not be made"
@@ -423,12 +424,14 @@ def _closed_for(other: DirectoryOwner, directory: Path) -> str:
 def _own_directories(
     nvme_path: AnyPath | Iterable[AnyPath] | Mapping[AnyPath, float],
 ) -> dict[Directory, float]:
-    """Return the directories to use, with their weights: with several ranks, a subdirectory ``rank<N>`` for each.
-
-    Raises TypeError, ValueError for what is no path or no weight.
+    """Return the directories to use, with their weights; with several ranks, a subdirectory ``rank<N>`` of each for this rank.
 
     Args:
         nvme_path: One directory, several of equal weight, or a weight for each directory.
+
+    Raises:
+        TypeError: If a directory is not a path, or a weight not a number.
+        ValueError: If a path is empty.
     """
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     own = f"rank{dist.get_rank()}" if many else ""

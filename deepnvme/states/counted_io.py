@@ -1,4 +1,4 @@
-"""Transfers of blocks, counted and timed for the report of each step."""
+"""Reading and writing of blocks, with bytes and times counted for the report of each step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _TransferTimes:
-    """The reads, or the writes, of a step: how many bytes, and how long at least one was in flight."""
+    """Bytes of one step's reads, or of its writes, and the seconds during which at least one was in flight."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -33,7 +33,7 @@ class _TransferTimes:
         self._since = 0.0
 
     def started(self, future: StoreFuture[Any], nbytes: int) -> None:
-        """Record the start of a transfer."""
+        """Record the start of a transfer of ``nbytes`` bytes."""
         self.record_ended()
         if not self._under_way:
             self._since = time.perf_counter()
@@ -41,7 +41,7 @@ class _TransferTimes:
         self.nbytes += nbytes
 
     def record_ended(self) -> None:
-        """Record transfers that have ended. Their time is counted until this is called."""
+        """Record which transfers have ended. A transfer counts as in flight until a call of this method finds it done."""
         if self._under_way:
             self._under_way = [future for future in self._under_way if not future.done()]
             if not self._under_way:
@@ -50,7 +50,7 @@ class _TransferTimes:
 
 @dataclass
 class StepTimes:
-    """How long one step computed and waited, and what it transferred."""
+    """Seconds that one step computed and waited, and the transfers that it made."""
 
     begun: float | None = None
     """``time.perf_counter()`` when work for the step began; None before."""
@@ -86,17 +86,17 @@ class StoredBlock(Block):
         return self.memory.buffer[: self._content_bytes]
 
     def set_content_bytes(self, nbytes: int) -> None:
-        """Set the size of the content, at most ``nbytes``."""
+        """Set the size of the block's tensor, in bytes. It must fit into the block's memory."""
         assert nbytes <= self.nbytes
         self._content_bytes = nbytes
 
     def rename(self, name: str) -> None:
-        """Set the name in the store that the block is next written to, and read from."""
+        """Set the tensor name under which the store writes the block next, and reads it from then on."""
         self.name = name
 
 
 def shortage(held: int, block: Block) -> str:
-    """Return the beginning of an OutOfBuffers message: blocks hold ``held`` bytes, and this one does not fit."""
+    """Return the beginning of an OutOfBuffers message: ``held`` bytes are leased, and memory for ``block`` is missing."""
     return f"the sub-groups in memory have leased {held} bytes and need {block.nbytes} more"
 
 
@@ -133,17 +133,17 @@ class CountedIO:
         return future
 
     def read(self, block: Block, buffer: torch.Tensor) -> StoreFuture[torch.Tensor]:
-        """Start reading a block, and count it."""
+        """Start reading a block from the store into the block's memory, and count the transfer."""
         assert isinstance(block, StoredBlock)
         return self.get(block.name, block.content)
 
     def write(self, block: Block, buffer: torch.Tensor) -> StoreFuture[int]:
-        """Start writing a block, and count it."""
+        """Start writing a block's content to the store, and count the transfer."""
         assert isinstance(block, StoredBlock)
         return self.put(block.name, block.content)
 
     def record_ended(self) -> None:
-        """Record transfers that have ended. Their time is counted until this is called, so call it whenever one has."""
+        """Record which transfers have ended. Call it after each wait: a transfer counts as in flight until then."""
         self.times.reads.record_ended()
         self.times.writes.record_ended()
 
@@ -157,7 +157,7 @@ class CountedIO:
             self.times = times
 
     def finish(self) -> StepTimes:
-        """Return bytes and times since the last call of this method, and start counting anew."""
+        """Return the bytes and times counted since the last call of this method, and start counting from zero."""
         self.record_ended()
         times, self.times = self.times, StepTimes()
         return times
@@ -187,7 +187,7 @@ class CountedIO:
             rounds = -(-nbytes // lease.nbytes)
 
             def seconds(move: Callable[[str, torch.Tensor], StoreFuture[Any]]) -> float:
-                """Move all parts at once by ``move``, and return the seconds it took. Blocks. Raises the first OSError."""
+                """Transfer all parts at once with ``move``, and return the seconds taken. Blocks. Raises the first OSError."""
                 begun = time.perf_counter()
                 transfers = Transfers()
                 try:

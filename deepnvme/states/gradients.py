@@ -1,4 +1,4 @@
-"""The gradients that sub-groups are stepped with: noticed in backward, kept in ``param.grad`` or on the drive, and clipped."""
+"""Gradients of sub-groups: collected during backward, kept in ``param.grad`` or on the drive, clipped, and read for the step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from .params import distributed_like, local_of
 from .sub_group import SubGroup, lay_out
 
 GRADIENTS_IN_FLIGHT = 3
-"""Number of sub-groups whose gradients may be in memory during backward: being filled or being written.
+"""Most non-resident sub-groups whose gradients are in memory during backward, being filled or being written.
 
-Residents are not counted. Their gradients are never written, so no write error can lose them."""
+Gradients of resident sub-groups are not counted. They are never written, so no write error can lose them.
+"""
 
 Pieces = Mapping[torch.Tensor, Sequence[tuple[SubGroup, int]]]
 """Maps a parameter to its pieces. A piece is (its sub-group, its index in the sub-group's ``pieces``)."""
@@ -42,10 +43,11 @@ def pieces_of(sub_groups: Iterable[SubGroup]) -> dict[torch.Tensor, list[tuple[S
 class GradientHooks:
     """Calls a method with each parameter whose gradient backward has just accumulated.
 
-    Calls are serialised by a lock, since backward has one thread for each device. They end when the method's object is dropped.
+    Calls are serialised by a lock, since backward has one thread for each device. When the method's object has been
+    garbage-collected, the hooks do nothing.
 
     Args:
-        arrived: A bound method. Only a weak reference to its object is kept.
+        arrived: The bound method to call, with the parameter. Only a weak reference to its object is kept.
     """
 
     def __init__(self, arrived: Callable[[torch.Tensor], None]) -> None:
@@ -89,12 +91,12 @@ class _Collected:
 class SubGroupGradients:
     """Provides the gradients of sub-groups, from ``param.grad`` or, if they are offloaded, from the drive.
 
-    Offloaded gradients are collected in memory, summed over several backwards, and written once a sub-group has all of them. Not
-    thread-safe: GradientHooks serialises calls.
+    Offloaded gradients are collected in memory, summed over several backwards, and written when a sub-group has all of them.
+    Not thread-safe: GradientHooks serialises calls.
 
     Args:
         io: Reads and writes gradients.
-        pool: Where memory is leased.
+        pool: The buffer pool that memory is leased from.
     """
 
     def __init__(self, io: CountedIO, pool: BufferPool) -> None:
@@ -102,26 +104,27 @@ class SubGroupGradients:
         self._arrived: dict[SubGroup, set[int]] = {}
         self._collected: dict[SubGroup, _Collected] = {}
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
-        """Norms of gradients that are cut into several pieces, kept only while a single backward contributed to them."""
+        """2-norms of the whole gradients of parameters that are cut into pieces. A second backward drops a parameter's norm."""
         self._scale: torch.Tensor | None = None
         self._memory = PooledMemory(pool, 0, shortage, separate_residents=True)
         self._cache = BlockCache(io, self._memory, retain=False, retain_written=False, read_again=False)
         self._largest = 0
-        """Bytes of the largest sub-group's gradients."""
+        """Bytes of the largest gradient block of any sub-group."""
         self._taken: StoredBlock | None = None
-        """The gradients that :meth:`take` has read, and may have scaled."""
+        """The gradient block that :meth:`take` has read for its last result, and may have scaled in place; None without one."""
         self._scratch = GrowableLease(pool)
 
     # -- in backward
 
     def take_in(self, param: torch.Tensor, pieces: Sequence[tuple[SubGroup, int]]) -> None:
-        """Move a parameter's gradient here, adding it to an earlier one, and set ``param.grad`` to None.
+        """Move a parameter's gradient from ``param.grad`` to its sub-groups' gradient blocks, and set ``param.grad`` to None.
 
-        Blocks only while memory for it has to be freed or an earlier gradient has to be read back.
+        A gradient from an earlier backward is added to. Blocks only while memory has to be freed for the gradient, or while an
+        earlier gradient is read back.
 
         Args:
             param: A parameter. Nothing happens if its ``grad`` is None.
-            pieces: Its pieces, as (sub-group, index in the sub-group's ``pieces``).
+            pieces: The parameter's pieces, as (sub-group, index in the sub-group's ``pieces``).
 
         Raises:
             RuntimeError: If the gradients collected so far were clipped.
@@ -157,7 +160,7 @@ class SubGroupGradients:
         param.grad = None
 
     def _add_piece(self, sub_group: SubGroup, index: int, taken: list[torch.Tensor]) -> None:
-        """Add one piece of a gradient to its sub-group's, append it to ``taken``; start the write once all are there."""
+        """Add one piece of a gradient to its sub-group's block, and append it to ``taken``; start writing a complete block."""
         gradient = sub_group.pieces[index].gradient
         assert gradient is not None
         if gradient.layout is not torch.strided:
@@ -180,11 +183,11 @@ class SubGroupGradients:
             self._complete(kept)
 
     def flush(self) -> None:
-        """Write the gradients that are still in memory, and wait until all are written.
+        """Write the gradient blocks that are still in memory, and wait until all are written.
 
-        Sub-groups of which some parameters got no gradient in this backward count as complete from here on.
+        A sub-group is written even if some of its parameters got no gradient in this backward.
 
-        Raises OSError for a gradient that could not be written. It stays in memory, and the next call writes it again.
+        Raises OSError for a block that could not be written. It stays in memory, and the next call writes it again.
         """
         for kept in self._collected.values():
             if kept.block.users:
@@ -200,13 +203,16 @@ class SubGroupGradients:
         return any(kept.present or kept.block.users for kept in self._collected.values())
 
     def record_arrived(self, pieces: Sequence[tuple[SubGroup, int]]) -> list[SubGroup]:
-        """Record, with ``step_in_backward``, that the gradient of a parameter with these pieces has arrived.
+        """Record that a parameter's gradient has arrived, with ``step_in_backward``.
+
+        Args:
+            pieces: The parameter's pieces, as (sub-group, index in the sub-group's ``pieces``).
 
         Returns:
-            The sub-groups that now have the gradients of all parameters that need one.
+            The sub-groups that this gradient completes: all of their parameters that require a gradient now have one.
 
         Raises:
-            RuntimeError: If it arrived before in this step, in an earlier backward.
+            RuntimeError: If this parameter's gradient arrived before in the same step, in an earlier backward.
         """
         complete = []
         for sub_group, index in pieces:
@@ -224,24 +230,28 @@ class SubGroupGradients:
         return bool(self._arrived)
 
     def clear_arrived(self) -> None:
-        """Begin a new step: no gradient has arrived for it."""
+        """Forget which gradients have arrived, since a new step begins."""
         self._arrived.clear()
 
     # -- for a step
 
     def has(self, sub_group: SubGroup) -> bool:
-        """Return whether any piece of the sub-group has a gradient, in ``param.grad`` or collected."""
+        """Return whether any piece of the sub-group has a gradient, in ``param.grad`` or in the sub-group's gradient block."""
         return bool(self.pieces_with_gradients(sub_group))
 
     def pieces_with_gradients(self, sub_group: SubGroup) -> set[int]:
-        """Return the indices of the sub-group's pieces that have a gradient, in ``param.grad`` or collected."""
+        """Return the indices of the pieces that have a gradient, in ``param.grad`` or in the sub-group's gradient block."""
         in_grad = {index for index, piece in enumerate(sub_group.pieces) if piece.param.grad is not None}
         return in_grad | self._present(sub_group)
 
     def prepare(self, sub_groups: Sequence[SubGroup]) -> None:
-        """Check the gradients of the sub-groups to be stepped, and lease the memory to convert them to float32.
+        """Check the gradients of the sub-groups to be stepped, and lease the memory for converting them to float32.
 
-        So errors come before any sub-group is stepped: TypeError for a gradient that cannot be cut, OutOfBuffers.
+        Errors are raised here, before any sub-group is stepped.
+
+        Raises:
+            TypeError: For a gradient that is not strided but would have to be cut.
+            OutOfBuffers: If the pool has no memory for the conversion.
         """
         for sub_group in sub_groups:
             for piece in sub_group.pieces:
@@ -249,7 +259,7 @@ class SubGroupGradients:
         self._scratch.take(max((each.full_gradient_bytes for each in sub_groups), default=0))
 
     def expect(self, sub_groups: Iterable[SubGroup]) -> None:
-        """Start reading the gradients of the next two of the sub-groups to be stepped, as far as there is memory."""
+        """Start reading ahead the gradients of the first two of these sub-groups, as far as there is memory."""
         if not self._collected:
             return
         following = itertools.islice(sub_groups, GRADIENTS_IN_FLIGHT - 1)
@@ -258,17 +268,23 @@ class SubGroupGradients:
         self._cache.expect(map(Use, ahead))
 
     def take(self, sub_group: SubGroup) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """Return what :meth:`SubGroup.step` needs: collected gradients by index of the piece, and memory to convert gradients in.
+        """Return the gradients that :meth:`SubGroup.step` needs, and memory for converting gradients to float32.
 
-        Collected gradients are clipped if :meth:`clip` was called. They are read from the drive if they are there; blocks until
-        they are, and raises OSError. All is valid until the next call.
+        Offloaded gradients are read from the drive if necessary, which blocks and may raise OSError, and scaled if :meth:`clip`
+        was called. Both results are valid until the next call.
+
+        Returns:
+            The offloaded gradients by index of the piece, and the memory for conversion (uint8, one dimension).
         """
         return self._take_collected(sub_group), self._scratch.take(sub_group.full_gradient_bytes)
 
     # -- for clipping
 
     def norms(self, params: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor | None]:
-        """Return the norm of each parameter's gradient on this rank, or None without a gradient. Reads all gradients."""
+        """Return the norm of each parameter's offloaded gradient on this rank; None without a gradient.
+
+        Reads all gradients from the drive. Blocks.
+        """
         by_param: dict[torch.Tensor, list[torch.Tensor]] = {}
         sub_groups = list(self._collected)
         for number, sub_group in enumerate(sub_groups):
@@ -318,7 +334,8 @@ class SubGroupGradients:
     def clear(self) -> None:
         """Drop all collected gradients and release their memory. Their space on the drive is kept for the next gradients.
 
-        Blocks until transfers have ended. After an interrupt, no gradient is there any more; another call releases the rest.
+        Blocks until transfers have ended. If Ctrl-C interrupts the wait, all gradients are dropped already, and another call
+        releases the remaining memory.
         """
         with defer_interrupts():
             self._taken = None
@@ -333,7 +350,7 @@ class SubGroupGradients:
         self.clear()
 
     def _take_collected(self, sub_group: SubGroup) -> dict[int, torch.Tensor]:
-        """Return collected gradients by index of the piece, read if need be, and clipped. All is valid until the next call."""
+        """Return a sub-group's offloaded gradients by index of the piece, read and scaled. Valid until the next call."""
         self._release_taken()
         present = self._present(sub_group)
         if not present:
@@ -353,7 +370,7 @@ class SubGroupGradients:
         return found
 
     def _present(self, sub_group: SubGroup) -> set[int]:
-        """Return the indices of a sub-group's pieces of which gradients were collected."""
+        """Return the indices of the sub-group's pieces that have a gradient in its gradient block."""
         kept = self._collected.get(sub_group)
         return set() if kept is None else kept.present
 
@@ -373,21 +390,21 @@ class SubGroupGradients:
         return block.content
 
     def _complete(self, kept: _Collected) -> None:
-        """Start writing a sub-group's gradients: the current backward has added all. Later additions come from another one."""
+        """Start writing a sub-group's gradient block: the current backward has added all of its gradients."""
         kept.added.clear()
         self._write(kept)
 
     def _write(self, kept: _Collected) -> None:
-        """Begin to write a sub-group's gradients and to free their memory, unless it is resident.
+        """Start writing a sub-group's gradient block, and free its memory once written, unless the sub-group is resident.
 
-        Raises the OSError of a write that could not be started: then the gradients stay in memory.
+        Raises OSError if the write cannot be started; the gradients then stay in memory.
         """
         if not kept.sub_group.in_memory:
             self._cache.release([kept.block], changed=True)
             self._cache.raise_failure()
 
     def _release_taken(self) -> None:
-        """Have gradients that may have been scaled read again. Those that only memory has, as writing them failed, stay."""
+        """Drop gradients that :meth:`take` may have scaled, so that they are read again; keep those that were never written."""
         with defer_interrupts():  # or it would be scaled once more
             taken, self._taken = self._taken, None
             if taken is not None and taken.users:

@@ -1,4 +1,4 @@
-"""Parameters as this rank has them: its shards, slices of these, and collectives among the ranks that share them."""
+"""This rank's part of parameters: shards of DTensors, slices for sub-groups, and collectives over the ranks that share them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ParamSlice:
 
     param: torch.Tensor
     group: int
-    """Index in ``param_groups``."""
+    """Index of the parameter's group in ``param_groups``."""
     begin: int
     """First element, in the flattened parameter."""
     end: int
-    """One past the last element."""
+    """One past the last element, in the flattened parameter."""
     whole: bool
     """Whether the slice is the whole parameter (or shard)."""
 
@@ -94,11 +94,11 @@ class ParamRanks:
 
     @property
     def several(self) -> bool:
-        """Whether there are DTensors, whose ranks make steps together."""
+        """Whether any parameter is a DTensor, so that several ranks make each step together."""
         return bool(self._meshes)
 
     def failed(self, here: bool) -> int | None:
-        """Return the highest rank that failed, or None if none did.
+        """Return the number of the highest rank that failed, or None if none did.
 
         A collective: all ranks that share DTensors have to call it. Blocks until they have.
 
@@ -106,7 +106,7 @@ class ParamRanks:
             here: Whether this rank failed.
 
         Raises:
-            RuntimeError: If a rank is gone.
+            RuntimeError: If a rank's process has ended.
         """
 
         failed = -1

@@ -16,10 +16,11 @@ from .params import ParamSlice, local_of
 from .sub_group import SubGroup, options_of, step_without_global_hooks
 
 CUT = 4096
-"""Elements. Parameters are cut only at multiples of this.
+"""Parameters are cut only at multiples of this number of elements.
 
-Each cut then lies on a page boundary, in any dtype, so that the states of all pieces can be mapped as one tensor. Cuts also never
-split a SIMD vector of the CPU kernels, so that pieces round exactly like the whole tensor."""
+Each cut then lies on a page boundary, in any dtype, so that the states of all pieces can be mapped as one tensor. Cuts also
+never split a SIMD vector of the CPU kernels, so that pieces round exactly like the whole tensor.
+"""
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -29,20 +30,20 @@ ELEMENTWISE = frozenset(
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 MASTERED = (*LOW_PRECISION, torch.float32)
-"""Dtypes that float32 holds without loss."""
+"""Dtypes that may have float32 master weights: float32 holds their values without loss."""
 
 PORTION = 1 << 22
-"""Elements with master weights that are stepped at a time: 16 MiB of gradients in float32."""
+"""Most elements with master weights that are stepped at a time, so that their float32 gradients take at most 16 MiB."""
 
 
 class SubGroupPlanner:
-    """Makes sub-groups of parameters, and estimates how large their blocks will be.
+    """Divides parameters into sub-groups, and estimates the size of their blocks.
 
     Args:
         optimizer_class: The torch optimizer class to wrap.
-        options: Its keyword arguments.
-        master_weights: Whether to keep float32 weights.
-        size: Most elements of a sub-group; more only for a larger parameter that cannot be cut.
+        options: Keyword arguments of ``optimizer_class``.
+        master_weights: Whether to keep float32 master weights.
+        size: Most elements of a sub-group. Only a larger parameter that cannot be cut makes a larger sub-group.
     """
 
     def __init__(self, optimizer_class: type[Optimizer], options: dict[str, Any], master_weights: bool, size: int) -> None:
@@ -58,9 +59,9 @@ class SubGroupPlanner:
         return self._class
 
     def defaults(self) -> dict[str, Any]:
-        """Return the optimizer class's ``defaults``, with the options given.
+        """Return the optimizer's ``defaults``, the options given included.
 
-        They are taken from an optimizer of one element, since some classes allocate their states when constructed.
+        They are read from an optimizer for one element, since some classes allocate their states when constructed.
         """
         return dict(self._make([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))]).defaults)
 
@@ -69,8 +70,8 @@ class SubGroupPlanner:
 
         Args:
             groups: Parameter groups.
-            first_group: The number of the first of ``groups``.
-            first: The number of the first sub-group.
+            first_group: Index in the optimizer's ``param_groups`` of the first of ``groups``.
+            first: Number to give to the first sub-group.
 
         Raises:
             ValueError: For parameters that cannot be offloaded.
@@ -108,7 +109,7 @@ class SubGroupPlanner:
         return self.estimate(sub_group) if sub_group.layout is None else sub_group.layout.nbytes
 
     def _have_them_checked(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Construct the optimizer class on stand-ins for these parameters, so that it rejects them now, not in the first step.
+        """Construct the optimizer class on stand-ins for the parameters, so that it rejects unfit ones before the first step.
 
         Stand-ins take no memory. They are on the meta device or, for a class that does not accept that, are one expanded
         element on the CPU.
@@ -176,7 +177,7 @@ class SubGroupPlanner:
         return optimizer, trial
 
     def _estimated_states_an_element(self, group: dict[str, Any]) -> float:
-        """Estimate state elements per parameter element by stepping a small trial parameter; if that fails, 2, as for Adam."""
+        """Estimate state elements per parameter element by stepping a small trial parameter; 2, as for Adam, if that fails."""
         dimensions = max((param.dim() for param in group["params"]), default=1)
         try:
             optimizer, trial = self._stepped(group, (32,) * max(1, min(dimensions, 3)))
@@ -193,10 +194,10 @@ def partition(
 
     Args:
         param_groups: Parameter groups of a torch optimizer.
-        size: Most elements of a sub-group; rounded down to a multiple of CUT, but at least CUT. A parameter that may not be cut
-            and is larger gets a larger sub-group.
-        may_be_cut: Whether a parameter may be cut.
-        first_group: The number of the first of ``param_groups``.
+        size: Most elements of a sub-group, rounded down to a multiple of CUT, but at least CUT. A larger parameter that may not
+            be cut makes a larger sub-group.
+        may_be_cut: Returns whether a parameter may be cut.
+        first_group: Index in the optimizer's ``param_groups`` of the first of ``param_groups``.
 
     Returns:
         For each sub-group, its slices.

@@ -1,4 +1,4 @@
-"""The blocks of sub-groups in a step: read before they are stepped and written behind, or kept in memory."""
+"""Stepping of sub-groups, whose blocks are read ahead and written behind, or stay in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .sub_group import BlockTensors, SubGroup
 from .versions import BlockVersions, block_name
 
 StepInputs = tuple[dict[int, torch.Tensor], torch.Tensor]
-"""What :meth:`SubGroup.step` is given: gradients by index of the piece, and memory to convert gradients in."""
+"""Arguments for :meth:`SubGroup.step`: gradients by index of the piece, and memory for converting gradients to float32."""
 
 
 class SubGroupPipeline:
@@ -47,12 +47,12 @@ class SubGroupPipeline:
         self._cache = BlockCache(io, self._memory, read_again=False)
         self._blocks: dict[SubGroup, StoredBlock] = {}
         self._largest = 1
-        """Bytes of the largest block. All but residents get memory of this size: it is leased again without being pinned."""
+        """Bytes of the largest block. All non-resident blocks lease this size, so that pinned memory is reused."""
         self._in_flight = BLOCKS_IN_FLIGHT
-        """Number of blocks that the memory has room for, beside the residents'."""
+        """Number of non-resident blocks that the memory has room for."""
         self._upcoming: list[SubGroup] = []
         self._unplaced: dict[SubGroup, BlockTensors] = {}
-        """The states that a step has made, and for which there was no block yet."""
+        """State tensors that a step has made and that no block holds yet, by sub-group."""
 
     @property
     def leased_bytes(self) -> int:
@@ -67,10 +67,10 @@ class SubGroupPipeline:
     # -- the blocks of a step
 
     def best_order(self, sub_groups: Sequence[SubGroup]) -> list[SubGroup]:
-        """Return an order in which to step these sub-groups, which are given in their own order.
+        """Return the order in which to step these sub-groups.
 
-        It begins at the end whose blocks the last step left in memory. Residents are spread evenly: the drive reads and writes
-        for the others while residents are stepped.
+        The order begins at the end of the list whose blocks the last step left in memory. Resident sub-groups are spread evenly:
+        while they are stepped, the drive reads and writes for the others.
         """
         residents = [each for each in sub_groups if each.in_memory]
         others = [each for each in sub_groups if not each.in_memory]
@@ -82,7 +82,7 @@ class SubGroupPipeline:
         return [each for _, each in sorted(places, key=lambda place: place[0])]
 
     def expect(self, sub_groups: Sequence[SubGroup]) -> None:
-        """Start reading ahead for the steps of these sub-groups, in this order."""
+        """Start reading ahead blocks and gradients of these sub-groups, which will be stepped in this order."""
         self._cache.expect(())  # what could not be read ahead for an earlier step is read again
         self._gradients.expect(())
         self._upcoming = list(sub_groups)
@@ -94,10 +94,10 @@ class SubGroupPipeline:
         """Bring a sub-group's block and gradients into memory, and begin a use of the block. Waits for reads.
 
         Returns:
-            What :meth:`step` needs, valid until the next call.
+            The arguments for :meth:`step`, valid until the next call.
 
         Raises:
-            OSError: From these reads, or from a write since the last :meth:`drain`. The sub-group is as before.
+            OSError: From these reads, or from a write since the last :meth:`drain`. The sub-group is unchanged.
             OutOfBuffers: If others have leased the memory for the block.
         """
         if sub_group in self._upcoming:
@@ -116,10 +116,10 @@ class SubGroupPipeline:
         return inputs
 
     def step(self, sub_group: SubGroup, inputs: StepInputs, groups: Sequence[dict[str, Any]]) -> BlockTensors | None:
-        """Step a sub-group that :meth:`load` has loaded. Call with interrupts deferred, and :meth:`write_behind` with the result.
+        """Step a sub-group that :meth:`load` has loaded, and return the tensors that :meth:`write_behind` takes.
 
-        Raises what the optimizer raises. The states on the drive are as before then, but as with any torch optimizer parameters
-        may be partly stepped, and so may resident states.
+        Call with interrupts deferred. Raises what the optimizer raises. The states on the drive are then unchanged but, as with
+        any torch optimizer, parameters may be partly stepped, and so may the states of a resident sub-group.
         """
         block, first = self._blocks[sub_group], sub_group.layout is None
         restore = sub_group.snapshot()
@@ -138,7 +138,7 @@ class SubGroupPipeline:
 
         Args:
             sub_group: The sub-group.
-            made: Tensors that do not fit its block, as :meth:`step` returns them.
+            made: State tensors that do not fit into the sub-group's block, as :meth:`step` returns them; None if all fit.
 
         Raises:
             OSError: From an earlier write.
@@ -162,7 +162,12 @@ class SubGroupPipeline:
         self._cache.raise_failure()
 
     def write_again(self) -> None:
-        """Write what could not be written to another place, and wait for it. Raises OSError, OutOfBuffers if it fails again."""
+        """Write the blocks whose writes have failed once more, to another version, and wait until they are written.
+
+        Raises:
+            OSError: If a write fails again.
+            OutOfBuffers: If there is no memory for a new block.
+        """
         with self._io.times.waiting:
             self._cache.drain()  # a write may be under way yet that fails
             failed = {each: block for each, block in self._blocks.items() if block.state is State.DIRTY and not block.resident}
@@ -174,13 +179,13 @@ class SubGroupPipeline:
                     self._place_made(sub_group)
 
     def end_uses(self) -> None:
-        """After an exception, end the use of the block that was loaded but not stepped."""
+        """End the use of a block that was loaded but not stepped, after an exception."""
         empty = [each for each in self._blocks if each.layout is None]
         self._cache.reject([self._blocks.pop(each) for each in empty])
         self._cache.end_uses()
 
     def commit(self, sub_groups: Sequence[SubGroup]) -> None:
-        """End a step. Sub-groups that were chosen as residents get memory of their own at their next use."""
+        """End a step. The blocks of newly chosen residents are dropped, and get memory of their own when they are read next."""
         self._upcoming.clear()
         chosen = [each for each in sub_groups if each.in_memory and each in self._blocks and not self._blocks[each].resident]
         self._cache.reject([self._blocks.pop(each) for each in chosen])
@@ -189,9 +194,10 @@ class SubGroupPipeline:
     # -- outside a step
 
     def write_resident(self, sub_group: SubGroup) -> None:
-        """Write the block of a resident sub-group to the drive, to be mapped, if the drive does not have its states. Blocks.
+        """Write a resident sub-group's block to the drive, so that a state dict can map it. Blocks.
 
-        Raises OSError; the states stay in memory then, and the next call writes them again.
+        Does nothing if the drive has these states already. Raises OSError; the states then stay in memory, and the next call
+        writes them again.
         """
         block = self._blocks.get(sub_group)
         if block is not None and block.state in (State.DIRTY, State.WRITING):
@@ -210,7 +216,7 @@ class SubGroupPipeline:
             self._cache.keep({block: False})
 
     def store(self, sub_group: SubGroup, tensors: BlockTensors) -> None:
-        """Write ``tensors`` as the sub-group's next block, beside the current one, and wait for it. Raises OSError."""
+        """Write ``tensors`` as the sub-group's next version, beside the current one, and wait for the write. Raises OSError."""
         layout = sub_group.lay_out(tensors)
         number = self._versions.next_of(sub_group)
         with self._pool.lease(max(layout.nbytes, 1)) as lease:
@@ -233,10 +239,10 @@ class SubGroupPipeline:
     # -- blocks, and the memory for them
 
     def _leave_room_for(self, sub_groups: Sequence[SubGroup]) -> None:
-        """Set the limit of memory for these sub-groups.
+        """Set the memory limit so that blocks of these sub-groups fit.
 
-        The first step of a sub-group makes its states in ordinary memory. So that this takes no more memory than other steps,
-        only one block is in flight meanwhile.
+        The first step of a sub-group makes its states in ordinary memory. To take no more memory than other steps, such a step
+        has only one block in flight.
         """
         if any(each.layout is None for each in sub_groups):
             self._in_flight = 1
@@ -244,7 +250,7 @@ class SubGroupPipeline:
         self._memory.set_limit(self._in_flight * self._largest)
 
     def _coming(self) -> list[Use]:
-        """Return the uses of blocks that come next and have to be read, as many as there can be memory for."""
+        """Return the next expected uses of blocks that have to be read, at most as many as can be in memory."""
         blocks = (self._block_of(each) for each in self._upcoming if each.layout is not None)
         wanted = (block for block in blocks if not (block.resident and block.in_memory))
         return [Use(block) for block, _ in zip(wanted, range(BLOCKS_IN_FLIGHT), strict=False)]
@@ -259,7 +265,7 @@ class SubGroupPipeline:
         return self._blocks[sub_group]
 
     def _create(self, sub_group: SubGroup, nbytes: int) -> StoredBlock:
-        """Begin a use of a new block with memory for ``nbytes``. May wait for memory."""
+        """Begin a use of a new block for a sub-group, with memory for ``nbytes`` bytes. May wait for memory."""
         name = block_name(sub_group, self._versions.next_of(sub_group))
         block = StoredBlock(name, nbytes, 1 if sub_group.in_memory else self._largest)
         self._cache.keep({block: bool(sub_group.in_memory)})
@@ -268,7 +274,10 @@ class SubGroupPipeline:
         return block
 
     def _place_made(self, sub_group: SubGroup) -> None:
-        """Copy the states that a step has made, which may lie in the sub-group's block, to a block with a layout for them."""
+        """Copy state tensors that a step has made to a block with a layout for them, and release it for writing.
+
+        The tensors may lie in the sub-group's previous block.
+        """
         made, before = self._unplaced[sub_group], self._blocks.get(sub_group)
         first = sub_group.layout is None
         layout = sub_group.lay_out(made)
@@ -299,6 +308,6 @@ class SubGroupPipeline:
         self._cache.release([block], changed=True)
 
     def _place(self, sub_group: SubGroup, block: StoredBlock) -> None:
-        """Have the next write of a block make the sub-group's next version."""
+        """Choose the version that the next write of the sub-group's block goes to."""
         sub_group.set_current_block(self._versions.next_of(sub_group))
         block.rename(block_name(sub_group))

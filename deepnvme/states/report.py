@@ -50,13 +50,14 @@ class StepReport(DriveReport):
     """
 
     computing: float
-    """Time in the optimizer's own kernels, and for copying gradients and weights for them."""
+    """Time in the optimizer's kernels, and for copying gradients and weights for those kernels."""
     share_of_limit: float | None
-    """The time that the drive would need for these bytes at its limits, first reading and then writing, over ``seconds``.
+    """Share of ``seconds`` that the drive would need for the step's bytes at its measured speeds, first reading and then writing.
 
-    None if the limits were not measured: see :meth:`OffloadedOptimizer.measure_limits`."""
+    None if the speeds were not measured: see :meth:`OffloadedOptimizer.measure_limits`.
+    """
     bytes_written_in_all: int
-    """Bytes written since the optimizer was created, for any purpose: the wear of the drive."""
+    """Bytes written since the optimizer was created, for any purpose: they wear the drive."""
     resident_bytes: int
     """Bytes of states kept in memory by ``dram_budget``."""
     sub_groups: int
@@ -64,12 +65,12 @@ class StepReport(DriveReport):
 
     @property
     def read_gb_per_second(self) -> float:
-        """``bytes_read`` over ``reading``. Writes at the same time take their share of the drive."""
+        """``bytes_read`` over ``reading``, in GB/s. Concurrent writes take their share of the drive's speed."""
         return self.bytes_read / self.reading / 1e9 if self.reading else 0.0
 
     @property
     def write_gb_per_second(self) -> float:
-        """``bytes_written`` over ``writing``. Reads at the same time take their share of the drive."""
+        """``bytes_written`` over ``writing``, in GB/s. Concurrent reads take their share of the drive's speed."""
         return self.bytes_written / self.writing / 1e9 if self.writing else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""Which sub-groups stay in memory from step to step, and how much memory, drive and writing a choice takes."""
+"""Choice of the sub-groups that stay in memory between steps, and estimates of its memory, drive space and writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .partition import SubGroupPlanner
 from .sub_group import SubGroup
 
 BLOCKS_IN_FLIGHT = 3
-"""How many sub-groups are in flight in a step: one being read, one stepped, one written."""
+"""Number of sub-groups in flight in a step: one being read, one stepped, one written."""
 
 
 class ResidencyPolicy:
@@ -33,7 +33,7 @@ class ResidencyPolicy:
         self.dram_budget = max(0, min(self.dram_budget, free * 8 // 9 - self._in_flight_bytes(sub_groups)))
 
     def choose(self, sub_groups: Sequence[SubGroup]) -> None:
-        """Decide which sub-groups are resident: in order, those that fit the budget. Those without a block stay undecided.
+        """Decide which sub-groups are resident: in their order, those that fit into the budget. Skips those without a block yet.
 
         A decision holds until :meth:`beyond_budget` returns the sub-group, or other states are loaded.
         """
@@ -58,8 +58,8 @@ class ResidencyPolicy:
 
         Args:
             sub_groups: All sub-groups.
-            pool: The pool to lease from.
-            leased_by_others: Bytes of the pool's budget that are not available.
+            pool: The buffer pool to lease from.
+            leased_by_others: Bytes of the pool's budget that other users have leased.
         """
         staying = sum(map(self._memory, self._expected_to_stay(sub_groups)))
         wanted = (staying + self._in_flight_bytes(sub_groups)) * 9 // 8  # a lease may take up to an eighth more than it asks for
@@ -72,7 +72,7 @@ class ResidencyPolicy:
             )
 
     def _in_flight_bytes(self, sub_groups: Sequence[SubGroup]) -> int:
-        """Return the most bytes that the sub-groups in flight lease. Residents count, too: their first step makes a block."""
+        """Return the most bytes that the sub-groups in flight lease, residents in their first step included."""
         most = 0
         for each in sub_groups:
             gradients = each.full_gradient_bytes
@@ -84,8 +84,8 @@ class ResidencyPolicy:
     def drive_bytes(self, sub_groups: Sequence[SubGroup]) -> int:
         """Return the most bytes that the sub-groups take on the drive.
 
-        Each has two versions of its block there, or one if it stays in memory, from which state dicts are mapped. To these come
-        its gradients if they are offloaded.
+        A non-resident sub-group has two versions of its block on the drive. A resident one has a single version, from which state
+        dicts are mapped. Offloaded gradients are added.
         """
         staying = self._expected_to_stay(sub_groups)
         return sum(

@@ -93,10 +93,11 @@ class OffloadedStates(MutableMapping[Any, Any]):
                 self._blocks.verify(sub_group)
 
     def _has(self, param: torch.Tensor) -> bool:
-        """Return whether the parameter was stepped.
+        """Return whether the mapping has an entry for the parameter, which it has once the parameter was stepped.
 
-        A master weight alone does not count: a plain torch optimizer that loads it would take it for the parameter's state. It
-        does if the optimizer keeps no other states at all, as SGD without momentum: master weights would be lost otherwise.
+        A parameter with a master weight and no other state is left out, since a plain torch optimizer that loads it would take
+        the master weight for the parameter's state. It is included if no parameter has other states, as with SGD without
+        momentum: the master weights would be lost otherwise.
         """
         sub_group, index = self._pieces[param][0]
         if _has_states(sub_group, index):
@@ -112,16 +113,16 @@ def _has_states(sub_group: SubGroup, index: int) -> bool:
 
 @contextlib.contextmanager
 def loaded(state: Mapping[str, Any], sub_groups: Sequence[SubGroup], pipeline: SubGroupPipeline, io: CountedIO) -> Iterator[None]:
-    """Write new states to the drive, one sub-group at a time, without overwriting the current ones.
+    """Write loaded states to the drive, one sub-group at a time, beside the current ones. A context manager.
 
-    The ``with`` body makes the new states the current ones; interrupts are deferred during it. On an exception before its end,
-    sub-groups are as they were.
+    The ``with`` body makes the loaded states the current ones; interrupts are deferred during it. On an exception before its
+    end, sub-groups are as they were.
 
     Args:
         state: What torch's ``load_state_dict`` passes to ``__setstate__``: "state" by parameter, and "param_groups".
         sub_groups: The sub-groups to load.
         pipeline: Writes the blocks.
-        io: Does not count the writes for a step.
+        io: Leaves these writes out of the step's report.
     """
     pipeline.drop_clean()
     undo = [sub_group.snapshot() for sub_group in sub_groups]
@@ -154,7 +155,7 @@ class Opaque:
 
 
 def opaque(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict whose tensors are wrapped in :class:`Opaque`; a ``load_state_dict`` pre-hook."""
+    """Return a state dict whose tensors are wrapped in :class:`Opaque`. Used as a ``load_state_dict`` pre-hook."""
     states = {
         param: {key: Opaque(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
         for param, state in state_dict["state"].items()
@@ -165,12 +166,12 @@ def opaque(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 def block_tensors_of(
     sub_group: SubGroup, saved: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[dict[str, Any]]
 ) -> BlockTensors:
-    """Set a sub-group's ``small`` from loaded states, and return the tensors for its block.
+    """Take a sub-group's states from loaded ones: set its ``small``, the state outside the block, and return the block's tensors.
 
     Values are cast as torch's ``load_state_dict`` does: to the parameter's dtype, or to float32 if it has a master weight.
 
     Args:
-        sub_group: Its ``small`` is replaced, and its layout forgotten.
+        sub_group: The sub-group. Its ``small`` is replaced, and its layout is dropped.
         saved: For each parameter, its whole state.
         groups: The parameter groups that belong to these states.
     """

@@ -1,4 +1,4 @@
-"""The step of an offloaded optimizer: one object with one state. A step goes forward: what is stepped stays stepped.
+"""Steps of an offloaded optimizer, as one state machine. A step is never undone: stepped sub-groups stay stepped.
 
 The phases, and the methods that lead from one to another:
 
@@ -15,10 +15,10 @@ phase: it is kept, and step() or clip() raises it.
 Invariants:
 
 1. ``_stepped`` has the sub-groups whose parameters and states are those of step ``steps + 1``. All others are at ``steps``.
-2. A sub-group joins ``_stepped`` in the same deferral of interrupts in which it is stepped, so that none is stepped twice.
+2. A sub-group is added to ``_stepped`` while interrupts are still deferred for its step, so that none is stepped twice.
 3. ``steps`` counts up in ``_commit`` alone: when every sub-group that has a gradient is stepped and written, on all ranks.
-4. While the phase is UNFINISHED, ``_remaining`` has the sub-groups that are left, and the pieces of them that had gradients. A
-   backward, ``zero_grad`` and ``clip`` are refused, so that these gradients stay, and so is ``state_dict``.
+4. While the phase is UNFINISHED, ``_remaining`` has the sub-groups still to be stepped, with the pieces that had gradients.
+   Backward, ``zero_grad`` and ``clip`` are then refused, so that these gradients stay, and so is ``state_dict``.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from .versions import BlockVersions
 
 
 class Phase(enum.Enum):
-    """Where an optimizer is between one step and the next."""
+    """State of an optimizer with regard to its steps."""
 
     IDLE = "idle"
     """All parameters and states are those of the last step."""
     STEPPING = "stepping"
     """A step is under way: :meth:`OptimizerStep.step` runs, or backward has stepped sub-groups."""
     UNFINISHED = "unfinished"
-    """A step has failed after sub-groups were stepped."""
+    """A step has failed after sub-groups were stepped, on this rank or perhaps on another. The next step() finishes it."""
 
 
 class OptimizerStep:
@@ -68,8 +68,8 @@ class OptimizerStep:
 
     Args:
         optimizer: The OffloadedOptimizer. Its ``param_groups`` have the options (learning rate and the like) of each step.
-        store: Where blocks and gradients are written.
-        pool: Where memory is leased.
+        store: The store that blocks and gradients are written to.
+        pool: The buffer pool that memory is leased from.
         residency: Decides which sub-groups stay in memory.
         offload_gradients: Whether gradients go to the drive during backward.
         in_backward: Whether sub-groups are stepped during backward.
@@ -96,11 +96,11 @@ class OptimizerStep:
         self._partly_stepped = False
         """Whether the optimizer's own code has raised in this step, perhaps after it had changed parameters."""
         self._loss: Any = None
-        """What the closure of the step under way has returned."""
+        """Return value of the closure in the current step."""
         self._backward_error: OSError | None = None
-        """The drive's first error in this backward, which goes on all the same. :meth:`step` or :meth:`clip` raises it."""
+        """The first OSError of the current backward, which continues despite it. :meth:`step` or :meth:`clip` raises it later."""
         self._order_in_backward: list[SubGroup] = []
-        """The sub-groups that the previous step has stepped in backward, in the order they were stepped."""
+        """Sub-groups that backward stepped in the previous step, in that order."""
         self.sub_groups: list[SubGroup] = []
         self._pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
         self.guard = UsabilityGuard("optimizer")
@@ -115,7 +115,7 @@ class OptimizerStep:
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes of memory that are leased for these sub-groups."""
+        """Bytes of memory that are leased for the sub-groups' blocks and gradients."""
         return self._pipeline.leased_bytes + self._gradients.leased_bytes
 
     def add(self, sub_groups: Sequence[SubGroup]) -> None:
@@ -133,7 +133,7 @@ class OptimizerStep:
     # -- one step
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """Step all sub-groups that have gradients, or finish the step that is unfinished. See :meth:`OffloadedOptimizer.step`."""
+        """Step all sub-groups that have gradients, or finish the unfinished step. See :meth:`OffloadedOptimizer.step`."""
         self.guard.check_open()
         try:
             self._on_all_ranks(lambda: self._step_all(closure), lambda _: self._commit(), self._fail)
@@ -218,12 +218,12 @@ class OptimizerStep:
             self._pipeline.write_behind(sub_group, made)
 
     def _left(self) -> list[SubGroup]:
-        """Return the sub-groups that have gradients, or had them when the step failed, and are not stepped yet."""
+        """Return the sub-groups that are not stepped yet and have gradients, or had them when the step failed."""
         wanted = self._remaining if self._remaining is not None else filter(self._gradients.has, self.sub_groups)
         return [each for each in wanted if each not in self._stepped]
 
     def _check_gradients_are_there(self) -> None:
-        """Raise RuntimeError if gradients were dropped that the unfinished step needs, as by ``model.zero_grad()``."""
+        """Raise RuntimeError if gradients that the unfinished step needs were dropped, for example by ``model.zero_grad()``."""
         left = [(each, pieces) for each, pieces in (self._remaining or {}).items() if each not in self._stepped]
         gone = sum(not pieces <= self._gradients.pieces_with_gradients(each) for each, pieces in left)
         if gone:
@@ -284,7 +284,7 @@ class OptimizerStep:
             error.add_note(said)
 
     def _end(self) -> None:
-        """Return to IDLE."""
+        """Clear what belongs to the current step, allow backward again, and set the phase to IDLE."""
         self._stepped.clear()
         self._remaining = self._backward_error = None
         self.phase = Phase.IDLE
@@ -294,7 +294,7 @@ class OptimizerStep:
     # -- calls that are refused during a step
 
     def check_idle(self) -> None:
-        """Raise RuntimeError within a step, begun by backward or unfinished; also in a forked child or after :meth:`close`."""
+        """Raise RuntimeError if backward has begun a step, a step is unfinished, after :meth:`close`, or in a forked child."""
         self.guard.check_open()
         if self.phase is Phase.UNFINISHED:
             raise RuntimeError(self._unfinished())
@@ -302,7 +302,7 @@ class OptimizerStep:
             raise RuntimeError("backward has stepped some of the parameters: call step() first, which ends the step")
 
     def check_before_loading(self) -> None:
-        """Raise what :meth:`check_idle` raises, but for an unfinished step, which loading ends."""
+        """Raise RuntimeError like :meth:`check_idle`, except for an unfinished step: loading ends that."""
         if self.phase is not Phase.UNFINISHED:
             self.check_idle()
         self.guard.check_open()
@@ -363,7 +363,7 @@ class OptimizerStep:
         return total
 
     def zero_grad(self) -> None:
-        """Drop the gradients on the drive. Raises RuntimeError within a step, begun by backward or unfinished."""
+        """Drop the gradients on the drive. Raises RuntimeError if backward has begun a step or a step is unfinished."""
         self.check_idle()
         with self.guard.in_use():
             self._backward_error = None
@@ -407,7 +407,7 @@ class OptimizerStep:
         """Release all memory and remove the hooks. The store is not closed.
 
         Args:
-            reason: Returns the message that later calls raise, if someone other than the user closes it.
+            reason: Returns the message of the RuntimeError that later calls raise; None for the standard message.
         """
         self.guard.check_process()
         self.guard.close(reason)
@@ -420,7 +420,7 @@ class OptimizerStep:
 
     @torch.no_grad()
     def _gradient_arrived(self, param: torch.Tensor) -> None:
-        """In backward, when a parameter's gradient is complete: offload it, or step the sub-groups that it completes.
+        """Offload a parameter's gradient, or step the sub-groups that it completes. A hook that backward calls per parameter.
 
         After an OSError, gradients not yet offloaded or stepped stay in ``param.grad``; step() then uses them.
         """
@@ -461,7 +461,7 @@ class OptimizerStep:
             raise error
 
     def _offload_the_rest(self) -> None:
-        """Offload gradients no hook has seen: set by hand, or of parameters that had ``requires_grad=False`` when added."""
+        """Offload gradients that no hook has seen: set by hand, or of parameters that had ``requires_grad=False`` when added."""
         if self._offload_gradients:
             for param, pieces in self._pieces.items():
                 if param.grad is not None:
@@ -474,7 +474,7 @@ class OptimizerStep:
             sub_group.mark_stale(sub_group.changed_pieces())
 
     def _remember_params(self) -> None:
-        """Take all parameters as unchanged by other code."""
+        """Record the current version of each parameter, so that :meth:`_mark_changes` finds changes made by other code."""
         for sub_group in self.sub_groups:
             sub_group.remember_params()
 

@@ -17,10 +17,10 @@ MASTER = "master_weight"
 """Key of the float32 master weight in a parameter's state, beside the optimizer's own keys."""
 
 BlockTensors = list[tuple[int, str, torch.Tensor]]
-"""The tensors a block has to hold, as (index of the piece, key in the state, tensor)."""
+"""The tensors that a block holds, as (index of the piece, key in the optimizer's state, tensor)."""
 
 CACHE_LINE = 64
-"""Bytes."""
+"""Size of a CPU cache line, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class BlockSection:
     piece: int
     """Index in the sub-group's ``pieces``."""
     key: str
-    """Name in the optimizer's state, or ``MASTER`` for the master weight."""
+    """Key in the optimizer's state, or ``MASTER`` for the master weight."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
     """Bytes from the block's start."""
     nbytes: int
     stride: tuple[int, ...]
-    """In elements, and the same as the parameter's: fused kernels walk a parameter and its states in memory order."""
+    """Strides in elements, equal to the parameter's: fused kernels walk a parameter and its states in memory order."""
 
     def of(self, block: torch.Tensor) -> torch.Tensor:
         """Return the tensor as a view of ``block``, the block's bytes (uint8, one dimension)."""
@@ -69,9 +69,9 @@ def lay_out(tensors: BlockTensors, on_pages: Container[int] = ()) -> BlockLayout
     """Assign each tensor an offset in one block, in the given order.
 
     Args:
-        tensors: (piece index, key, tensor). Only dtype, shape and strides of the tensor are used.
-        on_pages: Indices of pieces whose tensors begin on a page. So do all tensors of a page or more; the others begin on a
-            cache line.
+        tensors: (index of the piece, key, tensor). Only dtype, shape and strides of the tensor are used.
+        on_pages: Indices of pieces whose tensors must begin on a page. Tensors of a page or more also begin on a page, all
+            others on a cache line.
     """
     sections = []
     end = 0
@@ -84,9 +84,9 @@ def lay_out(tensors: BlockTensors, on_pages: Container[int] = ()) -> BlockLayout
 
 
 class SubGroup:
-    """Parameters (or slices of them) that are read, stepped and written together, with their optimizer state.
+    """Parameters (or slices of them) that are read, stepped and written together, with their optimizer states.
 
-    Large state tensors lie in a block, which the caller has in memory only while it is needed. Other state stays in memory.
+    Large state tensors lie in a block, which the caller keeps in memory only while it is needed. Small states stay in memory.
     Compared and hashed by identity.
     """
 
@@ -115,10 +115,12 @@ class SubGroup:
         self.layout: BlockLayout | None = None
         self.small: list[dict[str, Any]] = [{} for _ in pieces]
         self.current: int | None = None
-        """Number of the block on the drive that has the states of the last completed step. None before the first step, and while
-        those states are only in memory."""
+        """Version number of the block on the drive that has the states of the last completed step.
+
+        None before the first step, and while those states are only in memory.
+        """
         self.in_memory: bool | None = None
-        """Whether its block is to stay in memory between steps; None until ResidencyPolicy has decided."""
+        """Whether the sub-group's block stays in memory between steps; None until ResidencyPolicy has decided."""
         self.stale: set[int] = set()
         """Indices of pieces whose parameter was changed by other code, so that the master weight has to be updated."""
         self._versions: list[tuple[int, int]] = []
@@ -138,20 +140,20 @@ class SubGroup:
         return max(sum(_padded_gradient(self.pieces[each]) for each in part if self.masters[each]) for part in self._portions)
 
     def has_all_gradients(self, arrived: set[int]) -> bool:
-        """Return whether these are the indices of all pieces whose parameter needs a gradient."""
+        """Return whether ``arrived``, indices of pieces, covers all pieces whose parameter requires a gradient."""
         return len(arrived) == sum(piece.param.requires_grad for piece in self.pieces)
 
     # -- what happens to its block and its parameters
 
     def lay_out(self, held: BlockTensors) -> BlockLayout:
-        """Set and return the layout of a block for these tensors."""
+        """Set and return the layout of a block that holds these tensors."""
         # Slices of a parameter begin on a page, so that all of them can be mapped as one tensor.
         cut = {index for index, piece in enumerate(self.pieces) if not piece.whole}
         self.layout = lay_out(held, cut)
         return self.layout
 
     def set_current_block(self, number: int | None) -> None:
-        """Record which block has the current states. It is on the drive, or being written; None: they are only in memory."""
+        """Record the version number of the block with the current states, on the drive or being written; None: only in memory."""
         self.current = number
 
     def decide_residency(self, in_memory: bool) -> None:
@@ -159,16 +161,16 @@ class SubGroup:
         self.in_memory = in_memory
 
     def replace_small(self, small: list[dict[str, Any]]) -> None:
-        """Replace the state that is kept outside the block, and forget the block's layout: other states are loaded."""
+        """Replace the states that are kept outside the block, and drop the block's layout, because other states are loaded."""
         self.small, self.layout = small, None
 
     def states_were_loaded(self) -> None:
-        """Forget what was decided and recorded for the states before."""
+        """Reset the residency decision and the stale pieces, which belonged to the states before loading."""
         self.stale.clear()
         self.in_memory = None
 
     def remember_params(self) -> None:
-        """Take the parameters as they are now as unchanged, for :meth:`changed_pieces`."""
+        """Record the parameters' current versions, against which :meth:`changed_pieces` compares."""
         self._versions = [param_version(piece.param) for piece in self.pieces]
 
     def changed_pieces(self) -> set[int]:
@@ -180,13 +182,13 @@ class SubGroup:
         return {index for index, (piece, version) in enumerate(seen) if param_version(piece.param) != version}
 
     def mark_stale(self, pieces: Iterable[int]) -> None:
-        """Have the next step update the master weights of these pieces, whose parameters were changed by other code."""
+        """Mark pieces whose parameter other code has changed, so that the next step updates their master weights."""
         self.stale.update(index for index in pieces if self.masters[index])
 
     # -- its step
 
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Copy options that the sub-group's optimizer changed back to ``groups``: some optimizers count steps there.
+        """Copy options that the sub-group's own optimizer has changed back to ``groups``: some optimizers count steps there.
 
         Args:
             groups: The ``param_groups`` of the offloaded optimizer.
@@ -195,7 +197,7 @@ class SubGroup:
             _copy_changed_options(own, pushed, groups[group])
 
     def sections(self, piece: int) -> Iterator[BlockSection]:
-        """Return where the tensors of one piece lie in the block; none before the first step."""
+        """Return the block sections of one piece's tensors; none before the first step."""
         return (section for section in (self.layout.sections if self.layout else ()) if section.piece == piece)
 
     def step(
@@ -209,14 +211,14 @@ class SubGroup:
 
         Args:
             block: The bytes of the sub-group's block; None before its first step.
-            collected: Gradients by index of the piece. Those of other pieces are in ``param.grad``; a piece without a gradient is
-                not stepped.
-            scratch: Memory of ``full_gradient_bytes`` for gradients that are converted to float32, for master weights.
+            collected: Gradients by index of the piece. A piece that is missing takes its gradient from ``param.grad``; a piece
+                without any gradient is not stepped.
+            scratch: Memory of ``full_gradient_bytes``, in which gradients for master weights are converted to float32.
             groups: The ``param_groups`` of the offloaded optimizer, for the options of this step.
 
         Returns:
-            None if ``block`` has all state tensors; otherwise the tensors that a new block has to hold. That is so in the first
-            step, and when a state tensor appears, disappears or changes its shape or dtype.
+            None if ``block`` has all state tensors; otherwise the tensors that a new block has to hold. A new block is needed in
+            the first step, and when a state tensor appears, disappears or changes its shape or dtype.
         """
         views = self._views(block)
         try:
@@ -230,7 +232,7 @@ class SubGroup:
             self._unbind()
 
     def _cut(self, portion: int | None) -> list[list[int]]:
-        """Divide the indices of the pieces into portions that are stepped one after the other."""
+        """Divide the indices of the pieces into portions, which are stepped one after the other."""
         portions: list[list[int]] = [[]]
         numel = 0
         for index, piece in enumerate(self.pieces):
@@ -245,7 +247,7 @@ class SubGroup:
     def _gradients_of(
         self, portion: Sequence[int], collected: Mapping[int, torch.Tensor], scratch: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """Return the pieces' gradients, those of pieces with master weights in float32: valid until the next portion."""
+        """Return the gradients of a portion's pieces, in float32 for pieces with master weights. Valid until the next portion."""
         found = []
         end = 0
         for index in portion:
@@ -281,16 +283,17 @@ class SubGroup:
                 own.copy_(stand_in.data)
 
     def _belongs_in_block(self, piece: int, value: Any) -> bool:
-        """Return whether a value of a piece's state belongs in the block.
+        """Return whether a value of a piece's state belongs in the block, and not in ``small``.
 
-        Tensors of more than one element do, and of a cut piece all that are cut like the parameter, even with one element.
+        A tensor of more than one element does. For a cut piece, so does every one-dimensional tensor, even of one element: it is
+        cut like the parameter.
         """
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             return False
         return value.numel() > 1 or (not self.pieces[piece].whole and value.dim() == 1)
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that undoes later changes to the state kept in memory, the layout and the optimizer's options.
+        """Return a function that restores the current small states, layout, version number and optimizer options.
 
         It restores neither parameters nor blocks.
         """
@@ -323,7 +326,7 @@ class SubGroup:
     def _bind(self, views: list[dict[str, torch.Tensor]], groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return the sub-group's optimizer, with state from ``views`` and options from ``groups``.
 
-        Its parameters are stand-ins that share memory with the master weights or, without these, with the parameters.
+        Its parameters are stand-ins that share memory with the master weights or, for a piece without one, with the parameter.
         """
         first = self._optimizer is None
         if first:
@@ -380,7 +383,7 @@ class SubGroup:
         return held
 
     def _settle(self, block: torch.Tensor | None, held: BlockTensors) -> BlockTensors | None:
-        """Copy state tensors that are not in their place in the block to it; return ``held`` if they do not fit its layout."""
+        """Copy state tensors that lie elsewhere to their sections of the block. Return ``held`` if they do not fit the layout."""
         if block is None or self.layout is None or not _fits(self.layout, held):
             return held
         moved = []  # an optimizer may make new tensors rather than change its own, or swap two of them
@@ -423,7 +426,7 @@ def _padded_gradient(piece: ParamSlice) -> int:
 
 
 def _in_full(gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in float32: a strided one at the start of ``scratch`` (bytes), another in new CPU memory."""
+    """Return a gradient in float32: a strided one at the start of ``scratch`` (bytes), any other in new CPU memory."""
     if gradient.layout is not torch.strided:
         return gradient.to("cpu", torch.float32)
     flat = scratch[: 4 * gradient.numel()].view(torch.float32)
@@ -431,7 +434,7 @@ def _in_full(gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
 
 
 def _fits(layout: BlockLayout, held: BlockTensors) -> bool:
-    """Return whether the layout has the same tensors, in number, order, dtype and shape."""
+    """Return whether ``held`` has the tensors of the layout: the same number, order, keys, dtypes and shapes."""
     return len(layout.sections) == len(held) and all(
         (section.piece, section.key, section.dtype, section.shape) == (piece, key, tensor.dtype, tuple(tensor.shape))
         for section, (piece, key, tensor) in zip(layout.sections, held, strict=True)
@@ -452,12 +455,12 @@ def copied(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group."""
+    """Return the options of a parameter group: everything but its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _copy_changed_options(source: Mapping[str, Any], copied_before: dict[str, Any], target: dict[str, Any]) -> None:
-    """Copy the options that are not those copied before, in either direction."""
+    """Copy to ``target`` the options of ``source`` that have changed since the last copy, which ``copied_before`` records."""
     for key, value in options_of(source).items():
         if not (key in copied_before and _same(copied_before[key], value)):
             target[key] = copied_before[key] = value

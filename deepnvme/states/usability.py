@@ -1,4 +1,4 @@
-"""Whether an optimizer or a training may be used: not closed, and in the process that made it."""
+"""Check that an optimizer or a training is still open, and used in the process that made it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class UsabilityGuard:
     """Raises if an optimizer or a training is closed, or used in a forked child.
 
     Args:
-        kind: What it is, for messages: "optimizer" or "training".
+        kind: "optimizer" or "training", for messages.
     """
 
     def __init__(self, kind: str) -> None:
@@ -29,21 +29,21 @@ class UsabilityGuard:
 
     @property
     def in_own_process(self) -> bool:
-        """Whether this is not a forked child of the process that made the object."""
+        """Whether the current process is the one that made the object, and not a forked child of it."""
         return os.getpid() == self._process
 
     def state(self) -> str:
-        """State for ``repr``: "closed", "of process ...", or ""."""
+        """Return the state for ``repr``: "closed", "of process ...", or ""."""
         return state_text(self.closed, self._process)
 
     def close(self, reason: Callable[[], str] | None = None) -> None:
-        """Have :meth:`check_open` raise from now on. ``reason`` returns the message, if someone other than the user closes it."""
+        """Mark the object as closed: :meth:`check_open` raises from now on. ``reason`` returns its message, if given."""
         if self._closed is None:
             self._closed = (lambda: f"this {self._kind} is closed") if reason is None else reason
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Have :meth:`check_unused` raise in this context."""
+        """Mark the object as in use during this context, so that :meth:`check_unused` raises."""
         self._users.append(None)
         try:
             yield
@@ -51,7 +51,7 @@ class UsabilityGuard:
             self._users.pop()
 
     def check_unused(self) -> None:
-        """Raise RuntimeError within :meth:`in_use`, in this thread or another."""
+        """Raise RuntimeError while a context of :meth:`in_use` is open, in this thread or another."""
         if self._users:
             raise RuntimeError("a step or another method of it is running")
 

@@ -1,4 +1,4 @@
-"""Versions of a block on the drive: that of the last completed step, and the one that the next step writes."""
+"""Versions of a block on the drive: one of the last completed step, and one that the next step writes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,19 @@ class Versioned(Protocol):
 
 
 def block_name(of: Versioned, number: int | None = None) -> str:
-    """Return the store's name of a version: the newest, or the one with this number."""
+    """Return the name of a version in the store: of the version ``number``, or of the newest one if it is None."""
     return f"{of.index}.{of.current if number is None else number}"
 
 
 class BlockVersions:
-    """Chooses which version the next step writes, so that none still needed is overwritten.
+    """Chooses which version of a block the next step writes, so that no version still needed is overwritten.
 
-    There are two that alternate: one of the last completed step, one that the next step writes. There are more while tensors of
-    a ``state_dict`` are mapped from an older one: a mapping shows what is written to the file later, so that must not change.
+    Normally two versions alternate: one has the last completed step, the next step writes the other. While tensors of a
+    ``state_dict`` are mapped from a version, it is not written, because a mapping would show the new bytes; a further version
+    is used then.
+
+    Args:
+        store: The store that holds the versions.
     """
 
     def __init__(self, store: TensorStore) -> None:
@@ -55,7 +59,7 @@ class BlockVersions:
         return number
 
     def write(self, of: Versioned, number: int, content: torch.Tensor) -> None:
-        """Write a version. Blocks; raises OSError."""
+        """Write ``content`` as version ``number``. Blocks; raises OSError."""
         self._store.put(block_name(of, number), content).result()
 
     def verify(self, of: Versioned) -> None:
@@ -90,7 +94,7 @@ class BlockVersions:
                     self._store.delete(name).result()
 
     def _is_mapped(self, name: str) -> bool:
-        """Return whether a tensor over this version, or any view of it, is alive."""
+        """Return whether any tensor over a mapping of this version is alive."""
         return any(not memory.expired() for memory in self._mapped.get(name, ()))
 
 

@@ -1,4 +1,4 @@
-"""Tensors that autograd saves for the backward, in memory as far as a budget allows, otherwise on a drive."""
+"""Storage for tensors that autograd saves for the backward: in memory as far as a budget allows, otherwise on a drive."""
 
 from deepnvme._lazy import public_names
 

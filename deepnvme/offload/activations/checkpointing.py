@@ -20,20 +20,20 @@ from .saving import save_on_disk
 
 
 def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | save_on_disk, **options: Any) -> nn.Module:
-    """Have a module save only its inputs for the backward, on a drive, and compute the rest again: activation checkpointing.
+    """Checkpoint a module's activations: save only its inputs, on a drive, and compute the rest again in the backward.
 
     >>> for block in model.blocks:
     ...     deepnvme.offload.checkpoint_on_disk(block, "/mnt/nvme/activations", memory_budget=1 << 30)
 
-    The module's ``forward`` then runs by ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` under
-    :class:`save_on_disk`, if gradients are enabled. Random numbers, as of dropout, are the same when it is computed again, and
-    buffers, such as the statistics of a BatchNorm, are changed once.
+    If gradients are enabled, the module's ``forward`` then runs by
+    ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` under :class:`save_on_disk`. When it is computed again, random
+    numbers, as of dropout, are the same, and buffers, such as the statistics of a BatchNorm, are not changed a second time.
 
     Args:
-        module: Changed in place: it gets a ``forward`` of its own. Its parameters keep their names. If it was changed by this
-            function before, only the directories and options are replaced.
-        path: Directories; or a :class:`save_on_disk`, which several modules may share.
-        **options: Those of :class:`save_on_disk`, if a path is given.
+        module: Changed in place: it gets a ``forward`` of its own. Its parameters keep their names. If this function has changed
+            the module before, only the directories and options are replaced.
+        path: One or several directories; or a :class:`save_on_disk`, which several modules may share.
+        **options: Options of :class:`save_on_disk`, if ``path`` is not one already.
 
     Returns:
         The module.
@@ -49,18 +49,18 @@ def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | sa
 
 
 def recompute_on_backward(module: nn.Module) -> None:
-    """Have a module save only its inputs, where other modules save theirs, and compute the rest again."""
+    """Checkpoint a module's activations: save only its inputs, by the hooks in force, and compute the rest again."""
     _checkpoint(module, None)
 
 
 def keep_for_backward(module: nn.Module) -> None:
-    """Give a module back the forward that it had before it was checkpointed."""
+    """Undo :func:`recompute_on_backward` or :func:`checkpoint_on_disk`: restore the module's earlier ``forward``."""
     checkpointed: CheckpointedForward = vars(module)["forward"]
     checkpointed.remove()
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether one of the functions here has changed a module."""
+    """Return whether :func:`checkpoint_on_disk` or :func:`recompute_on_backward` has changed the module."""
     return isinstance(vars(module).get("forward"), CheckpointedForward)
 
 
@@ -130,14 +130,14 @@ class ReplacedForward:
 
 
 class CheckpointedForward(ReplacedForward):
-    """The ``forward`` of a module, checkpointed.
+    """The ``forward`` of a module, run under ``torch.utils.checkpoint``.
 
-    An object, not a function: a deep copy of the module gets one for its own weights.
+    An object and not a function, so that a deep copy of the module gets one for its own weights.
 
     Args:
         module: The module. Not kept alive.
-        own: The ``forward`` that the module had as its attribute; None for that of its class.
-        saver: Where the inputs go; None for where those of other modules do.
+        own: The ``forward`` that was set as the module's attribute before; None if the module used that of its class.
+        saver: Saves the module's inputs; None if they are saved by the hooks in force, like other saved tensors.
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, saver: save_on_disk | None) -> None:
@@ -154,7 +154,7 @@ class CheckpointedForward(ReplacedForward):
         leaves, spec = tree_flatten((args, kwargs))
 
         def compute(*leaves: Any) -> Any:
-            """Run the forward. In a backward, call ``_before_recomputing`` before it, and restore the buffers after it."""
+            """Run the forward. If it is computed again, call ``_before_recomputing`` first, and restore the buffers after."""
             args, kwargs = tree_unflatten(leaves, spec)
             if torch._C._current_graph_task_id() < 0:
                 return forward(*args, **kwargs)
@@ -170,7 +170,7 @@ class CheckpointedForward(ReplacedForward):
             return checkpoint(compute, *leaves, use_reentrant=False)
 
     def call_before_recomputing(self, function: Callable[[], None] | None) -> None:
-        """Have a function called in each backward before the forward is computed again, for which hooks of modules are not."""
+        """Set a function to call in a backward before the forward is computed again. The module's hooks are not called then."""
         self._before_recomputing = function
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:

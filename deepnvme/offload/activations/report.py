@@ -1,4 +1,4 @@
-"""What saving activations on a drive did in a step."""
+"""Report of one step of :class:`save_on_disk`: bytes saved, written and read, and times waited for the drive."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class ActivationReport(ReportFigures):
     """
 
     saved_bytes: int
-    """Bytes of the storages that autograd saved, each counted once; not of parameters, and of tensors below ``min_bytes``."""
+    """Bytes of the storages that autograd saved, each counted once, without parameters and tensors below ``min_bytes``."""
     bytes_written: int
     """Bytes of all writes that were started."""
     bytes_read: int
-    """Bytes that came back: less than were written if tensors were still in memory, for any reason, when they were needed."""
+    """Bytes read back. Less than ``bytes_written`` if tensors were still in memory, for any reason, when they were needed."""
     peak_bytes: int
     """Most bytes of saved tensors that were in memory at a time."""
     seconds: float
-    """From the beginning of the step to the last tensor that the backward asked for, or that was saved."""
+    """Time from the beginning of the step until a tensor was last saved, or asked for by the backward."""
     waiting_forward: float
     """Seconds that the forward waited for writes to make room."""
     waiting_backward: float
@@ -35,7 +35,7 @@ class ActivationReport(ReportFigures):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that stayed in memory: those that were not written."""
+        """Bytes of saved tensors that stayed in memory and were never written."""
         return max(self.saved_bytes - self.bytes_written, 0)
 
     @property
@@ -45,7 +45,7 @@ class ActivationReport(ReportFigures):
 
     @property
     def terabytes_per_day(self) -> float:
-        """TB (10^12 bytes) that would be written in a day of nothing but such forwards and backwards, one after the other."""
+        """TB (10^12 bytes) that would be written in a day of such forwards and backwards, one after the other without a pause."""
         return terabytes_per_day(self.bytes_written, self.seconds)
 
     def line(self) -> str:
@@ -59,11 +59,11 @@ class ActivationReport(ReportFigures):
 
 
 class StepCounts:
-    """Counts what a step does, and times what it waits for.
+    """Counts the bytes and the waiting times of one step.
 
     Args:
-        written: Bytes that were written before it.
-        read: Bytes that were read before it.
+        written: Bytes that the store had written before the step.
+        read: Bytes that the store had read before the step.
     """
 
     def __init__(self, written: int = 0, read: int = 0) -> None:
@@ -74,17 +74,17 @@ class StepCounts:
         self._begun = self._ended = time.perf_counter()
 
     def saved(self, nbytes: int, in_memory: int) -> None:
-        """Count bytes that were saved, and those that are in memory now."""
+        """Count ``nbytes`` bytes that were saved, and record that ``in_memory`` bytes are in memory now."""
         self.saved_bytes += nbytes
         self.unpacked(in_memory)
 
     def unpacked(self, in_memory: int) -> None:
-        """Note that a tensor was unpacked, and the bytes that are in memory now."""
+        """Record that a tensor was unpacked just now, and that ``in_memory`` bytes are in memory."""
         self._peak_bytes = max(self._peak_bytes, in_memory)
         self._ended = time.perf_counter()
 
     def report(self, written: int, read: int) -> ActivationReport:
-        """Return the report, given all bytes that were written and read until now."""
+        """Return the step's report, given the store's bytes written and read in total."""
         return ActivationReport(
             saved_bytes=self.saved_bytes,
             bytes_written=written - self._written,

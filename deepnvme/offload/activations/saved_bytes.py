@@ -1,4 +1,4 @@
-"""Bytes of a storage that autograd has saved: a block with its memory, and how it is read and written."""
+"""Saved storages as blocks: the bytes that autograd has saved, their memory, and how they are read and written."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from deepnvme.store.tensor_store import TensorStore
 from .saved_tensor import live_storage, version_of
 
 _MOST_PINNED = 2 << 30
-"""Bytes to read into, at most: enough for some tensors of any size, and pinned in less than a second."""
+"""Most bytes of pinned memory to read into: enough for several tensors of any size, and pinned in less than a second."""
 
 
 class SavedBytes(Block):
-    """Bytes of a storage, as they were when autograd saved a tensor over them.
+    """A block with the bytes of one storage, as they were when autograd saved a tensor over them.
 
     Args:
-        number: Number of storages saved before: identifies the bytes, in the store as well.
+        number: Number of storages saved before. It identifies the block, also in the store.
         storage: The storage.
-        span: First byte and end.
-        versioned: The tensor whose version counter tells of changes.
+        span: First byte to save, and end of the bytes to save.
+        versioned: The tensor whose version counter shows changes in place.
     """
 
     __slots__ = (
@@ -49,52 +49,52 @@ class SavedBytes(Block):
         source = flat_bytes(storage)[span[0] : span[1]]
         # A part would keep all of its storage in memory.
         self.source: torch.Tensor | None = source if source.nbytes == storage.nbytes() else source.clone()
-        """The bytes, until the block has them as its memory."""
+        """The bytes as a uint8 tensor, until :meth:`SavedMemory.take` makes them the block's memory; None from then on."""
         self.begin = span[0]
-        """Where they begin in the storage that ``storage_reference`` refers to."""
+        """Offset of the bytes in the storage that ``storage_reference`` refers to."""
         self.storage_reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        """The storage that was saved, or the one that the bytes were read into last."""
+        """Weak reference to the storage that was saved, or to the one that the bytes were last read into."""
         self.key = (storage._cdata, *span)
         self.number = number
         self.device = storage.device
-        """Where the bytes are used."""
+        """The device of the saved storage, to which the bytes return."""
         self.tensors: set[object] = set()
-        """Weak references to the saved tensors over these bytes that autograd has."""
+        """Weak references to the saved tensors over the block's bytes that autograd still keeps."""
         self.unpack_count = 0
-        """Number of these that autograd has asked for since the bytes were read."""
+        """Number of tensors over the block's bytes that autograd has unpacked since the bytes were read."""
         self.version = versioned._version
         self.read_back_version: int | None = None
-        """Version of tensors over the storage that the bytes were read into; None before they were."""
+        """Version of new tensors over the storage that the bytes were read into; None before the first read."""
         self._probe = version_of(versioned)
         self._computed = torch.cuda.current_stream(storage.device).record_event() if storage.is_cuda else None
 
     def wait_until_computed(self) -> None:
-        """Have the current stream of a device wait for what computes the bytes: they are written while another may be current."""
+        """Have the current CUDA stream wait for the kernels that compute the bytes, which may run on another stream."""
         if self._computed is not None:
             torch.cuda.current_stream(self.device).wait_event(self._computed)
 
     @property
     def uses(self) -> int:
-        """Number of saved tensors over these bytes that autograd has."""
+        """Number of saved tensors over the block's bytes that autograd still keeps."""
         return len(self.tensors)
 
     @property
     def current_version(self) -> int:
-        """The version that the tensor has now. Another than ``version`` means that it was changed in place."""
+        """Current version of the saved tensor. It differs from ``version`` if the tensor was changed in place."""
         return self._probe._version
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage with the bytes if anything keeps it in memory."""
+        """Return the storage that has the block's bytes, or None if the storage is gone."""
         return live_storage(self.storage_reference)
 
     def has_bytes_of(self, versioned: torch.Tensor) -> bool:
-        """Return whether the bytes are still those of a tensor over the same storage."""
+        """Return whether a tensor over the same storage still has the saved bytes, unchanged."""
         if self.read_back_version is not None:
             return versioned._version == self.read_back_version
         return versioned._version == self.version == self.current_version
 
     def refer_to(self, storage: torch.UntypedStorage, begin: int, version: int) -> None:
-        """Note where the bytes were read to, and the version of tensors over that."""
+        """Record the storage that the bytes were read into, their offset in it, and the version of tensors over it."""
         self.storage_reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.begin, self.read_back_version = begin, version
         self.unpack_count = 0
@@ -102,13 +102,13 @@ class SavedBytes(Block):
 
 
 class SavedMemory:
-    """Memory of saved bytes: that which they were saved in, or pinned memory to read them into.
+    """Memory for saved bytes: the memory in which they were saved, or pinned memory to read them into.
 
-    To give new memory its pages takes a third as long as the reading. So memory to read into is pinned once, half of the budget,
-    and a forward has the other half.
+    Faulting in new memory takes a third as long as reading into it. So half of the budget, up to 2 GiB, is an arena that is
+    pinned once for reads; blocks saved by a forward have the rest.
 
     Args:
-        budget: Bytes of both.
+        budget: Bytes for the arena and the saved blocks together.
     """
 
     separate_residents = False
@@ -116,37 +116,37 @@ class SavedMemory:
     def __init__(self, budget: int) -> None:
         self._arena = PinnedArena(min(budget // 2, _MOST_PINNED))
         self.read_ahead_bytes = self._arena.nbytes // 2
-        """Bytes that should be read ahead at most. Beside them, autograd has tensors that it computes with."""
+        """Most bytes to read ahead. The rest of the arena is for tensors that autograd computes with."""
         self.forward_limit = budget - self._arena.nbytes
-        """Bytes of blocks in a forward."""
+        """Most bytes of blocks in memory during a forward."""
         self.limit = self.forward_limit
-        """Bytes of blocks now."""
+        """Most bytes of blocks in memory at present, in a forward or a backward."""
         self._budget = budget
         self._limited = True
         self._other_bytes = 0  # of blocks that are not in the arena
 
     def set_limited(self, limited: bool) -> None:
-        """Set whether blocks have a limit of memory at all."""
+        """Set whether the budget limits the memory of blocks. It does not after a failed write, until the next step."""
         self._limited = limited
         self.begin_saving()
 
     def begin_saving(self) -> None:
-        """Set the limit of a forward."""
+        """Set the limit that applies during a forward."""
         self.limit = self.forward_limit if self._limited else sys.maxsize
 
     def begin_unpacking(self) -> None:
-        """Set the limit of a backward."""
+        """Set the limit that applies during a backward."""
         self.limit = self._budget if self._limited else sys.maxsize
 
     @property
     def allocated(self) -> int:
-        """Bytes of blocks outside of the arena, and all of the arena once it is pinned."""
+        """Bytes of blocks outside of the arena, and the whole arena if it is pinned."""
         return self._other_bytes + self._arena.allocated
 
     def take(self, block: Block) -> Memory | None:
-        """Return the bytes that were saved, or memory to read them into, within the budget.
+        """Return a block's saved bytes if it still has them, else memory to read into; None if the budget is used up.
 
-        Raises MemoryError if the system has none.
+        Raises MemoryError if the system has no memory.
         """
         assert isinstance(block, SavedBytes)
         source, block.source = block.source, None
@@ -163,7 +163,7 @@ class SavedMemory:
         return self._make(block)
 
     def _lend(self, nbytes: int) -> torch.Tensor | None:
-        """Return a part of the arena if it has room, and the budget has room for the arena."""
+        """Return a part of the arena; None if the arena is full, cannot be pinned, or does not fit into the budget."""
         if self._limited and not self._arena.allocated and self._other_bytes + self._arena.nbytes > self._budget:
             return None
         with contextlib.suppress(OutOfBuffers):  # the system has not so much memory to pin
@@ -171,7 +171,7 @@ class SavedMemory:
         return None
 
     def _make(self, block: SavedBytes) -> Memory:
-        """Return new memory to read into, where the bytes are used. Raises MemoryError."""
+        """Return new memory to read a block into, on the device where the bytes are used. Raises MemoryError."""
         try:
             if block.device.type != "cpu":
                 return _CountedMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.device), self._count)
@@ -182,14 +182,14 @@ class SavedMemory:
             raise MemoryError(f"no memory for {block.nbytes} bytes that autograd has saved: {error}") from error
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
-        """Like :meth:`take`, but beyond the limit. The arena gives up for it what it does not need."""
+        """Return memory for a block like :meth:`take`, beyond the limit if need be. An unused arena is unpinned first."""
         assert isinstance(block, SavedBytes)
         with defer_interrupts():  # it would leave bytes counted
             self._arena.trim()
             return self.take(block) or self._make(block)
 
     def trim(self) -> None:
-        """Unpin the memory to read into, if no tensor is in it."""
+        """Unpin the arena if no tensor is in it."""
         self._arena.trim()
 
     def _count(self, nbytes: int) -> None:
@@ -197,7 +197,7 @@ class SavedMemory:
 
 
 class _CountedMemory(OwnMemory):
-    """Memory that is counted while a block has it."""
+    """Memory of one block, counted in :attr:`SavedMemory.allocated` until it is released."""
 
     def __init__(self, buffer: torch.Tensor, count: Callable[[int], None]) -> None:
         super().__init__(buffer)
@@ -205,16 +205,16 @@ class _CountedMemory(OwnMemory):
         count(self.nbytes)
 
     def release(self) -> None:
-        """End the counting. The memory is freed with the last tensor over it."""
+        """Stop counting the memory. It is freed when the last tensor over it is dropped."""
         self._count(-self.nbytes)
 
 
 class WriteFailed(OSError):
-    """An error of writing. Errors of reading are other OSErrors.
+    """An error of writing a saved block. Errors of reading are other OSErrors.
 
     Args:
-        error: The error.
-        block: What was to be written, and is still in memory.
+        error: The error of the drive.
+        block: The block that could not be written. Its bytes are still in memory.
     """
 
     def __init__(self, error: OSError, block: SavedBytes) -> None:
@@ -226,7 +226,7 @@ class WriteFailed(OSError):
 
 
 class SavedBytesBacking:
-    """Reads and writes saved bytes in a store."""
+    """Reads saved bytes from a store and writes them to it, for a block cache."""
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
@@ -236,7 +236,7 @@ class SavedBytesBacking:
         return self._store.get(block.name, out=buffer)
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Start storing the buffer. Raises WriteFailed."""
+        """Start writing the buffer to the store. Raises WriteFailed."""
         assert isinstance(block, SavedBytes)
         if buffer.untyped_storage().nbytes() < buffer.nbytes:  # as FSDP does with what it gathers again for the backward
             raise WriteFailed(OSError(errno.EFAULT, "the storage of a saved tensor was resized"), block)
@@ -248,7 +248,7 @@ class SavedBytesBacking:
 
 
 class _Writing:
-    """A write to a store, whose error names the block."""
+    """A write to a store that reports its error as a WriteFailed with the block."""
 
     def __init__(self, future: StoreFuture[Any], block: SavedBytes) -> None:
         self._future, self._block = future, block
@@ -258,6 +258,6 @@ class _Writing:
         return self._future.done()
 
     def exception(self, timeout: float | None = None) -> OSError | None:
-        """Wait until the transfer has ended, and return its error as a WriteFailed, or None."""
+        """Wait until the write has ended, and return its error as a WriteFailed, or None."""
         error = self._future.exception(timeout)
         return error and WriteFailed(error, self._block)

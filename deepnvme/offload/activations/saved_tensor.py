@@ -1,4 +1,4 @@
-"""A tensor that autograd saves, as bytes of a storage and how to look at them."""
+"""Tensors that autograd saves, each represented by the bytes of a storage and a view of them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _ALIGNMENT = 64
-"""Of torch's memory on the CPU. Bytes come back at an address that is the same modulo this: sums may be done in another order
-otherwise."""
+"""Alignment in bytes of torch's memory on the CPU.
+
+Saved bytes are read back to an address that is the same modulo this number. Otherwise kernels might sum in another order.
+"""
 
 
 class View(NamedTuple):
-    """Dtype, shape, strides and offset by which saved bytes become the tensor again."""
+    """Dtype, shape, strides and offset that turn saved bytes into a tensor again."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Bytes from the beginning of the saved bytes to the first element."""
+    """Bytes from the beginning of the saved bytes to the tensor's first element."""
     conjugated: bool
     negated: bool
 
     def on(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
-        """Return a new tensor over saved bytes that begin at byte ``start`` of a storage. It has a version counter of its own."""
+        """Return a new tensor, with its own version counter, over saved bytes that begin at byte ``start`` of a storage."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, (start + self.offset) // self.dtype.itemsize, self.shape, self.stride)
         if self.conjugated:
@@ -52,7 +54,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def may_share_memory(tensor: torch.Tensor) -> bool:
-    """Return whether other tensors may have the tensor's memory. False only if that is sure."""
+    """Return whether other tensors may share the tensor's memory. False means that none does."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None or tensor.layout is not torch.strided:
         return True
@@ -67,15 +69,15 @@ def is_distributed(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 
 def is_kept_by_user(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter or a leaf that requires gradients, or a view of one: its user has it in memory."""
+    """Return whether a tensor is a parameter, a leaf that requires gradients, or a view of one: its user keeps the memory."""
     base = tensor if tensor._base is None else tensor._base
     return isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
 def span_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Return which bytes of its storage are saved for a tensor: first and end.
+    """Return which bytes of its storage to save for a tensor, as (first byte, end).
 
-    All if the tensor spans at least half of them, since other views are often saved as well.
+    If the tensor spans at least half of its storage, all bytes are saved, since other views of it are often saved as well.
     """
     itemsize = tensor.element_size()
     begin = int(tensor.storage_offset()) * itemsize
@@ -86,7 +88,7 @@ def span_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, i
 
 
 def view_of(tensor: torch.Tensor, start: int) -> View:
-    """Return how a tensor looks at bytes that begin at byte ``start`` of its storage."""
+    """Return the view by which a tensor is found in bytes that begin at byte ``start`` of its storage."""
     offset = int(tensor.storage_offset()) * tensor.element_size() - start
     return View(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
@@ -101,7 +103,7 @@ def live_storage(reference: Any) -> torch.UntypedStorage | None:
 
 
 class UserHeldStorages:
-    """Storages that have outlived the tensors that autograd saved over them, as those of weights do: to write them is in vain."""
+    """Storages that have outlived the tensors that autograd saved over them, such as weights. Writing them frees no memory."""
 
     def __init__(self) -> None:
         self._references: dict[int, Any] = {}  # by the address of the storage
@@ -123,7 +125,7 @@ class UserHeldStorages:
 
 
 def version_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor that has the version counter of another, and nothing of its memory."""
+    """Return an empty tensor that shares the version counter of ``tensor``, but not its memory."""
     probe = tensor.detach()
     if is_distributed(probe):
         probe._local_tensor = torch.empty(0)
@@ -133,10 +135,15 @@ def version_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_version(now: int, saved: int, description: Callable[[], str]) -> None:
-    """Check that a tensor was not changed in place since it was saved, as torch does where there are no hooks.
+    """Check that a tensor was not changed in place since it was saved, as torch does without hooks for saved tensors.
+
+    Args:
+        now: The tensor's version now.
+        saved: The tensor's version when it was saved.
+        description: Returns a description of the tensor, for the message.
 
     Raises:
-        RuntimeError: If it was.
+        RuntimeError: If the versions differ.
     """
     if now != saved:
         raise RuntimeError(
@@ -146,7 +153,7 @@ def check_version(now: int, saved: int, description: Callable[[], str]) -> None:
 
 
 class KeptTensor:
-    """A tensor that autograd has saved, and that stays in memory.
+    """A saved tensor that stays in memory.
 
     Args:
         tensor: The tensor.
@@ -160,13 +167,13 @@ class KeptTensor:
         self._version = tensor._version
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor. Raises RuntimeError if it was changed in place since."""
+        """Return the tensor. Raises RuntimeError if it was changed in place since it was saved."""
         check_version(self._tensor._version, self._version, lambda: f"{self._tensor.dtype} tensor")
         return self._tensor
 
 
 class Packed(Protocol):
-    """What a pack hook returns: autograd keeps it in place of the saved tensor."""
+    """What a pack hook returns, and autograd keeps in place of the saved tensor."""
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor as autograd has saved it."""
@@ -178,10 +185,10 @@ def unpack_saved(packed: Packed) -> torch.Tensor:
 
 
 class SavedDTensor:
-    """A DTensor that autograd has saved by its local tensor.
+    """A saved DTensor, of which the local tensor is kept.
 
-    Other subclasses stay in memory: nothing says how changes in place show in their inner tensors, and one that is made of these
-    may be another (a jagged one has a new symbolic size then).
+    Tensors of other subclasses stay in memory: torch does not say how a change in place shows in their inner tensors, and a
+    tensor rebuilt from these may differ (a jagged tensor gets a new symbolic size).
 
     Args:
         tensor: The DTensor.
@@ -196,7 +203,7 @@ class SavedDTensor:
         self._shape, self._stride = tensor.size(), tensor.stride()
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor. Raises what unpacking the local one raises."""
+        """Return the DTensor. Raises what unpacking the local tensor raises."""
         local = self._local.unpack()
         with torch.no_grad():
             made: torch.Tensor = self._kind.from_local(

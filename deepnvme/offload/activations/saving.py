@@ -1,4 +1,4 @@
-"""Tensors that autograd saves for the backward, on a drive."""
+"""The context manager :class:`save_on_disk`, which moves tensors that autograd saves for the backward to a drive."""
 
 from __future__ import annotations
 
@@ -43,22 +43,25 @@ class save_on_disk:
     ...         loss = model(batch).sum()
     ...     loss.backward()
 
-    It is used like ``torch.autograd.graph.save_on_cpu``. What is saved stays in memory up to the budget. Beyond it, the oldest is
-    written while the forward goes on, and read again, in reverse order, while the backward does. Results are the same bits.
+    It is used like ``torch.autograd.graph.save_on_cpu``. Saved tensors stay in memory up to the budget. Beyond it, the oldest
+    ones are written during the forward, and read back, in reverse order, during the backward. Results have the same bits as
+    without it.
 
-    Not written are parameters and views of them, tensors that their user keeps in memory (from the second time they are saved
-    on), tensors of fewer than ``min_bytes`` bytes, and sparse, quantized and nested ones, or those of a subclass other than
-    DTensor; nor what a backward inside of the context saves, such as layers that ``torch.utils.checkpoint`` with
-    ``use_reentrant=True`` computes again. A storage that several saved tensors share is written once. A tensor that was changed
-    in place after it was saved is an error in the backward, as without hooks. Bytes are freed when autograd drops the tensor:
-    at the end of a backward, or when a graph without one is dropped.
+    These tensors are not written: parameters and views of them; tensors that their user keeps in memory (from the second time
+    they are saved on); tensors of fewer than ``min_bytes`` bytes; sparse, quantized and nested tensors, and those of a subclass
+    other than DTensor; and tensors that are saved while a backward runs inside of the context, such as those of layers that
+    ``torch.utils.checkpoint`` with ``use_reentrant=True`` computes again.
 
-    A device's tensors count with what they take on the device, so there the budget is of its memory.
+    A storage that several saved tensors share is written once. A tensor that was changed in place after it was saved is an error
+    in the backward, as without hooks. Bytes are freed when autograd drops the tensor: at the end of a backward, or when a graph
+    whose backward never runs is dropped.
+
+    For tensors on a CUDA device, the budget limits the memory that they take on the device.
 
     An object may be entered once a step, as above, or for parts of the forward; several times at a time, and by several threads.
-    Objects with the same paths and options share their files, so a new one for each step is as good. The files are in a directory
-    of the process's own below each path. They are removed by :meth:`close` and at exit, and those of a process that was killed by
-    the next that uses the path.
+    Objects with the same paths and options share their files, so making a new one for each step costs nothing. The files are in
+    a directory of the process's own below each path. They are removed by :meth:`close` and at exit; those of a killed process are
+    removed by the next process that uses the path.
 
     If the drive fails a write, or is full, tensors stay in memory for the rest of the step, with a RuntimeWarning. If it fails a
     read, the backward raises OSError with errno and file. If the computation waits for the drive for a quarter of several steps,
@@ -66,15 +69,14 @@ class save_on_disk:
 
     Args:
         path: Directory, created if it is missing; or several, on several drives, over which large tensors are striped.
-        memory_budget: Bytes of saved tensors that are in memory at a time: those that stay, and those on the way to and from the
-            drive. More only for a single tensor that is larger. Or "8GB", "25%", "auto", see
-            :data:`deepnvme.memory.MemoryBudget`: of what is available when the first of the objects that share the files is
-            entered.
+        memory_budget: Most bytes of saved tensors in memory, those on their way to and from the drive included. Only a single
+            tensor that is larger takes more. Or "8GB", "25%", "auto", see :data:`deepnvme.memory.MemoryBudget`: shares are of the
+            memory available when the first of the objects that share the files is entered.
         min_bytes: Tensors that span fewer bytes stay in memory, and do not count for the budget; or a size such as "1MiB".
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
-        TypeError, ValueError: If no path is given, or a number of bytes is none, or negative.
+        TypeError, ValueError: If no path is given, or ``memory_budget`` or ``min_bytes`` is not a number of bytes, or negative.
     """
 
     def __init__(
@@ -104,12 +106,12 @@ class save_on_disk:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle what it was made with. Objects made with the same share their files."""
+        """Copy and pickle the constructor's arguments. Objects made with the same arguments share their files."""
         make = functools.partial(save_on_disk, memory_budget=self._memory_budget, min_bytes=self._min_bytes, config=self._config)
         return make, (self._paths,)
 
     def __enter__(self) -> save_on_disk:
-        """Raises OSError if the files cannot be created."""
+        """Enter the context. Raises OSError if the files cannot be created."""
         store = _uncompiled(self._shared_store)()
         pack, unpack = _uncompiled(lambda tensor: self._pack(store, tensor)), _uncompiled(unpack_saved)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -132,7 +134,7 @@ class save_on_disk:
         _uncompiled(self._leave)(self._open.contexts[-1])
 
     def _leave(self, context: _Context) -> None:
-        """Leave a context, as far as it was entered."""
+        """Leave a context, also one that was only partly entered."""
         with defer_interrupts():
             if context in self._open.contexts:
                 self._open.contexts.remove(context)
@@ -140,14 +142,14 @@ class save_on_disk:
         context.store.leave(context)
 
     def report(self) -> ActivationReport:
-        """Return what the newest step has done so far. A step is a forward in this context and the backward that follows."""
+        """Return the report of the newest step so far. A step is a forward in this context and the backward that follows."""
         store = _stores.get(self._key())
         return StepCounts().report(0, 0) if store is None else store.report()
 
     def close(self) -> None:
         """Wait for transfers, and remove the files. Idempotent; the object can be used again afterwards.
 
-        A backward that needs tensors on the drive raises RuntimeError then, also if another object with the same paths and
+        A later backward that needs tensors on the drive raises RuntimeError, also if another object with the same paths and
         options has saved them.
         """
         key = self._key()
@@ -183,7 +185,7 @@ class save_on_disk:
         return os.getpid(), self._paths, self._memory_budget, self._config
 
     def _shared_store(self) -> ActivationStore:
-        """Return the store of all objects with these paths and options."""
+        """Return the store that all objects with the same paths and options share. Makes one if there is none."""
         with _sharing:
             key = self._key()
             if key not in _stores or _stores[key].closed:
@@ -194,7 +196,7 @@ class save_on_disk:
 
 @dataclass(eq=False)
 class _Context:
-    """A ``with`` statement of :class:`save_on_disk` that is under way."""
+    """An open ``with`` statement of :class:`save_on_disk`."""
 
     store: ActivationStore
     hooks: torch.autograd.graph.saved_tensors_hooks
@@ -208,7 +210,7 @@ class _OpenContexts(threading.local):
 
 
 def _uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Return a function that torch.compile does not look into, also if what calls it is compiled."""
+    """Return the function excluded from torch.compile, so that it runs as plain Python even in compiled code."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
         return function
     disabled: Callable[Parameters, Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
@@ -221,14 +223,14 @@ _sharing = threading.Lock()
 
 @atexit.register
 def _close_all() -> None:
-    """Remove the files at the interpreter's exit."""
+    """Close all stores and remove their files, at the interpreter's exit."""
     for store in list(_stores.values()):
         with contextlib.suppress(OSError):
             store.close()
 
 
 def _renew_lock() -> None:
-    """In a forked child, where a thread that is not there may have it."""
+    """Replace the lock in a forked child, where a thread of the parent may have held it."""
     global _sharing
     _sharing = threading.Lock()
 

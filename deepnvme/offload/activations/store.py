@@ -1,4 +1,4 @@
-"""The bytes that autograd has saved: in memory as far as a budget allows, otherwise on a drive, and back before the backward."""
+"""Store for the bytes that autograd has saved: in memory as far as a budget allows, otherwise on a drive until the backward."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from .unpack_order import UnpackOrder
 from .write_behind import WriteBehindPolicy
 
 _MOST_READ_AHEAD = 128
-"""Saved storages that are read ahead at a time: to list more takes longer than to read a small one."""
+"""Most saved storages to read ahead at a time. Listing more takes longer than reading a small one."""
 _MOST_LOOKED_AT = 512
-"""Numbers of saves that are looked at to find those. Some were dropped, or are in memory."""
+"""Most numbers of saves to examine when storages to read ahead are looked for: some were dropped, or are in memory."""
 _SLOW = 0.25
-"""A step that waits for the drive for a larger part of its time is slow."""
+"""Share of a step's time above which waiting for the drive makes it a slow step."""
 _SLOW_STEPS = 3
-"""So many slow steps in a row are worth a warning. The first one alone may be slow because it creates the files."""
+"""Number of slow steps in a row that lead to a warning. One alone may be slow because it creates the files."""
 _FREE_SECONDS = 0.05
-"""Until what autograd drops is freed if nobody saves or unpacks a tensor meanwhile."""
+"""Seconds after which a thread frees dropped tensors, if no call has freed them before."""
 _PREFIX = "deepnvme-activations"
 
 
 class SavedTensor:
-    """A tensor that autograd has saved. Its bytes are kept until it is dropped, see :class:`_SavedTensorReference`.
+    """A tensor that autograd has saved. Its bytes are kept until autograd drops it, see :class:`_SavedTensorReference`.
 
     Args:
-        store: Has the bytes.
+        store: The store that keeps the bytes.
         saved: The bytes.
-        view: How the tensor looks at them.
+        view: The view that makes the tensor of the bytes.
     """
 
     __slots__ = ("__weakref__", "_saved", "_store", "_view")
@@ -63,10 +63,10 @@ class SavedTensor:
 
 
 class _SavedTensorReference(weakref.ref[SavedTensor]):
-    """A weak reference to a saved tensor, whose bytes are kept as long as the tensor is there.
+    """A weak reference to a saved tensor, whose bytes are kept until autograd drops the tensor.
 
-    Its callback notes that the tensor was dropped, and must run no Python code. A Ctrl-C that comes while torch computes is
-    raised by the Python code that runs next, and a finalizer would swallow it.
+    The reference's callback records that the tensor was dropped, and must run no Python code: a Ctrl-C that comes while torch
+    computes is raised by the Python code that runs next, and a finalizer would swallow it.
     """
 
     __slots__ = ("saved",)
@@ -81,12 +81,12 @@ Result = TypeVar("Result")
 def _locked(
     method: Callable[Concatenate[ActivationStore, Parameters], Result],
 ) -> Callable[Concatenate[ActivationStore, Parameters], Result]:
-    """Call a method of the store with its lock held, after freeing what was dropped.
+    """Decorate a method of the store so that it holds the lock, and frees dropped tensors first.
 
-    It raises RuntimeError in a forked child, where the lock may be held by a thread that is not there.
+    The method raises RuntimeError in a forked child, where a thread of the parent may hold the lock forever.
 
-    Not a generator: if Ctrl-C left one suspended, its traceback would keep the lock, which :meth:`ActivationStore.leave` takes
-    while the KeyboardInterrupt is on its way.
+    This is no generator-based context manager: a Ctrl-C could leave the generator suspended, and its traceback would keep the
+    lock, which :meth:`ActivationStore.leave` takes while the KeyboardInterrupt propagates.
     """
 
     def locked(self: ActivationStore, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -104,15 +104,15 @@ def _locked(
 class ActivationStore:
     """Keeps the bytes of saved tensors, in memory and on drives. Thread-safe.
 
-    The oldest are written, as far as the memory is needed; the newest, which a backward wants first, stay. When a backward wants
-    some, those saved before them are read as far as there is room.
+    When memory is needed, the oldest bytes are written; the newest, which a backward wants first, stay in memory. When a backward
+    unpacks a tensor, bytes that it will want next are read ahead, as far as there is room.
 
-    What autograd drops is only noted at first, since that may happen anywhere, in the middle of any method. The next call that
-    takes the lock frees it. If there is none, a thread does, which runs as long as anything is kept.
+    A tensor that autograd drops is only recorded at first, since autograd may drop it in the middle of any method. The next call
+    that takes the lock frees its bytes. If no call comes, a thread does so, which runs as long as any bytes are kept.
 
     Args:
         paths: Directories, on one or several drives.
-        memory_budget: Bytes in memory, except for what autograd itself keeps.
+        memory_budget: Most bytes in memory, except for what autograd itself keeps.
         config: Settings of the engine; None for the profile of the drive.
 
     Raises:
@@ -152,18 +152,18 @@ class ActivationStore:
 
     @_locked
     def enter(self, context: object) -> ActivationReport | None:
-        """Note that a context is open, until it is left or dropped.
+        """Record that a context is open, until it is left or garbage-collected.
 
-        It begins a new step if it is the only one, and something of the last step was unpacked, or nothing of it is left.
+        A new step begins if no other context is open and, of the last step, a tensor was unpacked or none is left.
 
         Returns:
-            The report of the last step, if it was one of several slow ones in a row: to warn of, once.
+            The report of the last step, if it was the last of several slow ones in a row and the user must be warned; else None.
         """
         self._contexts.add(context)
         return self._begin_step() if len(self._contexts) == 1 and (self._unpacked or not self._live) else None
 
     def _begin_step(self) -> ActivationReport | None:
-        """Begin a step. Returns like :meth:`enter`."""
+        """Begin a step, and return a report to warn of, like :meth:`enter`."""
         last = self.report()
         self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
         self._unpacked = False
@@ -180,7 +180,7 @@ class ActivationStore:
         return None
 
     def leave(self, context: object) -> None:
-        """Note that a context was left. Idempotent."""
+        """Record that a context was left. Idempotent."""
         if os.getpid() == self._process:
             self._leave(context)
 
@@ -190,22 +190,22 @@ class ActivationStore:
         self._cache.poll()
 
     def report(self) -> ActivationReport:
-        """Return what the newest step has done so far. Takes no lock: signal handlers may ask for it."""
+        """Return the report of the newest step so far. Takes no lock, so that signal handlers can call it."""
         return self._step.report(self._cache.bytes_written, self._cache.bytes_read)
 
     # Saving
 
     def pack(self, tensor: torch.Tensor, versioned: torch.Tensor, min_bytes: int) -> SavedTensor | None:
-        """Take over the bytes of a plain tensor. May block until others are written.
+        """Save a tensor: take over its bytes. May block until older bytes are written.
 
         Args:
-            tensor: The tensor.
-            versioned: The tensor whose version counter tells of changes of the bytes: the same, or one that wraps it.
-            min_bytes: Bytes from which it is taken over.
+            tensor: A plain tensor, see :func:`is_plain`.
+            versioned: The tensor whose version counter shows changes of the bytes: the same one, or a tensor that wraps it.
+            min_bytes: Tensors that span fewer bytes are not taken over.
 
         Returns:
-            What stands for the tensor; None if it has fewer than ``min_bytes`` bytes, its user keeps it in memory anyway, or the
-            drive cannot be written.
+            What autograd keeps in place of the tensor; None if the tensor has to stay in memory, since it has fewer than
+            ``min_bytes`` bytes, its user keeps it in memory anyway, or the drive cannot be written.
 
         Raises:
             RuntimeError: In a forked child, or after :meth:`close`.
@@ -246,7 +246,7 @@ class ActivationStore:
         return packed
 
     def _take_over(self, saved: SavedBytes) -> None:
-        """Hold the bytes in memory, once there is room for them."""
+        """Add saved bytes to the cache as a block in memory, as soon as there is room. May block."""
         self._memory.begin_saving()
         with self._step.waiting_forward:
             self._write_excess(saved.nbytes)
@@ -258,12 +258,12 @@ class ActivationStore:
         self._step.saved(saved.nbytes, self._memory.allocated)
 
     def _write_excess(self, nbytes: int) -> None:
-        """Start to write the oldest if there is no room for ``nbytes`` more."""
+        """Start writing the oldest bytes if there is no room for ``nbytes`` more."""
         for saved in self._write_behind.due(nbytes, self._step.saved_bytes, self._memory.limit):
             self._cache.write(saved)
 
     def _suspend(self, error: OSError) -> None:
-        """Save no more until the next step, and have all that is in memory stay there, since writing has failed."""
+        """Stop writing until the next step, after a failed write: all tensors stay in memory, without a limit."""
         if not self._suspended:
             self._suspended = True
             self._memory.set_limited(False)
@@ -278,7 +278,8 @@ class ActivationStore:
         """Return a tensor as it was saved. Blocks until its bytes are in memory.
 
         Raises:
-            RuntimeError: If it was changed in place since; in a forked child; or if it is on the drive and the store is closed.
+            RuntimeError: If the tensor was changed in place since; in a forked child; or if it is on the drive and the store is
+                closed.
             OSError: From reading.
         """
         check_version(saved.current_version, saved.version, lambda: str(view))
@@ -301,7 +302,7 @@ class ActivationStore:
         return tensor
 
     def _read(self, saved: SavedBytes, view: View) -> torch.UntypedStorage:
-        """Begin a use of bytes that are on the drive, and return a storage with them."""
+        """Begin a use of bytes that are not in memory, and return the storage that they are read into. Blocks."""
         if self.closed and not saved.in_memory:
             raise RuntimeError(f"the {view} that autograd has saved is gone: its directory was closed")
         with self._step.waiting_backward:
@@ -321,7 +322,7 @@ class ActivationStore:
         return storage
 
     def _acquire(self, saved: SavedBytes) -> None:
-        """Have the bytes in memory. What could not be written stays there."""
+        """Bring a block into memory. If writing another one to make room fails, that one stays in memory, too."""
         while True:
             try:
                 return self._obtain(lambda: self._cache.acquire([saved]))
@@ -329,7 +330,7 @@ class ActivationStore:
                 self._suspend(error)
 
     def _obtain(self, begin_use: Callable[[], None]) -> None:
-        """Begin a use of a block. Raises WriteFailed if something could not be written that is still wanted."""
+        """Begin a use of a block. Raises WriteFailed if a block that autograd still keeps could not be written."""
         while True:
             try:
                 return begin_use()
@@ -340,7 +341,7 @@ class ActivationStore:
                     raise
 
     def _upcoming(self, saved: SavedBytes) -> list[Use]:
-        """Return what is wanted next: bytes of which some tensors were unpacked and others not, then what is on the drive."""
+        """Return the blocks that the backward wants next: first partly unpacked ones, then those to read from the drive."""
         self._partly_unpacked = [each for each in self._partly_unpacked if each.unpack_count < each.uses and each.in_memory]
         uses = [Use(each) for each in self._partly_unpacked]
         room = max(self._memory.read_ahead_bytes, saved.nbytes)
@@ -358,7 +359,7 @@ class ActivationStore:
     # Freeing
 
     def _start_helper(self) -> None:
-        """Start the thread that frees, unless it runs. Without it, as where the system has no more threads, callers free."""
+        """Start the thread that frees dropped tensors, unless it runs. If the system has no thread left, callers free them."""
         if self._helper is None and not self._ended.is_set():
             helper = threading.Thread(target=self._free_behind, name=_PREFIX, daemon=True)
             with contextlib.suppress(RuntimeError):
@@ -366,7 +367,7 @@ class ActivationStore:
                 self._helper = helper
 
     def _free_behind(self) -> None:
-        """Free what is dropped while nobody calls, until nothing is left. Runs in a thread."""
+        """Free dropped tensors while nobody calls a method, until no bytes are left. Runs in a thread."""
         while not self._ended.wait(_FREE_SECONDS):
             with self._lock:
                 self._free()
@@ -375,7 +376,7 @@ class ActivationStore:
                     return
 
     def _free(self) -> None:
-        """Free what nobody has any more. Never waits for a transfer. Call with the lock held."""
+        """Free the bytes of tensors that autograd has dropped. Never waits for a transfer. Call with the lock held."""
         if self._dropped or self._ending:
             with defer_interrupts():
                 self._free_dropped()  # whose variables go meanwhile too: finalizers of torch's would swallow a Ctrl-C
@@ -400,12 +401,12 @@ class ActivationStore:
                 self._ending.popleft()
 
     def _unlink_storage(self, saved: SavedBytes) -> None:
-        """Do not take these bytes for those of their storage any more."""
+        """Forget which storage the bytes belong to, so that the storage is saved anew when autograd saves it next."""
         if self._known.get(saved.key) is saved:
             del self._known[saved.key]
 
     def _free_bytes(self, saved: SavedBytes) -> None:
-        """Free bytes that are not in transfer, in memory and on the drive."""
+        """Free saved bytes in memory and on the drive. They must not be in transfer."""
         self._cache.discard(saved)
         saved.source = None
         if saved.read_back_version is None and not saved.storage_reference.expired():
@@ -416,7 +417,7 @@ class ActivationStore:
     # The end
 
     def close(self) -> None:
-        """Wait for transfers, and remove the files. What is in memory can still be unpacked. Idempotent."""
+        """Wait for transfers, and remove the files. Tensors in memory can still be unpacked. Idempotent."""
         if os.getpid() != self._process:
             return
         self._end_transfers()

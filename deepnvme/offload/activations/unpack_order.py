@@ -1,4 +1,4 @@
-"""In which order a backward unpacks what the forward has saved."""
+"""Prediction of the order in which a backward unpacks the tensors that the forward has saved."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 
 class UnpackOrder:
-    """Predicts what is wanted next: what followed in the last step, or, in the first step, what was saved before.
+    """Predicts which saved storages a backward unpacks next: those that followed in the last step.
 
-    Saves are numbered. A step is expected to save what the last one did, so its saves are known by their numbers from its
-    beginning. The order is not simply reversed: all tensors of a compiled block are wanted together, in the order of saving.
+    In the first step, it predicts those that were saved before. Saves are numbered. A step is expected to save what the last one
+    did, so that a save is known by its number counted from the beginning of the step. The order is not simply reversed: all
+    tensors of a compiled block are wanted together, in the order of saving.
     """
 
     def __init__(self) -> None:
@@ -19,7 +20,7 @@ class UnpackOrder:
         self._places: dict[int, int] = {}
 
     def begin_step(self, first: int) -> None:
-        """Begin a step, which what is noted from now on belongs to.
+        """Begin a step. Later calls of :meth:`note` belong to it.
 
         Args:
             first: Number of the step's first save.
@@ -31,12 +32,12 @@ class UnpackOrder:
         self._first = first
 
     def note(self, number: int) -> None:
-        """Record that the backward has unpacked this save; saves of earlier steps are ignored."""
+        """Record that the backward has unpacked save ``number``. Saves of earlier steps are ignored."""
         if number >= self._first:
             self._unpacked.setdefault(number - self._first)
 
     def after(self, number: int) -> Iterator[int]:
-        """Yield the numbers of the saves that are wanted after this one, some of which may be gone."""
+        """Yield the numbers of the saves that are expected after save ``number``. Some may have been dropped."""
         place = self._places.get(number - self._first)
         if place is None:
             yield from range(number - 1, -1, -1)

@@ -1,4 +1,4 @@
-"""Which of the saved bytes are written to the drive, and when."""
+"""Choice of the saved bytes that are written to the drive, and when."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from .saved_bytes import SavedBytes
 
 _AHEAD_BYTES = 128 << 20
-"""Bytes that are written before their memory is needed, at most half of the limit: enough to keep a drive busy meanwhile."""
+"""Bytes to write before their memory is needed, at most half of the limit: enough to keep a drive busy meanwhile."""
 
 
 class WriteBehindPolicy:
-    """Chooses the oldest, and no more than have to make room.
+    """Chooses which saved bytes to write: the oldest, and only as many as needed to make room.
 
-    A step is expected to save as much as the last two. So what it will have no room for is written from its beginning on, and no
-    more than that. If it saves more, or is the first, some is written ahead of the need.
+    A step is expected to save as many bytes as the last two steps, the smaller number if they differ. As many of them as will not
+    fit into memory are written from the beginning of the step on. If a step saves more than expected, or is the first, some bytes
+    are written before their memory is needed.
     """
 
     def __init__(self) -> None:
@@ -26,33 +27,33 @@ class WriteBehindPolicy:
 
     @property
     def candidate_bytes(self) -> int:
-        """Bytes that are in memory only, and may be chosen."""
+        """Bytes that are in memory only, and were not chosen yet."""
         return self._candidate_bytes
 
     def begin_step(self, last_saved_bytes: int) -> None:
-        """Begin a step, given how many bytes the last one has saved."""
+        """Begin a step, after one that has saved ``last_saved_bytes`` bytes."""
         self._chosen_bytes = 0
         if last_saved_bytes:
             self._last_saved_bytes = (last_saved_bytes, self._last_saved_bytes[0])
 
     def add(self, saved: SavedBytes) -> None:
-        """Add the bytes that were saved last."""
+        """Add newly saved bytes as the newest candidate."""
         self._candidates[saved] = None
         self._candidate_bytes += saved.nbytes
 
     def remove(self, saved: SavedBytes) -> None:
-        """Do not choose these bytes any more. Does nothing if they were chosen."""
+        """Remove a candidate. Does nothing if it was chosen already."""
         if saved in self._candidates:
             del self._candidates[saved]
             self._candidate_bytes -= saved.nbytes
 
     def due(self, nbytes: int, saved_bytes: int, limit: int) -> Iterator[SavedBytes]:
-        """Yield what is to be written now, the oldest first. It is a candidate until the next one is asked for.
+        """Yield the saved bytes to write now, the oldest first. One stays a candidate until the next one is asked for.
 
         Args:
             nbytes: Bytes that are about to be saved.
-            saved_bytes: Bytes that were saved in this step.
-            limit: Bytes that all may have in memory.
+            saved_bytes: Bytes that this step has saved so far.
+            limit: Most bytes of saved tensors in memory.
         """
         expected = min(self._last_saved_bytes)  # sizes may alternate
         certain = expected - limit

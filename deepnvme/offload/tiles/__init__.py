@@ -1,4 +1,4 @@
-"""Large layers in tiles, modules that are used one after the other, so that a layer need not fit into memory."""
+"""Large layers cut into tiles: modules that are used one after the other, so that a whole layer need not fit into memory."""
 
 from deepnvme._lazy import public_names
 

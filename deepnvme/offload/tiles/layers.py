@@ -1,4 +1,4 @@
-"""A linear layer and an embedding whose weights are in tiles, each a module of its own that is used by itself."""
+"""A linear layer and an embedding whose weights are cut into tiles, each of which is a module of its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 ALIGNED_ROWS = 96
-"""Tiles of at least so many rows begin at a multiple of it: the bits of a row then do not depend on the tile that it is in.
+"""Tiles with at least this many rows begin at a multiple of it.
 
-Measured with MKL: float64 needs a multiple of 24, float32 of 8; bfloat16 (oneDNN) needs none.
+The bits of a row then do not depend on the tile that has it. Measured with MKL: float64 needs a multiple of 24, float32 of 8;
+bfloat16 (oneDNN) needs none.
 """
 
 Slices = tuple[slice, ...]
@@ -22,30 +23,30 @@ _Layer = TypeVar("_Layer", bound="TiledLayer")
 
 
 class Part(NamedTuple):
-    """A parameter of one tile, as a part of the whole layer's parameter of the same name."""
+    """One tile's part of a parameter of the whole layer."""
 
     tile: int
-    """Index in ``tiles``."""
+    """Index of the tile in the layer's ``tiles``."""
     slices: Slices
-    """Where it is in the whole parameter, one slice for each dimension."""
+    """Where the part lies in the whole parameter: one slice for each dimension."""
 
 
 class TiledLayer(nn.Module):
-    """A layer whose parameters are cut into those of smaller layers, its ``tiles``."""
+    """A layer whose parameters are divided among smaller layers, its ``tiles``."""
 
     tiles: nn.ModuleList
 
     def parts(self) -> dict[str, list[Part]]:
-        """Return the parts of each parameter of the whole layer, by its name."""
+        """Return how each parameter of the whole layer is divided among the tiles, by the parameter's name."""
         raise NotImplementedError
 
     def take_over(self: _Layer, layer: nn.Module, taken: dict[tuple[int, str], nn.Parameter] | None = None) -> _Layer:
-        """Make the parameters of a whole layer those of the tiles, and its mode that of this one.
+        """Give the tiles the parameters of a whole layer, and this layer its training mode.
 
         Args:
             layer: The whole layer. Tiles that are contiguous in its memory share it; others get copies.
-            taken: Parts that were taken over before, by the ``id`` of the whole parameter and the part's slices. They are
-                used again, and new ones are added.
+            taken: Tile parameters made by earlier calls, by the ``id`` of the whole parameter and the text of the slices. They
+                are used again for tied parameters, and new ones are added.
 
         Returns:
             This layer.
@@ -61,7 +62,7 @@ class TiledLayer(nn.Module):
         return self.train(layer.training)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
-        """Cut the parameters of a whole layer, if the state dict has them, into those of the tiles, which are loaded next."""
+        """Cut parameters of the whole layer, if the state dict has them, into the tiles' parameters, which torch loads next."""
         assign = local_metadata.get("assign_to_params_buffers", False)
         error_messages = args[-1]
         for name, parts in self.parts().items():
@@ -89,15 +90,16 @@ class TiledLayer(nn.Module):
 
 
 class TiledLinear(TiledLayer):
-    """A :class:`torch.nn.Linear` whose weight is in tiles, which are used one after the other, forward and backward.
+    """A :class:`torch.nn.Linear` whose weight is cut into tiles, used one after the other in forward and backward.
 
-    ``tiles`` are ordinary :class:`torch.nn.Linear` modules, with parameters, hooks and gradients of their own. Those of the
-    first outputs come first, and among these those of the first inputs. What a tile computes is put into the whole output at
-    once, so that beside it there is the output of one tile at a time.
+    ``tiles`` are ordinary :class:`torch.nn.Linear` modules, with parameters, hooks and gradients of their own. They are in the
+    order of their outputs, and those with the same outputs in the order of their inputs. The output of a tile is written into
+    the whole output at once, so that in addition there is the output of only one tile at a time.
 
-    Split by outputs, the output and the gradients of weight and bias have the bits of :class:`torch.nn.Linear` as far as the
-    matrix multiplication computes a row alike in matrices of other heights (see the guide). The gradient of the input is a sum
-    over the tiles, and equal within its rounding. Split by inputs, so is the output.
+    If the layer is split by outputs only, its output and the gradients of weight and bias have the bits of
+    :class:`torch.nn.Linear`, as far as the matrix multiplication computes a row alike in matrices of other heights (see the
+    guide). The gradient of the input is a sum over the tiles, and equal up to rounding. If the layer is split by inputs, the
+    output is such a sum as well.
 
     ``load_state_dict`` takes the state dict of a :class:`torch.nn.Linear` as well as one with the tiles' names, which
     ``state_dict`` returns; :func:`untiled_state_dict` returns the former.
@@ -143,24 +145,24 @@ class TiledLinear(TiledLayer):
     def from_linear(
         cls, linear: nn.Linear, *, out_splits: int | Sequence[int] = 1, in_splits: int | Sequence[int] = 1
     ) -> TiledLinear:
-        """Make a tiled layer of a linear one, which is not to be used any more.
+        """Return a tiled layer with the parameters of a linear layer. The linear layer must not be used afterwards.
 
         Args:
-            linear: A :class:`torch.nn.Linear`, on any device, ``"meta"`` too. Tiles of a split by outputs share
-                its memory: nothing is copied. Those of a split by inputs are copies.
+            linear: A :class:`torch.nn.Linear`, on any device, ``"meta"`` too. If it is split by outputs only, the tiles share its
+                memory and nothing is copied. Tiles of a split by inputs are copies.
             out_splits: As for the class.
             in_splits: As for the class.
 
         Raises:
-            TypeError: If it is of another class, or its parameters are.
-            ValueError: If it has hooks, a ``forward`` of its own or gradients; or for splits as the class.
+            TypeError: If ``linear`` is of a subclass, or its parameters are not plain ``torch.nn.Parameter`` objects.
+            ValueError: If ``linear`` has hooks, a ``forward`` of its own or gradients; or for splits as the class.
         """
         check_replaceable(linear, nn.Linear, type(linear).__name__)
         return cls._like(linear, out_splits, in_splits).take_over(linear)
 
     @classmethod
     def _like(cls, linear: nn.Linear, out_splits: int | Sequence[int], in_splits: int | Sequence[int] = 1) -> TiledLinear:
-        """Return a tiled layer without memory, whose parameters are to be those of a linear one."""
+        """Return a tiled layer on the meta device with the sizes of a linear layer, for :meth:`take_over`."""
         has_bias = linear.bias is not None
         shape = linear.in_features, linear.out_features
         return cls(*shape, has_bias, out_splits=out_splits, in_splits=in_splits, device="meta", dtype=linear.weight.dtype)
@@ -189,7 +191,7 @@ class TiledLinear(TiledLayer):
         return output
 
     def parts(self) -> dict[str, list[Part]]:
-        """Return the parts of ``weight`` and ``bias``."""
+        """Return how ``weight`` and ``bias`` are divided among the tiles."""
         grid = [(rows, columns) for rows in _ranges(self.out_sizes) for columns in _ranges(self.in_sizes)]
         parts = {"weight": [Part(*each) for each in enumerate(grid)]}
         if self._has_bias:
@@ -202,7 +204,7 @@ class TiledLinear(TiledLayer):
 
 
 class TiledEmbedding(TiledLayer):
-    """A :class:`torch.nn.Embedding` whose rows are in tiles, each of which looks up its own rows only.
+    """A :class:`torch.nn.Embedding` whose rows are cut into tiles, each of which looks up only its own rows.
 
     ``tiles`` are ordinary :class:`torch.nn.Embedding` modules, with parameters, hooks and gradients of their own. Output and
     gradients have the bits of :class:`torch.nn.Embedding`. Each forward calls all tiles, even one that has no row to look up,
@@ -220,7 +222,8 @@ class TiledEmbedding(TiledLayer):
         device: As in :class:`torch.nn.Embedding`.
         dtype: As in :class:`torch.nn.Embedding`.
 
-    ``max_norm`` is missing: it changes weights in the forward, which is lost where they are only read from a drive.
+    ``max_norm`` is missing: it changes weights in the forward, and if the weights are on a drive and only read for the forward,
+    the change is lost.
 
     Raises:
         ValueError: If there are fewer rows than splits, or the sizes do not add up to the rows; or for a ``padding_idx`` out
@@ -262,23 +265,24 @@ class TiledEmbedding(TiledLayer):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, splits: int | Sequence[int] = 1) -> TiledEmbedding:
-        """Make a tiled embedding of an ordinary one, which is not to be used any more.
+        """Return a tiled embedding with the weight of an ordinary one. The ordinary one must not be used afterwards.
 
         Args:
-            embedding: A :class:`torch.nn.Embedding`, on any device, ``"meta"`` too. The tiles share its memory:
-                nothing is copied.
+            embedding: A :class:`torch.nn.Embedding`, on any device, ``"meta"`` too. The tiles share its memory: nothing is
+                copied.
             splits: As for the class.
 
         Raises:
-            TypeError: If it is of another class, or its weight is.
-            ValueError: If it has ``max_norm``, hooks, a ``forward`` of its own or a gradient; or for splits as the class.
+            TypeError: If ``embedding`` is of a subclass, or its weight is not a plain ``torch.nn.Parameter``.
+            ValueError: If ``embedding`` has ``max_norm``, hooks, a ``forward`` of its own or a gradient; or for splits as the
+                class.
         """
         check_replaceable(embedding, nn.Embedding, type(embedding).__name__)
         return cls._like(embedding, splits).take_over(embedding)
 
     @classmethod
     def _like(cls, embedding: nn.Embedding, splits: int | Sequence[int]) -> TiledEmbedding:
-        """Return a tiled embedding without memory, whose weights are to be those of an ordinary one."""
+        """Return a tiled embedding on the meta device with the sizes of an ordinary one, for :meth:`take_over`."""
         return cls(
             embedding.num_embeddings,
             embedding.embedding_dim,
@@ -296,10 +300,10 @@ class TiledEmbedding(TiledLayer):
             tile.reset_parameters()  # type: ignore[operator]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the given numbers, of shape ``(*, embedding_dim)`` for an input of shape ``(*)``.
+        """Return the rows at the indices in ``input``, of shape ``(*, embedding_dim)`` for an input of shape ``(*)``.
 
         Raises:
-            IndexError: For a number that no row has.
+            IndexError: For an index that is out of range.
         """
         if len(self.tiles) == 1:
             return self.tiles[0](input)  # type: ignore[no-any-return]
@@ -320,7 +324,7 @@ class TiledEmbedding(TiledLayer):
         return output.view((*input.shape, self.embedding_dim))
 
     def parts(self) -> dict[str, list[Part]]:
-        """Return, for ``weight``, which of its rows each tile has."""
+        """Return how the rows of ``weight`` are divided among the tiles."""
         columns = slice(0, self.embedding_dim)
         return {"weight": [Part(tile, (rows, columns)) for tile, rows in enumerate(_ranges(self.sizes))]}
 
@@ -331,9 +335,9 @@ class TiledEmbedding(TiledLayer):
 
 
 class _Write(torch.autograd.Function):
-    """``output[index] = part``, or ``+=``, in place.
+    """An autograd function for ``output[index] = part``, or ``+=``, in place.
 
-    As an assignment of its own, autograd would copy the gradient of the whole output for each part.
+    With a plain assignment, autograd would copy the gradient of the whole output for each part.
     """
 
     @staticmethod
@@ -362,7 +366,7 @@ _write: Callable[[torch.Tensor, torch.Tensor, tuple[Any, ...], bool], torch.Tens
 
 
 def tile_names(model: nn.Module) -> list[str]:
-    """Return the names of the tiles in a model, but for those that are a whole layer, or are tiled themselves."""
+    """Return the names of the tiles in a model, without a tile that is a whole layer or is tiled itself."""
     return [
         f"{path}.tiles.{index}" if path else f"tiles.{index}"
         for path, module in model.named_modules()
@@ -376,9 +380,9 @@ def sizes_of(name: str, splits: int | Sequence[int], features: int) -> list[int]
     """Return the sizes of the tiles along one dimension.
 
     Args:
-        name: The name of the argument that ``splits`` is, for messages.
-        splits: Their number, or the sizes.
-        features: Their sum.
+        name: Name of the user's argument that ``splits`` is, for messages.
+        splits: The number of tiles, or the size of each tile.
+        features: Size of the whole dimension, which the sizes of the tiles add up to.
 
     Raises:
         ValueError: If there are fewer features than splits, or the sizes are not positive or do not add up.
@@ -396,7 +400,7 @@ def sizes_of(name: str, splits: int | Sequence[int], features: int) -> list[int]
 
 
 def splits_within(features: int, most: int) -> int:
-    """Return the fewest tiles of :func:`sizes_of` so that none has more than ``most`` features, which is at least 1."""
+    """Return the smallest number of tiles for :func:`sizes_of` so that none has more than ``most`` (at least 1) features."""
     unit = ALIGNED_ROWS if most >= ALIGNED_ROWS else 1
     return math.ceil(math.ceil(features / unit) / (most // unit))
 
@@ -406,14 +410,15 @@ def _ranges(sizes: Sequence[int]) -> Iterator[slice]:
 
 
 def shape_of(parts: Sequence[Part]) -> tuple[int, ...]:
-    """Return the shape of a parameter of the whole layer."""
+    """Return the shape of a parameter of the whole layer, given its parts in order."""
     return tuple(each.stop for each in parts[-1].slices)
 
 
 def _part_of(whole: nn.Parameter, slices: Slices) -> nn.Parameter:
-    """Return a part of a parameter as one of its own, in the same memory if it is contiguous there.
+    """Return a part of a parameter as a new parameter, which shares the memory if the part is contiguous.
 
-    ``data``, since a view would share the version by which autograd knows of changes in place with all other parts.
+    It is taken from ``data``, because a view would share one version counter with all other parts, and autograd would see a
+    change of one part in place as a change of all.
     """
     part = nn.Parameter(whole.data[slices].contiguous(), whole.requires_grad)
     vars(part).update(vars(whole))  # what the user or a framework has noted on it
@@ -421,16 +426,17 @@ def _part_of(whole: nn.Parameter, slices: Slices) -> nn.Parameter:
 
 
 def check_replaceable(layer: nn.Module, kind: type[nn.Module], name: str) -> None:
-    """Check that a tiled layer can take the place of a whole one, without anything being lost.
+    """Check that a tiled layer can take the place of a whole one without losing anything.
 
     Args:
         layer: The whole layer.
-        kind: The class that it must have, not a subclass.
-        name: Its name, for messages.
+        kind: The class that ``layer`` must have, not a subclass of it.
+        name: The layer's name, for messages.
 
     Raises:
-        TypeError: If it is of another class, or its parameters are no plain ones.
-        ValueError: If it has ``max_norm``, hooks, a ``forward`` of its own, gradients, or more in it than its class gives it.
+        TypeError: If ``layer`` is of another class, or its parameters are not plain ``torch.nn.Parameter`` objects.
+        ValueError: If ``layer`` has ``max_norm``, parametrizations, hooks, a ``forward`` of its own, gradients, or parameters,
+            buffers or modules that its class does not have.
     """
     if is_parametrized(layer):
         raise ValueError(f"{name} has parametrizations, which tiles cannot have: tile it before they are registered")

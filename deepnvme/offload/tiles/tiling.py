@@ -1,4 +1,4 @@
-"""Large layers of a model replaced by tiled ones, and the state dict that the model had without."""
+"""Replace large layers of a model by tiled ones, and convert state dicts between whole and tiled weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .layers import Part, TiledEmbedding, TiledLayer, TiledLinear, check_replace
 
 
 def tile_large_layers(model: nn.Module, max_bytes: ByteCount) -> list[str]:
-    """Replace the linear layers and embeddings of a model whose weights are large by tiled ones. Changes the model in place.
+    """Replace a model's linear layers and embeddings by tiled ones, if their weights are large. Changes the model in place.
 
     Each :class:`torch.nn.Linear` becomes a :class:`TiledLinear` split by outputs, each :class:`torch.nn.Embedding` a
     :class:`TiledEmbedding`. The tiles share the memory that the weights have: nothing is copied, also on the ``"meta"`` device.
@@ -26,16 +26,16 @@ def tile_large_layers(model: nn.Module, max_bytes: ByteCount) -> list[str]:
 
     Args:
         model: The model. Subclasses of the two classes are left as they are, with a warning if they are large.
-        max_bytes: Most bytes of a tile's weight, or a size such as "256MiB". A layer whose weight has no more is left as it is.
-            The bias is not counted.
+        max_bytes: Most bytes of a tile's weight, or a size such as "256MiB". A layer with a larger weight is tiled. The bias is
+            not counted.
 
     Returns:
         The names of the layers that were replaced, in the order of ``model.named_modules()``.
 
     Raises:
         ValueError: If one row of a large weight has more than ``max_bytes``; if a large layer has hooks, parametrizations,
-            ``max_norm`` or gradients; if its weight is tied to a parameter that is not in such a layer; if it is the model
-            itself. The model is unchanged then.
+            ``max_norm`` or gradients; if its weight is tied to a parameter outside of the layers to be tiled; if it is the
+            model itself. The model is unchanged then.
         TypeError: If a parameter of a large layer is of a subclass, such as DTensor. The model is unchanged then.
     """
     max_bytes = byte_count(max_bytes, "max_bytes")
@@ -56,7 +56,7 @@ def tile_large_layers(model: nn.Module, max_bytes: ByteCount) -> list[str]:
 
 
 def untiled_state_dict(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the state dict that a model would have without tiled layers, as a checkpoint for others.
+    """Return the state dict that a model would have without tiled layers, for code that does not know tiles.
 
     The parameters of tiled layers are copied, which takes as much memory as these layers do. Tied ones are copied once, and
     are the same tensor. The other tensors share the model's memory, as in ``model.state_dict()``.
@@ -64,8 +64,9 @@ def untiled_state_dict(model: nn.Module, state: Mapping[str, Any] | None = None)
     >>> deepnvme.save(untiled_state_dict(model, training.state_dict()["model"]), "model.pt")  # of an OffloadedTraining
 
     Args:
-        model: The model. Without a ``state``, all of its parameters are in memory.
-        state: What ``model.state_dict()`` would be, with tensors that may be mapped from a file. It is not changed.
+        model: The model.
+        state: A state dict of ``model``, whose tensors may be mapped from a file. It is not changed. None for
+            ``model.state_dict()``; all parameters must be in memory then.
     """
     # The parameters themselves show what is tied.
     state = model.state_dict(keep_vars=True) if state is None else dict(state)
@@ -97,14 +98,17 @@ def cut_into_tiles(
     part: Callable[[Weight, Sequence[slice]], Weight],
     what: str,
 ) -> dict[str, Weight]:
-    """Return weights of a model by the names that they have in it, given those of the model without tiled layers.
+    """Cut the weights of a model without tiled layers into the tiles of the same model with tiled layers.
 
     Args:
-        model: The model.
-        weights: The weights by name. One of a tiled layer may be there whole, or in tiles. Of tied ones one is enough.
+        model: The model with tiled layers.
+        weights: The weights by name. A tiled layer's weight may be given whole or in tiles. Of tied weights one is enough.
         shape: Returns the shape of a weight.
         part: Returns a part of a weight, given a slice for each dimension.
-        what: Beginning of the message of an error.
+        what: Beginning of an error's message.
+
+    Returns:
+        The weights by their names in ``model``.
 
     Raises:
         WeightMismatch: If a whole weight has another shape than the layer.
@@ -129,7 +133,7 @@ def cut_into_tiles(
 
 
 def _large_layers(names: dict[nn.Module, list[str]], max_bytes: int) -> list[nn.Module]:
-    """Return the layers to be replaced, of the modules that are the keys of ``names``. Warns of subclasses that are left."""
+    """Return the layers to be tiled, among the modules that are the keys of ``names``. Warns of large layers of a subclass."""
     layers = [each for each in names if isinstance(each, nn.Linear | nn.Embedding) and each.weight.nbytes > max_bytes]
     left = [each for each in layers if type(each) not in (nn.Linear, nn.Embedding) and not is_parametrized(each)]
     if left:
@@ -139,7 +143,7 @@ def _large_layers(names: dict[nn.Module, list[str]], max_bytes: int) -> list[nn.
 
 
 def _tiled(layer: nn.Module, name: str, max_bytes: int) -> TiledLayer:
-    """Return a tiled layer without memory that can take the place of a whole one."""
+    """Return a tiled layer without memory, to take the place of a whole one. Raises ValueError if the layer cannot be tiled."""
     if not name:
         raise ValueError(f"the model is a large layer itself: use Tiled{type(layer).__name__} instead")
     check_replaceable(layer, nn.Linear if isinstance(layer, nn.Linear) else nn.Embedding, name)
@@ -153,7 +157,7 @@ def _tiled(layer: nn.Module, name: str, max_bytes: int) -> TiledLayer:
 
 
 def _check_ties(names: dict[nn.Module, list[str]], tiled: dict[nn.Module, TiledLayer]) -> None:
-    """Raise ValueError if a parameter that is to be cut is tied to one that is not, or is to be cut otherwise."""
+    """Raise ValueError if a parameter to be cut is tied to one that is not cut, or that is cut differently."""
     cuts: dict[nn.Parameter, tuple[str, list[Part]]] = {}
     for layer, replacement in tiled.items():
         for name, parts in replacement.parts().items():
@@ -171,7 +175,7 @@ def _check_ties(names: dict[nn.Module, list[str]], tiled: dict[nn.Module, TiledL
 
 
 def _joined(tensors: list[torch.Tensor], parts: list[Part]) -> torch.Tensor:
-    """Return the whole tensor that the parts are of."""
+    """Return the whole tensor, joined from its parts."""
     with torch.no_grad():
         whole = tensors[0].new_empty(shape_of(parts))
         for tensor, part in zip(tensors, parts, strict=True):

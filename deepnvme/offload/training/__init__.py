@@ -1,4 +1,4 @@
-"""Training of a model that is on a drive, with one block after the other in memory: its values, steps, ranks, plan and state."""
+"""Training of a model whose parameters are on a drive, with one block after the other in memory."""
 
 from deepnvme._lazy import public_names
 from deepnvme.telemetry.drive_wear import WriteEstimate

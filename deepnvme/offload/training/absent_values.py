@@ -1,4 +1,4 @@
-"""Refuses uses of a model whose values have gone with its training, which would compute and save NaN in silence."""
+"""Guard for a model that lost its values when its training was closed: used as it is, it would silently compute and save NaN."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 
 
 class AbsentValues:
-    """Has a model's forward, its ``state_dict()`` and copies of it raise RuntimeError until all its parameters have values.
+    """Makes a model's forward, ``state_dict()`` and copies raise RuntimeError until all of its parameters have values again.
 
-    ``load_state_dict`` gives them values in new memory. So does another training, or an assignment to ``data``.
+    Parameters get values, in new memory, by ``load_state_dict``, by another training, or by an assignment to ``data``.
 
     Args:
         model: The model.
-        params: Its parameters without values: without memory, that is, as :meth:`ParameterBlock.detach` leaves them.
+        params: The model's parameters without values, that is, without memory, as :meth:`ParameterBlock.detach` leaves them.
     """
 
     def __init__(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
@@ -59,7 +59,7 @@ class AbsentValues:
     def _before_loading(
         self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: object
     ) -> None:
-        """Have memory for the module's own parameters that get a value, unless the state's tensors take their place."""
+        """Allocate memory for the module's own parameters that ``state`` has values for, unless it is loaded by assignment."""
         if metadata.get("assign_to_params_buffers"):
             return
         for name, param in module.named_parameters(recurse=False):

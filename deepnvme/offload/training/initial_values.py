@@ -1,6 +1,6 @@
-"""The first values of a model's parameters: what they are in memory, a checkpoint's, or what their modules reset them to.
+"""Initial values of a model's parameters: those in memory, those of a checkpoint, or those that modules reset them to.
 
-They are made one block at a time, in the memory that the block is written from, so that a model need not fit into memory.
+Values are made one block at a time, in the memory from which the block is written, so that a model need not fit into memory.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ from .ranks import TrainingRanks
 Checkpoint = str | os.PathLike[str] | Mapping[str, torch.Tensor]
 
 _SHOWN = 8
-"""Names that a message lists."""
+"""Most names that an error's message lists."""
 _UNSET = 0xA5
-"""Each byte of what has no value yet, unless it is floating-point and NaN."""
+"""Byte that fills integer tensors that have no value yet. Floating-point tensors are filled with NaN."""
 
 
 class InitialValues:
-    """Gives the parameters and buffers of a model their first values.
+    """Gives the parameters and buffers of a model their initial values.
 
-    From the checkpoint, if there is one. Otherwise what is in memory keeps its values, and what is on the meta device gets them
-    from ``reset_parameters()`` of its module, and then from ``_init_weights(module)`` of the transformers model around it. With a
-    checkpoint this is only done for buffers that no checkpoint has, and if a part of the model is on the meta device, parameters
-    in memory that the checkpoint lacks keep their values, as those of adapters. A parameter of several modules gets the value of
-    the first.
+    With a checkpoint, values come from it. Without one, parameters in memory keep their values, and those on the meta device get
+    values from ``reset_parameters()`` of their module, and then from ``_init_weights(module)`` of the transformers model around
+    it. A parameter of several modules gets the value of the first one.
 
-    Nothing is changed before :meth:`place`, and everything that can be checked was checked then.
+    With a checkpoint, modules reset only the buffers that no checkpoint has. If a part of the model is on the meta device,
+    parameters in memory that the checkpoint lacks, as those of adapters, keep their values.
+
+    The constructor checks all that can be checked beforehand. Nothing is changed before :meth:`place`.
 
     Args:
         model: On the CPU, on the meta device, or in part on either.
         checkpoint: As :func:`deepnvme.checkpoint.weight_locations.weights_in` takes it, or a mapping of names to tensors, such as
             ``torch.load(path, mmap=True)``. Values are converted to the dtypes of the model. It may be of the model before layers
-            were tiled: each tile then reads its part. DTensors in a mapping are sharded as the training is, and are of no tiled
-            layer.
+            were tiled: each tile then reads its part. DTensors in a mapping must be sharded as the training is, and cannot be
+            weights of tiled layers.
         ranks: The processes that train the model together.
 
     Raises:
@@ -73,7 +74,7 @@ class InitialValues:
             self._all_names.setdefault(tensor, name)
         self._check_in_memory()
         self._reset = {tensor for tensor in self._all_names if tensor.is_meta and tensor not in self._names}
-        """What modules give values to."""
+        """Parameters and buffers that modules give values to."""
         self._all_reset = all(param in self._reset for param in model.parameters())
         self._valued: set[torch.Tensor] = set()  # of what they give values to, what they have
         self._cache: BlockCache
@@ -85,7 +86,7 @@ class InitialValues:
         self._check_resets()
 
     def _look_into(self, checkpoint: Checkpoint) -> None:
-        """Find the model's weights in a checkpoint. Raises WeightMismatch if they are others."""
+        """Find the model's weights in a checkpoint. Raises WeightMismatch if the checkpoint is of another model."""
         given = "state" if isinstance(checkpoint, Mapping) else f"checkpoint '{os.fspath(checkpoint)}'"
         what = f"the {given} is not of this {type(self._model).__name__}"
         if isinstance(checkpoint, Mapping):
@@ -128,7 +129,7 @@ class InitialValues:
             )
 
     def _check_resets(self) -> None:
-        """Raise ValueError if nothing can give a value to what is on the meta device."""
+        """Raise ValueError if a parameter or buffer on the meta device cannot get a value from any module."""
         able = {
             tensor
             for module in self._model.modules()
@@ -146,9 +147,9 @@ class InitialValues:
         )
 
     def place(self, partition: ModelPartition) -> ModelPartition:
-        """Replace what is on the meta device by parameters and buffers on the CPU, and return the partition with these.
+        """Replace parameters and buffers on the meta device by new ones on the CPU, and return the partition with the new ones.
 
-        The parameters take no memory, and have no values. After an error the model cannot be used again.
+        The new parameters take no memory, and have no values. After an error the model cannot be used again.
         """
         placed: dict[torch.Tensor, torch.Tensor] = {}
         for module in self._model.modules():
@@ -177,22 +178,22 @@ class InitialValues:
 
     @torch.no_grad()
     def write(self, blocks: Mapping[nn.Module, ParameterBlock], rest: ParameterBlock, cache: BlockCache) -> None:
-        """Have the values in blocks, of which the cache begins to write each when all of its values are there. Blocks.
+        """Fill all blocks with the initial values. The cache starts writing a block when it has all of its values. Blocks.
 
-        With several processes, all have the first one's values, buffers too; of a DTensor, each has its own rows.
+        With several processes, all get the first process's values, also of buffers. Of a DTensor, each process has its own rows.
 
-        In memory are ``rest``, one block, those around it, and of a checkpoint in other dtypes one weight. Modules are reset in
-        the order in which they were made, if every module makes those in it before its own parameters; tiles that are tied to
-        another right after that.
+        In memory at a time are ``rest``, one block, the blocks around it, and one weight of a checkpoint with other dtypes.
+        Modules are reset in the order in which they were made, provided that every module makes its submodules before its own
+        parameters. A tile that is tied to another one is reset right after it.
 
         Args:
             blocks: The block of each module. Tiles that are tied have the same.
             rest: The block of all other parameters.
-            cache: Has the blocks in memory.
+            cache: The block cache.
 
         Raises:
-            RuntimeError: If another process has failed, or is gone.
-            ValueError: If modules have left something without a value, or made another parameter; or if a value cannot be
+            RuntimeError: If another process has failed or ended.
+            ValueError: If modules have left something without a value, or replaced a parameter; or if a value cannot be
                 quantised.
             CorruptCheckpoint: If the checkpoint is damaged, or was changed meanwhile.
             OSError: From the drives.
@@ -218,7 +219,7 @@ class InitialValues:
                 self._files.close()
 
     def _visit(self, module: nn.Module) -> None:
-        """Give values to a module, after those in it."""
+        """Give values to a module's submodules, then to the module itself."""
         self._visited.add(module)
         block = self._blocks.get(module)
         if block is not None:
@@ -235,7 +236,7 @@ class InitialValues:
             self._end(block)
 
     def _begin(self, block: ParameterBlock) -> None:
-        """Have a block in memory with the values that are known."""
+        """Create a block in memory, with the values that are in memory or in the checkpoint."""
         for part in block.parts:
             self._cache.create(part)
         block.begin_values()
@@ -256,7 +257,7 @@ class InitialValues:
         block.attach()
 
     def _end(self, block: ParameterBlock) -> None:
-        """Have a block written whose modules have given it all values."""
+        """Check that a block has all of its values, and let the cache write it."""
         for param, value in block.values():
             if param.data_ptr() != value.data_ptr():  # a module has set its data to another tensor
                 value.copy_(param.detach())
@@ -307,14 +308,18 @@ class InitialValues:
         return name in self._in_memory and is_distributed(self._in_memory[name])
 
     def _own_rows(self, block: ParameterBlock) -> dict[torch.Tensor, torch.Tensor]:
-        """Return this rank's rows of the parameters of a sharded block that the checkpoint has DTensors for."""
+        """Return this rank's rows of a sharded block's parameters for which the checkpoint has DTensors."""
         if block.ranks is None:
             return {}
         values = {param: self._in_memory[name] for param in block.params if self._is_sharded(name := self._names.get(param, ""))}
         return {param: self._ranks.local_shard(value, param) for param, value in values.items()}
 
     def _read(self, wanted: Iterable[tuple[str, torch.Tensor, torch.Tensor | None]]) -> None:
-        """Read weights: their names, where their values belong, and the bytes of that place if it has no gaps."""
+        """Read weights from the checkpoint. Blocks.
+
+        Args:
+            wanted: (name, tensor for the value, that tensor's memory as bytes or None if it has gaps).
+        """
         to_convert = []
         reads = []
         try:
@@ -341,7 +346,7 @@ class InitialValues:
 
 
 def _slice(weight: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
-    """Return a part of a weight. Raises ValueError for a DTensor."""
+    """Return a part of a weight. Raises ValueError for a DTensor, whose rows are divided among the ranks."""
     if is_distributed(weight):
         raise ValueError(
             "the checkpoint has a DTensor for a tiled layer, whose tiles have other rows on each rank: save it with"
@@ -355,13 +360,13 @@ def _shape_of(weight: torch.Tensor | Location) -> tuple[int, ...]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers of a model, also those that are not saved, with all of their names."""
+    """Yield a model's parameters and buffers, also non-persistent ones, by name; a tied one under each of its names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 def _own(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield what a module resets: its parameters and buffers, and those in lists of parameters that it has."""
+    """Yield the tensors that a module resets: its parameters and buffers, and those in its ParameterLists and ParameterDicts."""
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
     for child in module.children():
@@ -377,7 +382,7 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
 
 
 def _init_weights_by_module(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], object]]:
-    """Return, for each module in a transformers model, the ``_init_weights`` of the innermost one around it."""
+    """Return, for each module in a transformers model, the ``_init_weights`` of the innermost module around it that has one."""
     found: dict[nn.Module, Callable[[nn.Module], object]] = {}
     for module in model.modules():  # those around others come first
         init_weights = getattr(module, "_init_weights", None)
@@ -398,7 +403,7 @@ def _mark_unset(tensor: torch.Tensor) -> None:
 
 
 def _is_unset(tensor: torch.Tensor) -> bool:
-    """Return whether floating-point elements are NaN, or all bytes of others as they were marked."""
+    """Return whether a tensor still has no value: a floating-point one has NaN in it, any other has only ``_UNSET`` bytes."""
     if not tensor.numel():
         return False
     if not tensor.is_floating_point():
@@ -410,5 +415,5 @@ def _is_unset(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor without gaps, of any strides, as bytes."""
+    """Return the memory of a tensor that has no gaps as bytes, whatever its strides."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

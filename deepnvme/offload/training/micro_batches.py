@@ -1,4 +1,4 @@
-"""The micro-batches of a step: their arguments, and running them side by side, so that a block is read once for all of them."""
+"""Micro-batches of a step: division of a batch, and running them side by side, so that each block is read once for all."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ class MicroBatch(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     share: float
-    """Its rows over those of the whole batch."""
+    """Rows of the micro-batch over rows of the whole batch."""
 
 
 def micro_batches_of(args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[MicroBatch]:
-    """Divide the tensors among the arguments of a model along their first dimension. Raises ValueError if that cannot be done."""
+    """Divide a model's arguments into ``count`` micro-batches: tensors are cut along their first dimension, others repeated.
+
+    Raises ValueError if the tensors' first dimensions differ, or are smaller than ``count``.
+    """
     if count == 1:
         return [MicroBatch(args, kwargs, 1)]
     rows = {each.shape[0] for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim()}
@@ -49,16 +52,16 @@ def micro_batches_of(args: Sequence[Any], kwargs: Mapping[str, Any], count: int)
 
 
 def draw_seeds(count: int) -> list[int]:
-    """Draw the seed of each micro-batch from torch's default generator.
+    """Draw a random seed for each micro-batch from torch's default generator.
 
-    So micro-batches draw the same random numbers whether they run one after the other or side by side.
+    With a seed each, micro-batches draw the same random numbers whether they run one after the other or side by side.
     """
     return torch.randint(1 << 62, (count,), device="cpu").tolist()
 
 
 @contextlib.contextmanager
 def restoring_random_state() -> Iterator[None]:
-    """Give torch's default generator the state back that it had at the beginning of this context."""
+    """Restore the state of torch's default generator at the end of this context."""
     state = torch.get_rng_state()
     try:
         yield
@@ -168,13 +171,13 @@ def _end(turns: Sequence[Turn]) -> None:
 
 
 class SideBySide:
-    """Runs the micro-batches of a step so that each block is used by all of them before the next one is: vertical accumulation.
+    """Runs the micro-batches of a step side by side: all use a block before the next block is used (vertical accumulation).
 
-    Each runs in a thread, which waits for its turn wherever the model or its backward is about to use another block. So gradients
-    are summed in the order in which they would be one after the other.
+    Each micro-batch runs in a thread, which waits for its turn whenever its forward or backward is about to use another block.
+    Gradients are summed in the same order as if the micro-batches ran one after the other.
 
     Args:
-        trained: The blocks.
+        trained: The model with its blocks.
         saved_tensors: Returns a context under which a forward and its backward run.
     """
 
@@ -183,11 +186,11 @@ class SideBySide:
         self._own = threading.local()
 
     def run(self, forwards: Sequence[Callable[[], torch.Tensor]], seeds: Sequence[int]) -> list[torch.Tensor]:
-        """Run the forward, which returns the loss, and the backward of each micro-batch. Blocks.
+        """Run forward and backward of each micro-batch. Blocks.
 
         Args:
-            forwards: One for each micro-batch.
-            seeds: Of the random numbers of each micro-batch.
+            forwards: For each micro-batch, a function that runs the forward and returns the loss.
+            seeds: For each micro-batch, the seed of its random numbers.
 
         Returns:
             The losses, detached.
@@ -217,14 +220,14 @@ class SideBySide:
         return losses
 
     def _before_use(self, block: ParameterBlock, in_backward: bool) -> None:
-        """Let the other micro-batches use their blocks first, before this one goes on to another."""
+        """Let the other micro-batches use the current block first, if this one is about to use another."""
         place: _Place = self._own.place
         if place.goes_on_to(block, in_backward):
             place.turn.pause()
 
 
 class _Place:
-    """How far a micro-batch has come."""
+    """Progress of one micro-batch through the blocks."""
 
     def __init__(self, turn: Turn) -> None:
         self.turn = turn
@@ -232,9 +235,10 @@ class _Place:
         self._in_backward: set[ParameterBlock] = set()
 
     def goes_on_to(self, block: ParameterBlock, in_backward: bool) -> bool:
-        """Note a use. Returns whether it is of another block.
+        """Record a use of a block, and return whether other micro-batches should run before it.
 
-        The backward begins with the block that the forward has ended with, so that what it has saved need not be kept.
+        They should not when a backward begins with the block that the forward ended with: it goes on at once, so that what the
+        forward has saved there need not be kept.
         """
         if not in_backward:
             self._last_in_forward = block

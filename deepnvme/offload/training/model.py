@@ -1,9 +1,9 @@
-"""The blocks of a model that is trained, and its steps.
+"""A model in training as blocks, and its steps.
 
 Invariants:
 
-1. A step is made as a whole or not at all. What it writes goes beside the versions of the last completed step, and :meth:`commit`
-   makes all of it valid at once, in memory that no error can interrupt.
+1. A step is made as a whole or not at all. It writes new versions beside those of the last completed step, and :meth:`commit`
+   makes all of them valid at once, by changes in memory that no error can interrupt.
 2. ``_phase`` is CHANGING exactly while a step is changed: while micro-batches run, blocks are stepped, or a step is undone. So a
    call that finds it CHANGING knows that an earlier one has failed, wherever it was interrupted, and undoes the step first.
 3. A block is stepped once in a step, by the last backward that gives it gradients, or after it if gradients are clipped.
@@ -46,18 +46,18 @@ from .ranks import TrainingRanks
 from .report import TrainingReport
 
 _KEPT_FREE = 64 << 20
-"""Bytes of freed memory that the C library may keep between steps. It keeps gradients of blocks that are gone, in pieces."""
+"""Most bytes of freed memory that the C library may keep between steps. It would keep pieces of freed gradients."""
 
 
 class Phase(enum.Enum):
-    """Where a training is between two completed steps."""
+    """State of a training with regard to its steps."""
 
     IDLE = enum.auto()
-    """The last step is complete, and no other one has begun."""
+    """The last step is complete, and no other step has begun."""
     STEPPING = enum.auto()
-    """Micro-batches of a step were run, and none runs now."""
+    """Some micro-batches of a step were run, and none runs now."""
     CHANGING = enum.auto()
-    """A step is being changed. If a new call finds this, the step has failed, and must still be undone."""
+    """A step is being changed. If a call finds this phase when it begins, the step has failed and must still be undone."""
 
 
 class TrainedModel:
@@ -89,7 +89,7 @@ class TrainedModel:
         """Number of completed steps."""
         self.micro_batches = self._in_step = micro_batches
         self.micro_batches_run = 0
-        """Micro-batches of the current step that were run."""
+        """Number of micro-batches of the current step that were run."""
         self.model, self.blocks, self.drive, self.ranks, self.optimizer = model, tuple(blocks), drive, ranks, optimizer
         self._rest = blocks[-1].parameters
         self._max_norm = max_norm
@@ -122,7 +122,7 @@ class TrainedModel:
         self._hooks.add(self._block_of)
 
     def keep_rest(self) -> None:
-        """Have the parameters outside of the modules in memory from now on. Raises OSError."""
+        """Keep the parameters that belong to no module's block in memory from now on. Raises OSError."""
         self.drive.cache.keep({self._rest: True})
         self.uses.begin(self._rest)
 
@@ -136,14 +136,16 @@ class TrainedModel:
 
     @contextlib.contextmanager
     def running(self, count: int = 1, of: int | None = None) -> Iterator[None]:
-        """Run the forwards and backwards of ``count`` micro-batches in this context; undo the step after an exception.
+        """Run the forwards and backwards of ``count`` micro-batches in this context.
+
+        Steps the blocks whose gradients are complete. After an exception, the caller must undo the step.
 
         Args:
-            count: How many.
-            of: How many the step has, if not :attr:`micro_batches`. The first ones of a step decide.
+            count: Number of micro-batches in this context.
+            of: Number of micro-batches in the step, if not :attr:`micro_batches`. Only the first call in a step sets it.
 
         Raises:
-            RuntimeError: If the step has fewer left.
+            RuntimeError: If the step has fewer micro-batches left.
             OSError: From the drive.
         """
         if self.micro_batches_run == 0:
@@ -230,7 +232,7 @@ class TrainedModel:
         block.arrived.clear()
 
     def _step_block(self, block: TrainedBlock, factor: torch.Tensor | None = None) -> None:
-        """Step a block with its gradients, multiplied by a factor if there is one. Raises OSError."""
+        """Step a block with its gradients, multiplied by ``factor`` unless that is None. Raises OSError."""
         block.gradients.load()
         if factor is not None:
             block.gradients.scale(factor)
@@ -245,7 +247,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Step the blocks that were not yet, and commit the step.
+        """Step the blocks that are not stepped yet, and commit the step.
 
         Raises:
             RuntimeError: If micro-batches are missing.
@@ -270,11 +272,11 @@ class TrainedModel:
             )
 
     def _waiting(self) -> list[TrainedBlock]:
-        """Return the blocks that have gradients and were not stepped."""
+        """Return the blocks that have gradients and are not stepped yet."""
         return [block for block in self.blocks if not block.stepped and block.gradients.any]
 
     def commit(self, step: int) -> None:
-        """Wait until what has changed is on the drive, and take it for the state of the last completed step.
+        """Wait until all changed blocks are on the drive, and make them the last completed step.
 
         Args:
             step: The number of that step.
@@ -299,10 +301,10 @@ class TrainedModel:
 
     @torch.no_grad()
     def gradient_norm(self) -> torch.Tensor:
-        """Return the 2-norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does, once all micro-batches were run.
+        """Return the 2-norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does. Call after the last micro-batch.
 
         Raises:
-            RuntimeError: If micro-batches are missing, or there are no norms, since gradients are not clipped.
+            RuntimeError: If micro-batches are missing, or gradients are not clipped, so that there are no norms.
             OSError: From the drive.
         """
         self._check_all_were_run()
@@ -358,7 +360,7 @@ class TrainedModel:
 
     @contextlib.contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
-        """Undo the step if there is an exception in this context. Undoes first what could not be undone before."""
+        """Undo the step on an exception in this context. A failed step that could not be undone before is undone first."""
         self.finish_undo()
         self.ranks.expect_new_failures()
         try:
@@ -380,15 +382,15 @@ class TrainedModel:
             self.undo()
 
     def abandon_step(self) -> None:
-        """Go back to the last completed step, on all ranks, if micro-batches of another one were run. Raises OSError as undo."""
+        """Go back to the last completed step, on all ranks, if micro-batches of a new step were run. Raises OSError like undo."""
         if self.micro_batches_run:
             self.ranks.report_failure()
             self.undo()
 
     def undo(self) -> None:
-        """Go back to the last completed step. Raises OSError if the drive cannot be read; to be called again then.
+        """Go back to the last completed step. Waits for transfers.
 
-        Waits for transfers. An interrupt in such a wait leaves the rest to the next call, too.
+        Raises OSError if the drive cannot be read. After that, or after an interrupt, the next call undoes what is left.
         """
         self._phase = Phase.CHANGING
         if self._put_buffers_back is not None:
@@ -406,16 +408,16 @@ class TrainedModel:
         self._phase = Phase.IDLE
 
     def check_absent(self) -> None:
-        """Raise RuntimeError if other code has given values to parameters that are on the drive."""
+        """Raise RuntimeError if other code has changed parameters that are on the drive."""
         for block in self.blocks:
             if not block.parameters.holds:
                 block.parameters.check_absent()
 
     def check_between_steps(self) -> None:
-        """Undo a step that could not be undone before, and check that no step is under way.
+        """Undo a failed step if that was not possible before, and check that no step is under way.
 
         Raises:
-            RuntimeError: Within a step; if other code has changed parameters that are on the drive.
+            RuntimeError: Within a step; or if other code has changed parameters that are on the drive.
             OSError: If a failed step still cannot be undone.
         """
         self.finish_undo()

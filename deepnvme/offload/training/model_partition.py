@@ -1,4 +1,4 @@
-"""Which parameters of a model are trained as one block, and which stay in memory."""
+"""Division of a model's parameters into blocks, and those that stay in memory."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ T = TypeVar("T")
 
 
 class ModelPartition(NamedTuple):
-    """How the parameters of a model are divided."""
+    """Division of a model's parameters into blocks, and a rest that stays in memory."""
 
     modules: list[nn.Module]
-    """The module of each block, of several tiles that are tied the first. One may be inside of another."""
+    """The module of each block; of tied tiles, which are one block, the first tile. A module may be inside of another."""
     params: list[list[nn.Parameter]]
-    """The parameters of each block: those of its module that no block inside of it has. None is empty."""
+    """The parameters of each block: those of its module that belong to no block inside of it. No list is empty."""
     rest: list[nn.Parameter]
-    """Those that stay in memory: in no block, or used by several."""
+    """Parameters that stay in memory, because they are in no block, or several blocks use them."""
     tied: dict[nn.Module, nn.Module]
-    """Tiles that are one block with a tile that they are tied to, which is among :attr:`modules`."""
+    """For each further tile of a block of tied tiles, the first tile, which is in :attr:`modules`."""
     tiles: set[nn.Module]
-    """Of all these modules, those that are tiles of a :class:`TiledLayer`."""
+    """The modules in :attr:`modules` and :attr:`tied` that are tiles of a :class:`TiledLayer`."""
 
     def by_module(self, blocks: Sequence[T]) -> dict[nn.Module, T]:
-        """Map each block's module, and modules tied to it, to the block's value. ``blocks`` has the values in order."""
+        """Map each block's module, and tiles tied to it, to the block's value. ``blocks`` has one value for each block."""
         found = dict(zip(self.modules, blocks, strict=False))
         return {**found, **{module: found[first] for module, first in self.tied.items()}}
 
     def with_scalars_in_memory(self) -> ModelPartition:
-        """Return a partition in which parameters without dimensions, which have no rows to share, stay in memory."""
+        """Return a partition in which scalar parameters stay in memory: they have no rows to divide among ranks."""
         params = [[param for param in some if param.dim()] for some in self.params]
         scalars = [param for some in self.params for param in some if not param.dim()]
         kept = [index for index, some in enumerate(params) if some]
@@ -56,14 +56,14 @@ def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None =
 
     Args:
         model: On the CPU or the meta device.
-        blocks: None to find them, or names and patterns of some, with the others found beside them: see
-            :func:`deepnvme.model.structure.structure_of`. Tiles of tiled layers are among those found. Or modules of the model,
-            and no other is a block then.
+        blocks: None to find the blocks. Names and patterns of some, to find others beside them: see
+            :func:`deepnvme.model.structure.structure_of`. Tiles of tiled layers are always found. Or modules of the model; then
+            no other module is a block.
 
     Raises:
         TypeError: If there are both modules and names in ``blocks``.
-        ValueError: If a module is not the model's, or is a list that nobody calls; if a name matches nothing; if a parameter
-            cannot be offloaded.
+        ValueError: If a module is not the model's, or is a list, which is never called; if a name matches nothing; if a
+            parameter cannot be offloaded.
     """
     for param in model.parameters():
         if is_distributed(param):
@@ -114,7 +114,7 @@ def _structure_with_tiles(model: nn.Module, blocks: list[nn.Module | str] | None
 
 
 def _tied_groups(structure: Structure, tiles: set[str]) -> list[list[ModelBlock]]:
-    """Return the blocks, each by itself but for tiles that have a weight in common: those come and go as one."""
+    """Return the blocks in groups: each block by itself, and tiles that share a weight together, since they are one block."""
     groups: list[list[ModelBlock]] = []
     group_of: dict[str, list[ModelBlock]] = {}
     for block in structure.blocks:

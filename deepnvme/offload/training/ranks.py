@@ -209,15 +209,15 @@ class RankMeetings:
 class TrainingRanks(RankMeetings):
     """The processes of a group, each with other batches and a shard of each parameter: some of its rows.
 
-    A shard is what ``torch.chunk`` gives: of ``d`` rows, the first dimension, each rank has ``ceil(d / count)``, and the last
-    ranks have fewer, or none. These are the shards of a DTensor with the placement ``Shard(0)``.
+    A shard is what ``torch.chunk`` gives: if the first dimension has ``d`` rows, each rank has ``ceil(d / count)`` of them, and
+    the last ranks have fewer, or none. These are the shards of a DTensor with the placement ``Shard(0)``.
 
-    Each exchange begins with a meeting.
+    Each exchange begins with a meeting, see :class:`RankMeetings`, and may raise RankFailed or RuntimeError from it.
     """
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh:
-        """The group as a mesh, for DTensors."""
+        """The group as a DeviceMesh, for DTensors."""
         from torch.distributed.device_mesh import DeviceMesh
 
         assert self.group is not None
@@ -226,32 +226,32 @@ class TrainingRanks(RankMeetings):
     # -- shards
 
     def rows_of(self, param: torch.Tensor, rank: int | None = None) -> tuple[int, int]:
-        """Return which rows a rank has, this one if none is given: the first, and one past the last."""
+        """Return the rows of a parameter that a rank has, as (first row, one past the last). ``rank`` None is this rank."""
         rows = param.shape[0]
         each = -(-rows // self.count)
         rank = self.rank if rank is None else rank
         return min(rank * each, rows), min((rank + 1) * each, rows)
 
     def padded_shape(self, param: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of the shards of all ranks together, if each had as many rows as the first."""
+        """Return the parameter's shape with its rows padded, so that the shards of all ranks have as many rows as the first."""
         return (self.count * -(-param.shape[0] // self.count), *param.shape[1:])
 
     def shard_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows, as a view."""
+        """Return this rank's rows of a whole tensor, as a view."""
         begin, end = self.rows_of(value)
         return value[begin:end]
 
     def local_shard(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a value of a parameter, or of a state of its shape. Others are returned as they are.
+        """Return this rank's rows of a tensor with the shape of ``param``. A tensor of another shape is returned whole.
 
-        Raises ValueError for a DTensor that is not sharded as the parameters here are.
+        Raises ValueError for a DTensor that is not sharded like the parameters here.
         """
         if is_distributed(value):
             return self.rows_in(value) if value.shape == param.shape else local_of(value)
         return self.shard_of(value) if value.shape == param.shape else value
 
     def rows_in(self, value: DTensor, name: str = "") -> torch.Tensor:
-        """Return this rank's rows, which are what it has of a DTensor.
+        """Return this rank's rows of a DTensor: its local tensor.
 
         Raises ValueError for another placement than ``Shard(0)``, or a mesh of other processes.
         """
@@ -269,16 +269,16 @@ class TrainingRanks(RankMeetings):
         )
 
     def whole_of(self, value: torch.Tensor, number: int) -> torch.Tensor:
-        """Return a whole tensor, of which a DTensor has the rows of each rank. Others are returned as they are.
+        """Return the whole tensor of a DTensor, gathered from all ranks. A plain tensor is returned as it is.
 
-        All ranks have to give a DTensor, or none. Blocks; raises like every exchange.
+        Either all ranks give a DTensor, or none. Blocks; raises RankFailed, RuntimeError.
 
         Args:
-            value: The tensor.
-            number: Of the block that it belongs to.
+            value: The DTensor or tensor.
+            number: Number of the block that it belongs to.
 
         Raises:
-            ValueError: If it is not sharded as parameters here are.
+            ValueError: If the DTensor is not sharded like the parameters here.
         """
         if not is_distributed(value):
             return value
@@ -290,7 +290,7 @@ class TrainingRanks(RankMeetings):
         return place[: len(value)]
 
     def as_dtensor(self, shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        """Return a shard of a parameter, or of a state of its shape, as a DTensor."""
+        """Return a DTensor with this rank's shard of a parameter, or of a state with the parameter's shape."""
         from torch.distributed.tensor import DTensor, Shard
 
         shape = param.shape
@@ -300,11 +300,11 @@ class TrainingRanks(RankMeetings):
     # -- exchanges
 
     def broadcast_from_first(self, values: Sequence[torch.Tensor], number: int = 0) -> None:
-        """Have the values that the first rank has. Blocks; raises like every exchange.
+        """Overwrite tensors on all ranks with the values of the first rank. Blocks; raises RankFailed, RuntimeError.
 
         Args:
-            values: Dense tensors, alike on all ranks, which are overwritten.
-            number: Of the block.
+            values: Dense tensors, with the same shapes and dtypes on all ranks.
+            number: Number of the block that they belong to.
         """
         if not self.several:
             return
@@ -318,13 +318,13 @@ class TrainingRanks(RankMeetings):
                 value.detach().copy_(given)
 
     def gather(self, number: int, shards: Sequence[torch.Tensor], places: Sequence[torch.Tensor], to_train: bool) -> None:
-        """Put the shards of all ranks together. Blocks; raises like every exchange.
+        """Gather whole parameters from the shards of all ranks. Blocks; raises RankFailed, RuntimeError.
 
         Args:
-            number: Of the block.
-            shards: This rank's.
-            places: Where each whole parameter belongs, with the memory of :meth:`padded_shape`.
-            to_train: Whether it is for a forward or backward of a step.
+            number: Number of the block.
+            shards: This rank's shards.
+            places: For each shard, the tensor to gather into, of the shape :meth:`padded_shape`.
+            to_train: Whether the parameters are gathered for a forward or backward of a step.
         """
         with self._exchanging():
             short = [place.nbytes for shard, place in zip(shards, places, strict=True) if self._is_short(shard, place)]
@@ -334,11 +334,11 @@ class TrainingRanks(RankMeetings):
                 self._gather(shard, place, padding)
 
     def _is_short(self, shard: torch.Tensor, place: torch.Tensor) -> bool:
-        """Return whether this rank, one of the last, has fewer rows than the first."""
+        """Return whether this rank's shard has fewer rows than the first rank's."""
         return len(shard) < len(place) // self.count
 
     def _gather(self, shard: torch.Tensor, place: torch.Tensor, padding: torch.Tensor) -> None:
-        """Put shards together. ``padding`` is memory for one with as many rows as the first rank's."""
+        """Gather one tensor from its shards. ``padding`` is memory for a short shard padded to the first rank's size."""
         if not place.numel():
             return
         if self._is_short(shard, place):
@@ -349,18 +349,18 @@ class TrainingRanks(RankMeetings):
         self._all_gather(_bytes(place), _bytes(shard))
 
     def average_gradients(self, number: int, params: Sequence[nn.Parameter], whole: bool) -> list[torch.Tensor | None]:
-        """Average the gradients of all ranks, and take them out of ``param.grad``. Blocks; raises like every exchange.
+        """Average the gradients of all ranks, and set ``param.grad`` to None. Blocks; raises RankFailed, RuntimeError.
 
-        Each is divided by the number of ranks, and they are summed in the order of the ranks, in their own dtype: with 2, 4 or 8
-        ranks these are the bits of as many micro-batches in one process. A gradient that a rank does not have counts as zero.
+        Gradients are divided by the number of ranks and summed in the order of the ranks, in their own dtype: with 2, 4 or 8
+        ranks the averages have the bits of as many micro-batches in one process. A gradient that a rank lacks counts as zero.
 
         Args:
-            number: Of the block.
-            params: Its parameters that require gradients.
-            whole: Whether to return whole gradients, and not this rank's rows of them.
+            number: Number of the block.
+            params: The block's parameters that require gradients.
+            whole: Whether to return whole gradients, and not only this rank's rows of them.
 
         Returns:
-            For each parameter the gradient; None if no rank has one.
+            For each parameter the averaged gradient; None if no rank has one.
 
         Raises:
             TypeError: For a sparse gradient.
@@ -396,7 +396,7 @@ class TrainingRanks(RankMeetings):
         return torch.empty_like(self.shard_of(_rows(gradient)))
 
     def _memory_to_average(self, gradients: Sequence[torch.Tensor | None], whole: bool) -> torch.Tensor:
-        """Return memory for what the ranks send of one gradient, and for what is gathered of it, with padding of a shard."""
+        """Return memory to average any one of these gradients: for the parts received, and to gather a whole average."""
         most = 0
         for rows in (_rows(each) for each in gradients if each is not None):
             received = self.count * padded(self.shard_of(rows).nbytes)
@@ -405,17 +405,17 @@ class TrainingRanks(RankMeetings):
         return torch.empty(most, dtype=torch.uint8, device="cpu")
 
     def _bytes_of_first(self, rows: torch.Tensor) -> int:
-        """Return the bytes that the first rank has, and no rank more."""
+        """Return the bytes of the first rank's shard, which is the largest."""
         return math.prod(self.padded_shape(rows)) * rows.element_size() // self.count
 
     def _average(self, gradient: torch.Tensor, average: torch.Tensor, memory: torch.Tensor, whole: bool) -> None:
-        """Average one gradient. Allocates nothing: the others wait for what it sends.
+        """Average one gradient. Allocates no memory, because an error would leave the other ranks waiting.
 
         Args:
-            gradient: This rank's.
-            average: Where the average belongs: all of it, or this rank's rows.
-            memory: As :meth:`_memory_to_average` returns it.
-            whole: Whether the average is all of it.
+            gradient: This rank's gradient.
+            average: The tensor for the average: all of it, or this rank's rows.
+            memory: Memory from :meth:`_memory_to_average`.
+            whole: Whether ``average`` is for all rows.
         """
         rows = _rows(gradient)
         own = self.shard_of(rows)
@@ -440,7 +440,7 @@ class TrainingRanks(RankMeetings):
         average.view(rows.shape).copy_(place[: len(rows)])
 
     def norms_of_shards(self, norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the 2-norms of whole tensors, given those of this rank's shards. Blocks; raises like every exchange."""
+        """Return the 2-norms of whole tensors, given the norms of this rank's shards. Blocks; raises RankFailed, RuntimeError."""
         if not self.several or not norms:
             return list(norms)
         with self._exchanging():
@@ -455,22 +455,22 @@ class TrainingRanks(RankMeetings):
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with its elements in order. Raises TypeError for a sparse one."""
+    """Return a gradient as a contiguous tensor. Raises TypeError for a sparse one."""
     if gradient.layout is not torch.strided:
         raise TypeError(f"a gradient of layout {gradient.layout} cannot be summed over several processes")
     return gradient.contiguous()
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view with at least one dimension."""
+    """Return a tensor as a view with at least one dimension."""
     return tensor if tensor.dim() else tensor.view(1)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor: there are dtypes that cannot be communicated."""
+    """Return a contiguous tensor's memory as uint8, since some dtypes cannot be communicated."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _bytes_of_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor that has elements, one row for each of its rows."""
+    """Return a contiguous, non-empty tensor's memory as uint8 of two dimensions: a row of bytes for each row."""
     return _bytes(tensor).view(len(tensor), -1)

@@ -1,4 +1,4 @@
-"""What a step of a training did, and what it waited for."""
+"""Report of one step of a training: times, bytes, and what the step waited for."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ class TrainingReport(DriveReport):
     """
 
     waiting_to_write: float
-    """Of :attr:`waiting`, the time for writes: those that free memory to read blocks into, and the last ones. The rest is for
-    blocks to be read."""
+    """The part of :attr:`waiting` spent on writes: those that free memory to read blocks into, and the last ones."""
     activations: ActivationReport | None
-    """Of the activations; None if all of them stay in memory."""
+    """Report of the saved activations; None if all of them stay in memory."""
     exchanging: float
-    """Time in exchanges with the other processes of the group, waiting for them among it."""
+    """Time in exchanges with the other processes of the group, waiting for these processes included."""
 
     @property
     def terabytes_per_day(self) -> float:

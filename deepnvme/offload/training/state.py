@@ -1,4 +1,4 @@
-"""The model and the optimizer of an offloaded training as a ``state_dict``: mapped from the drive, and loaded block by block."""
+"""State dicts of an offloaded training: tensors are mapped from the drive, and loading goes block by block."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TrainingState:
             self._guarding = True
 
     def get(self) -> dict[str, Any]:
-        """Return what :meth:`OffloadedTraining.state_dict` does. Raises OSError."""
+        """Return the training's state dict, see :meth:`OffloadedTraining.state_dict`. Raises OSError."""
         names = names_of_parameters(self._model)
         values: dict[torch.Tensor, torch.Tensor] = {}
         quantized: dict[str, torch.Tensor] = {}
@@ -97,7 +97,7 @@ class TrainingState:
         return found
 
     def _optimizer_state(self, names: Mapping[torch.Tensor, str]) -> dict[str, dict[str, Any]]:
-        """Return the optimizer's states by names."""
+        """Return the optimizer states of each parameter, by the parameter's name."""
         found = {}
         for parameters in (block.parameters for block in self._trained.blocks):
             for param, shard in zip(parameters.params, parameters.shards, strict=True):
@@ -109,22 +109,23 @@ class TrainingState:
         return found
 
     def _distributed(self, parameters: ParameterBlock, param: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor of what each process has of a parameter, or of a state of its shape; what cannot be shared as it is.
+        """Return a DTensor of a parameter, or of a state of its shape, from this process's part of it.
 
-        Of a parameter that is whole in each process it has some rows as well: it can be loaded into a model of FSDP2.
+        Parameters that are whole in each process become DTensors as well, of some rows each, so that FSDP2 models can load them.
+        A scalar, and with one process any tensor, is returned as it is.
         """
         if not self._ranks.several or not param.dim():
             return local
         return self._ranks.as_dtensor(local if parameters.ranks is not None else self._ranks.shard_of(local), param)
 
     def _mapped(self, of: Versioned, section: BlockSection) -> torch.Tensor:
-        """Map one tensor of a block by itself: a ``.pt`` cannot hold a storage that is seen in several dtypes."""
+        """Map one tensor of a block, in its own storage, since a ``.pt`` file cannot hold a storage with several dtypes."""
         if not section.nbytes:
             return torch.empty(section.shape, dtype=section.dtype, device="cpu")
         return self._versions.map([(of, section)]).as_strided(section.shape, section.stride)
 
     def _dequantized(self, parameters: ParameterBlock, frozen: FrozenParameters) -> Versioned:
-        """Return what on the drive has the values of frozen parameters. Writes a copy if they are quantised there."""
+        """Return the block on the drive with the values of frozen parameters. Writes a dequantised copy if they are quantised."""
         if not frozen.quantized:
             return frozen
         if frozen.copy.outdated:
@@ -138,7 +139,7 @@ class TrainingState:
         return frozen.copy
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Do what :meth:`OffloadedTraining.load_state_dict` does. Raises ValueError, OSError."""
+        """Replace the training's state, see :meth:`OffloadedTraining.load_state_dict`. Raises ValueError, OSError."""
         _check_keys(state, ("model", "optimizer", "steps"), "a state")
         names, model, optimizer = names_of_parameters(self._model), state["model"], state["optimizer"]
         _check_keys(optimizer, ("state", "param_groups"), "the optimizer of a state")
@@ -192,7 +193,7 @@ class TrainingState:
             self._trained.uses.end_change(block.parameters)
 
     def _own(self, parameters: ParameterBlock, value: Any, param: torch.Tensor) -> Any:
-        """Return what this process has of a parameter's value, or of a state: its rows, or all. May gather it."""
+        """Return this process's part of a parameter's value or state: its rows, or all. May block to gather a DTensor."""
         if not isinstance(value, torch.Tensor):
             return value
         if parameters.ranks is not None:
@@ -202,7 +203,7 @@ class TrainingState:
     def _check_shards(
         self, model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], names: Mapping[torch.Tensor, str]
     ) -> None:
-        """Raise ValueError if DTensors are not sharded as here, or are not the same ones on all ranks. Blocks."""
+        """Raise ValueError if DTensors are sharded unlike this training, or differ in name between ranks. Blocks."""
         distributed = []
         for param, name in names.items():
             for key, value in {"": model[name], **states.get(name, {})}.items():
@@ -251,7 +252,7 @@ class TrainingState:
 
 
 def _check_keys(state: Any, keys: Iterable[str], what: str) -> None:
-    """Raise ValueError if a state is no mapping that has these keys."""
+    """Raise ValueError if ``state`` is not a mapping with these keys. ``what`` names it in the message."""
     if not isinstance(state, Mapping):
         raise ValueError(f"{what} is a mapping, got {type(state).__name__}")
     missing = [repr(key) for key in keys if key not in state]

@@ -1,4 +1,4 @@
-"""Train a model whose parameters, gradients and optimizer states are on a drive, and in memory one block after the other."""
+"""Training of a model whose parameters, gradients and optimizer states are on a drive, and in memory one block at a time."""
 
 from __future__ import annotations
 
@@ -62,12 +62,14 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "quantize": (None, *SCHEMES),
 }
 _WHOLE = 1 << 62
-"""Elements of a sub-group: all of a block's."""
+"""Elements of a sub-group if a whole block has to be stepped at once: no limit."""
 _PART = 1 << 21
-"""Elements of a sub-group, where a block's can be stepped one after the other: 24 MiB of states with AdamW and master weights.
+"""Elements of a sub-group if parts of a block can be stepped one after the other.
 
-Some are read and others written while one is stepped. Where a block of 154 MB of states was one sub-group, in memory
-for less than two such blocks, reading and writing took turns: a step took 0.84 instead of 0.72 s."""
+This is 24 MiB of states with AdamW and master weights. While one sub-group is stepped, others are read and written. When a
+block of 154 MB of states was one sub-group, in memory for less than two such blocks, reading and writing took turns: a step
+took 0.84 instead of 0.72 s.
+"""
 
 
 _trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadedTraining]] = weakref.WeakKeyDictionary()
@@ -75,10 +77,10 @@ _trainings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadedTraining]]
 
 
 class _OptimizerOptions(Optimizer):
-    """The options of the steps, for schedulers of the learning rate: ``param_groups`` has one group for each block."""
+    """The optimizer's options, for learning-rate schedulers: ``param_groups`` has one group for each block. It steps nothing."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing: called when a step was made, for hooks and schedulers."""
+        """Do nothing. Called after each step of the training, so that hooks and schedulers see it."""
 
 
 class OffloadedTraining:
@@ -89,19 +91,21 @@ class OffloadedTraining:
     ...     loss = training.step(batch)
 
     A block's parameters are in memory while it computes. They are read ahead in the order of the last step. When the backward has
-    all gradients of a block, it is stepped, and written while the next one computes. Parameters outside of the blocks stay in
-    memory, and their states are on the drive. Results are the same bits as in memory.
+    all gradients of a block, the block is stepped, and written while the next one computes. Parameters outside of the blocks stay
+    in memory, and their states are on the drive. Results are the same bits as in memory.
 
-    Its methods are called by one thread at a time: while one runs, another thread gets a RuntimeError. What gives values to
-    parameters between steps, other than :meth:`load_state_dict`, is found at the next use and is a RuntimeError as well.
+    Methods must be called by one thread at a time: while one runs, another thread gets a RuntimeError. Between steps, only
+    :meth:`load_state_dict` may change parameters. Any other change is found at the next use, and raises RuntimeError as well.
 
     A step is made as a whole, or undone: after an exception parameters and states are as after the last completed step.
 
-    Each training has a directory of its own below the path, so several can have one path. A model has one training: to make
-    another one of the same model, ``close(restore=True)`` the first. With a ``checkpoint``, the first training is closed without
-    restoring its values, if the same thread made it (a notebook's cell that runs again); used afterwards, it raises RuntimeError
-    and says where the second was made. A UserWarning tells of steps that no :meth:`state_dict` has. The files of a training are
-    removed when it and its model are garbage.
+    Each training has a directory of its own below the path, so several can have one path. The files of a training are removed
+    when it and its model are garbage.
+
+    A model has one training: before making another one of the same model, ``close(restore=True)`` the first. With a
+    ``checkpoint``, the first training is closed without restoring its values, if the same thread made it (a notebook's cell that
+    runs again). If the first is used afterwards, it raises RuntimeError and says where the second was made. A UserWarning tells
+    of steps that no :meth:`state_dict` has.
 
     Args:
         model: On the CPU, and its parameters get their values from the drive from now on. Or on the meta device, as a whole or in
@@ -110,33 +114,36 @@ class OffloadedTraining:
             make the model anew.
         optimizer_class: A torch optimizer that steps each parameter by itself.
         nvme_path: Directory on the drive, created if it is missing; or several, over which blocks are striped.
-        blocks: What comes and goes as one: None for the layers, and what is large beside them. Or names of modules, or patterns
-            such as "model.layers.*.mlp", that are blocks as well. Or modules, and then no others are. A parameter belongs to the
-            innermost block around it. One that several blocks use, or the model beside them, stays in memory.
+        blocks: The modules whose parameters are read and dropped together. None: the layers, and large modules beside them. Names
+            of modules, or patterns such as "model.layers.*.mlp": blocks in addition to those. Modules: only these are blocks. A
+            parameter belongs to the innermost block around it. One that several blocks use, or that the model uses outside of
+            them, stays in memory.
         checkpoint: Where the values are from: a .safetensors file, a .pt or .bin of a state_dict, the index.json of several, a
             directory with one of these, or a mapping such as ``torch.load(path, mmap=True)``. It is read one block at a time, and
-            converted to the dtypes of the model. If a part of the model is on the meta device, what is not, as adapters, may be
-            missing in it. None for the values in memory, or for new ones. With a ``process_group``, a mapping may have DTensors,
-            as the ``state_dict()`` of a model that ``fully_shard`` has wrapped: each process reads its own rows.
+            converted to the dtypes of the model. If a part of the model is on the meta device, the checkpoint may lack parameters
+            that are in memory, as those of adapters. None for the values in memory, or for new ones. With a ``process_group``, a
+            mapping may have DTensors, as the ``state_dict()`` of a model that ``fully_shard`` has wrapped: each process reads its
+            own rows.
         memory_budget: Bytes of parameters, gradients, states and saved activations that are in memory; or "8GB", "50%", "auto",
             see :data:`deepnvme.memory.MemoryBudget`, of what is available before the model's own memory is released. More only
-            if a single block needs more. What a forward computes with beside these is not counted.
-        parameters: "nvme"; or "memory" to have them stay in memory beside being on the drive, and only states come and go.
-        quantize: "int8" or "int4" to have weights that are frozen, that is, do not require gradients, quantised on the drive, as
-            :meth:`deepnvme.streaming.WeightStore.build` does. A block's are dequantised into their own dtypes when it is used:
-            the results are the bits of a training with these values. None to keep all as they are.
-        activations: "memory" to have them stay there, beside the budget; or "nvme" to have :class:`save_on_disk` keep those that
-            ``activation_budget`` has no room for; or "recompute" to have only the blocks' inputs kept so, and the rest computed
-            again in the backward.
-        activation_budget: Bytes of the memory budget for activations, or a size such as "2GB", or a share of the available memory
-            such as "10%", as for ``memory_budget``, unless all stay in memory; None for a quarter of the memory budget.
+            if a single block needs more. Other tensors that a forward computes with are not counted.
+        parameters: "nvme"; or "memory" to keep all parameters in memory as well as on the drive, so that only states are read.
+        quantize: "int8" or "int4" to quantise frozen weights, which do not require gradients, on the drive, as
+            :meth:`deepnvme.streaming.WeightStore.build` does. They are dequantised into their own dtypes when their block is
+            used: the results are the bits of a training with the dequantised values. None to keep all weights as they are.
+        activations: "memory" to keep them in memory, outside of the budget; "nvme" to have :class:`save_on_disk` write those
+            that do not fit into ``activation_budget``; or "recompute" to save only the blocks' inputs in this way, and compute
+            the rest again in the backward.
+        activation_budget: Bytes of the memory budget for activations, unless all stay in memory; or a size such as "2GB", or a
+            share of the available memory such as "10%", as for ``memory_budget``. None for a quarter of the memory budget.
         master_weights: Whether parameters in bfloat16 and float16 have a float32 weight in the states.
         micro_batches: Backwards in a step, whose gradients are summed.
         accumulation: "vertical" to have :meth:`step` run each block for all micro-batches before the next one, so that it is read
             once for all of them; "horizontal" to run the micro-batches one after the other. The results are the same bits: either
             way each micro-batch draws its random numbers, as of dropout, from a seed of its own, one of
             ``torch.randint(1 << 62, (micro_batches,))`` at the beginning of the step.
-        max_norm: To clip gradients to, as ``clip_grad_norm_`` does. Parameters are stepped after the last backward then.
+        max_norm: Total norm to clip gradients to, as ``clip_grad_norm_`` does. Parameters are then stepped after the last
+            backward. None for no clipping.
         param_groups: The trained parameters in groups with options of their own, as torch's optimizers take them. None for one
             group for each block, all with the same options.
         process_group: Processes that train the model together, as ``torch.distributed.group.WORLD``: each with other batches,
@@ -144,11 +151,11 @@ class OffloadedTraining:
             the same modules. All begin with the parameters and buffers of the first. The optimizer has to work element by
             element then, as AdamW and SGD do. None for one process.
         config: Settings of the engine; None for the profile of the drive.
-        **optimizer_kwargs: The optimizer's.
+        **optimizer_kwargs: Keyword arguments of ``optimizer_class``.
 
     Raises:
         ValueError: For parameters or options that cannot be offloaded, a checkpoint of another model, values that cannot be
-            quantised, or what is on the meta device and would get no value.
+            quantised, or a parameter or buffer on the meta device that would get no value.
         RuntimeError: If the model has another training already, which is named.
         OSError: From the drive, or from the checkpoint.
     """
@@ -201,7 +208,7 @@ class OffloadedTraining:
             defaults = self._planner.defaults()
             partition = initial.place(partition)
             self.optimizer = _OptimizerOptions(_grouped([*partition.params, partition.rest], param_groups), defaults)
-            """Has the options of each step in its ``param_groups``: for a scheduler."""
+            """An optimizer object for learning-rate schedulers: its ``param_groups`` have the options of each step."""
             self._values_memory = PinnedArena(0)  # of dequantised or gathered parameters
             parameter_blocks = _parameter_blocks(model, partition, self._values_memory, quantize, self._ranks)
             self._values_memory.resize(_values_bytes(parameter_blocks))
@@ -264,7 +271,7 @@ class OffloadedTraining:
         before._close_for_successor(self._owner)
 
     def _to_drive(self, initial: InitialValues, stay: bool) -> None:
-        """Write the model's parameters to the drive, and free their memory; blocks of them may stay in the cache."""
+        """Write the model's initial values to the drive, and free the parameters' memory; blocks may stay in the cache."""
         blocks = [block.parameters for block in self._trained.blocks]
         initial.write(self._trained.blocks_of_modules, blocks[-1], self._drive.cache)
         parts = [part for block in blocks for part in block.parts]
@@ -277,7 +284,7 @@ class OffloadedTraining:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called: the training cannot be used any more."""
+        """Whether :meth:`close` was called, so that the training cannot be used any more."""
         return self._guard.closed
 
     def __repr__(self) -> str:
@@ -293,22 +300,23 @@ class OffloadedTraining:
 
     @property
     def steps(self) -> int:
-        """Number of completed steps, those before a loaded state included."""
+        """Number of completed steps, including those that a loaded state had made."""
         return self._trained.steps
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """Make a step. Blocks until it is on the drive.
 
-        With arguments: run the model's forward and backward with them before. A single mapping, tuple or list is taken apart, as
-        loaders of data give them. If there are several ``micro_batches``, tensors are divided along their first dimension, and
-        each part's loss counts as its share of the rows. Without arguments: after as many :meth:`micro_batch`.
+        With arguments, this runs the model's forward and backward with them first. A single mapping, tuple or list, as data
+        loaders give it, is unpacked into arguments. With several ``micro_batches``, tensors are divided along their first
+        dimension, and each part's loss is weighted by its share of the rows. Without arguments, call it after all of the step's
+        micro-batches were run by :meth:`micro_batch` or :meth:`run_micro_batches`.
 
         Returns:
             The loss, detached: the model's output, or its ``loss``, summed over the micro-batches. None without arguments.
 
         Raises:
             ValueError: If the arguments cannot be divided.
-            RuntimeError: If there were fewer micro-batches than there should be; after :meth:`close`; in a forked child.
+            RuntimeError: If micro-batches are missing; after :meth:`close`; in a forked child.
             OSError: From the drive. The step was undone.
         """
         micro_batches: list[MicroBatch] = []
@@ -324,27 +332,29 @@ class OffloadedTraining:
         return sum(losses[1:], losses[0]) if losses else None
 
     def report(self) -> TrainingReport:
-        """Return what the last completed step did, and what it waited for. Raises RuntimeError before the first step."""
+        """Return timings and bytes of the last completed step. Raises RuntimeError before the first step."""
         last: TrainingReport = self._drive.io.last
         return last
 
     def estimate_writes(self) -> WriteEstimate:
         """Return how many bytes of parameters, states and gradients each step will write to this process's drive.
 
-        Activations are not counted: how many are saved is only known when a forward has run, and is in :meth:`report`. A step is
-        taken to have gradients for all trained parameters, and checkpoints are not counted. The same is logged with level INFO
-        when the training is made.
+        Assumes gradients for all trained parameters, and leaves checkpoints out. Activations are not counted, since only a
+        forward shows how many are saved: see :meth:`report`. The constructor logs the estimate at level INFO.
         """
         return self._trained.estimate_writes(self._planner)
 
     def run_micro_batches(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        """Run the forward, which returns the loss, and the backward of each micro-batch of a step. Call :meth:`step` after it.
+        """Run forward and backward of all micro-batches of a step. Call :meth:`step` afterwards.
 
         >>> training.run_micro_batches([functools.partial(model, batch) for batch in batches])
         >>> training.step()
 
-        These are all of the step's, however many ``micro_batches`` other steps have. With vertical accumulation, forwards run
-        side by side, each in a thread of its own.
+        The step then has as many micro-batches as ``forwards``, whatever ``micro_batches`` is. With vertical accumulation,
+        forwards run side by side, each in a thread of its own.
+
+        Args:
+            forwards: For each micro-batch, a function that runs the forward and returns the loss.
 
         Returns:
             The losses, detached.
@@ -373,7 +383,7 @@ class OffloadedTraining:
         return losses
 
     def _forward_and_backward(self, forward: Callable[[], torch.Tensor], of: int) -> torch.Tensor:
-        """Run one of ``of`` micro-batches. Returns the loss, detached."""
+        """Run forward and backward of one of the step's ``of`` micro-batches. Return the loss, detached."""
         with self._one_micro_batch(of):
             loss = forward()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -393,7 +403,7 @@ class OffloadedTraining:
         ...     loss.backward()
         >>> training.step()
 
-        An exception undoes the step, with the micro-batches before. Blocks are read for each micro-batch: :meth:`step` with
+        An exception undoes the step, including its earlier micro-batches. Blocks are read for each micro-batch: :meth:`step` with
         arguments reads them once for all.
 
         Raises:
@@ -409,19 +419,19 @@ class OffloadedTraining:
             yield
 
     def gradient_norm(self) -> torch.Tensor:
-        """Return the 2-norm of all gradients, before they are clipped: between the last micro-batch and :meth:`step`. Blocks.
+        """Return the 2-norm of all gradients before clipping; it may be infinite or NaN. Blocks.
 
-        It may not be finite.
+        Call it between the last micro-batch and :meth:`step`.
 
         Raises:
-            RuntimeError: At another time, or without ``max_norm``, since norms are not measured then.
+            RuntimeError: If micro-batches are missing, or without ``max_norm``, since norms are not measured then.
             OSError: From the drive. The step was undone.
         """
         with self._claimed(), self._trained.undone_if_it_fails():
             return self._trained.gradient_norm()
 
     def undo_step(self) -> None:
-        """Go back to the last completed step, if micro-batches of another one were run.
+        """Go back to the last completed step, if micro-batches of a new one were run.
 
         Raises:
             RuntimeError: After :meth:`close`; in a forked child.
@@ -439,9 +449,9 @@ class OffloadedTraining:
 
     @contextlib.contextmanager
     def _claimed(self) -> Iterator[None]:
-        """Have other threads be refused in this context.
+        """Claim the training for the current thread during this context, so that other threads are refused.
 
-        Raises RuntimeError if it is another thread's, after :meth:`close`, and in a forked child.
+        Raises RuntimeError if another thread has claimed it, after :meth:`close`, and in a forked child.
         """
         self._guard.check_open()
         first, this = not self._claims, threading.current_thread()
@@ -462,16 +472,16 @@ class OffloadedTraining:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Wait until all processes are in this context, and at its end until all are done; if one fails in it, all do.
+        """Run a context on all processes together: wait for all at its beginning and end. If it fails on one, it fails on all.
 
-        For what the processes do beside the training, such as writing a file and reading it. Nothing with one process.
+        For work beside the training, such as writing a file and reading it. With one process, it does nothing.
 
         >>> with training.together():
         ...     if torch.distributed.get_rank() == 0:
         ...         write_report()
 
         Raises:
-            RuntimeError: If another process has failed, does not make the same calls, or is gone; after :meth:`close`; in a
+            RuntimeError: If another process has failed, does not make the same calls, or has ended; after :meth:`close`; in a
                 forked child.
         """
         self._guard.check_open()
@@ -488,9 +498,10 @@ class OffloadedTraining:
         With ``quantize`` the first call writes the dequantised weights, which occupy space from then on.
 
         Returns:
-            "model": what ``model.state_dict()`` would be. "optimizer": "state" by the names of parameters, and "param_groups",
-            whose "params" are names: what ``torch.distributed.checkpoint.state_dict`` uses. "steps": the number of steps.
-            "quantized", only with ``quantize``: the bytes of quantised weights by name. "model" has the dequantised values.
+            A dictionary with these keys. "model": what ``model.state_dict()`` would be. "optimizer": a dictionary with "state" by
+            the names of parameters, and "param_groups", whose "params" are names, as ``torch.distributed.checkpoint.state_dict``
+            uses them. "steps": the number of steps. "quantized", only with ``quantize``: the bytes of quantised weights by name;
+            "model" has their dequantised values.
 
         Raises:
             RuntimeError: Within a step.
@@ -505,13 +516,13 @@ class OffloadedTraining:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`state_dict` to a file as ``torch.save`` does, see :func:`deepnvme.save`. Blocks until it is on the drive.
 
-        The file replaces an earlier one once it is whole. To go on from it with little memory:
+        An earlier file is replaced only when the new one is complete. To resume from the file with little memory:
 
         >>> training.load_state_dict(torch.load(path, mmap=True))
 
         Raises:
             RuntimeError: Within a step.
-            OSError: From the drive. An earlier file is as it was.
+            OSError: From the drive. An earlier file is unchanged.
         """
         with self._claimed():
             with self.together():  # what is done next is no exchange that could tell of a failure
@@ -542,15 +553,17 @@ class OffloadedTraining:
         """Remove the hooks and the files. Idempotent.
 
         Args:
-            restore: Whether to give the parameters the values of the last completed step, in memory. Otherwise those in blocks
-                have none any more, and the others if there is no memory for a copy. The model's forward, its ``state_dict()``
-                and copies of it then raise RuntimeError, until ``model.load_state_dict()`` has loaded all values, or another
-                training is made of it with a ``checkpoint``. A UserWarning tells of steps that no :meth:`state_dict` has.
+            restore: Whether to give the parameters the values of the last completed step, in memory. Otherwise parameters of
+                blocks are left without values, and so are the others if there is no memory for a copy. The model's forward, its
+                ``state_dict()`` and copies of it then raise RuntimeError, until ``model.load_state_dict()`` has loaded all
+                values, or another training is made of it with a ``checkpoint``. A UserWarning tells of steps that no
+                :meth:`state_dict` has.
 
         Raises:
-            RuntimeError: While another thread runs a method; with ``restore``, if other code has changed parameters that are on
-                the drive, which is told once. Nothing is closed then.
-            OSError: From reading them: nothing is closed then. From closing or removing a file: all else is done then.
+            RuntimeError: While another thread runs a method. Also with ``restore``, if other code has changed parameters that are
+                on the drive; these changes are dropped, and the next call closes. Nothing is closed then.
+            OSError: From reading parameters with ``restore``: nothing is closed then. From closing or removing a file: the
+                training is closed, and everything else is released.
         """
         if self.closed or not self._guard.in_own_process:
             return
@@ -564,7 +577,7 @@ class OffloadedTraining:
             )
 
     def _close(self, restore: bool, because: str | None = None) -> None:
-        """Close without a warning. Later calls raise RuntimeError with ``because``. Raises like :meth:`close`."""
+        """Close without a warning. With ``because``, later calls raise RuntimeError with it. Raises like :meth:`close`."""
         if self.closed or not self._guard.in_own_process:
             return
         uses, blocks = self._trained.uses, self._trained.blocks
@@ -601,7 +614,7 @@ class OffloadedTraining:
                 AbsentValues(self.model, absent)
 
     def _close_for_successor(self, other: DirectoryOwner) -> None:
-        """Close, since the model gets another training. Warns with UserWarning if steps are lost. Raises OSError."""
+        """Close this training, since another one of the model is made. Warns of lost steps with UserWarning. Raises OSError."""
         if self.steps != self._saved_steps:
             warnings.warn(
                 f"another OffloadedTraining is made of this {type(self.model).__name__}: the one before is closed, and its"
@@ -651,7 +664,7 @@ def _check_choices(micro_batches: int, **given: str | None) -> None:
 
 
 def _activation_bytes(activations: str, activation_budget: MemoryBudget | None, memory_budget: int) -> int:
-    """Return the bytes of the memory budget for activations. Raises ValueError, TypeError."""
+    """Return the part of the memory budget for activations, in bytes; 0 if all stay in memory. Raises ValueError, TypeError."""
     nbytes = memory_budget // 4
     if activation_budget is not None:
         parse = byte_count if is_automatic(activation_budget) else budget_bytes
@@ -660,7 +673,7 @@ def _activation_bytes(activations: str, activation_budget: MemoryBudget | None, 
 
 
 def _check_for_several(optimizer_class: type[Optimizer], quantize: Scheme | None) -> None:
-    """Raise ValueError for what several processes cannot do."""
+    """Raise ValueError for an optimizer or quantisation that several processes cannot use."""
     if optimizer_class not in ELEMENTWISE:
         names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
         raise ValueError(f"with a process_group the optimizer must be one of {names}, got {optimizer_class.__name__}")
@@ -671,7 +684,7 @@ def _check_for_several(optimizer_class: type[Optimizer], quantize: Scheme | None
 def _parameter_blocks(
     model: nn.Module, partition: ModelPartition, arena: PinnedArena, quantize: Scheme | None, ranks: TrainingRanks
 ) -> list[ParameterBlock]:
-    """Return the blocks of the model's parameters. The last one has those that stay in memory, which no ranks share."""
+    """Return the blocks of the model's parameters. The last one has those that stay in memory, whole on each rank."""
     names = names_of_parameters(model)
     blocks = [*partition.params, partition.rest]
     sharing = [*([ranks if ranks.several else None] * len(partition.params)), None]
@@ -684,7 +697,7 @@ def _parameter_blocks(
 def _sub_groups(
     blocks: Sequence[ParameterBlock], param_groups: Sequence[dict[str, Any]], planner: SubGroupPlanner
 ) -> list[list[SubGroup]]:
-    """Return what steps the parameters of each block, or their shards; nothing for a block without trained ones."""
+    """Return, for each block, the sub-groups that step its parameters or shards; none for a block without trained parameters."""
     found: list[list[SubGroup]] = []
     for block in blocks:
         stepped = dict(zip(block.params, block.shards, strict=True))
@@ -695,13 +708,16 @@ def _sub_groups(
 
 
 def _values_bytes(blocks: Sequence[ParameterBlock]) -> int:
-    """Return the bytes that dequantised or gathered parameters need beside their blocks: the last block's, and another one's."""
+    """Return the bytes for dequantised or gathered values beside the blocks: those of the last block and of the largest other."""
     *others, last = (block.values_nbytes for block in blocks)
     return last + max(others, default=0)
 
 
 def _grouped(params: Sequence[Sequence[nn.Parameter]], param_groups: Iterable[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer: those given, or one for each block. Raises ValueError."""
+    """Return the optimizer's parameter groups: the given ones, or one for each block.
+
+    Raises ValueError unless the given groups have each trained parameter once, and no others.
+    """
     trained = [[param for param in some if param.requires_grad] for some in params]
     if param_groups is None:
         return [{"params": some} for some in trained if some]
@@ -712,7 +728,7 @@ def _grouped(params: Sequence[Sequence[nn.Parameter]], param_groups: Iterable[di
 
 
 def _taken_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments of a forward, given a batch as loaders of data give it."""
+    """Return positional and keyword arguments of a forward: a single mapping, tuple or list is unpacked into them."""
     if len(args) == 1 and not kwargs:
         (batch,) = args
         if isinstance(batch, Mapping):

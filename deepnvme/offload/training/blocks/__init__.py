@@ -1,4 +1,4 @@
-"""The blocks of a model that is trained: parameters, gradients and optimizer states, on the drive and in memory while used."""
+"""The blocks of a model in training: parameters, gradients and optimizer states, on the drive, and in memory while in use."""
 
 from deepnvme._lazy import public_names
 

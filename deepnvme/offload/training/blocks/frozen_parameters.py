@@ -1,4 +1,4 @@
-"""Parameters of a block that are not trained: on the drive as they are or quantised, and only read from there."""
+"""Frozen parameters of a block, that is, those not trained: on the drive as they are or quantised, and only read from there."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ class FrozenParameters(VersionedBlock):
     ) -> None:
         self.params, self._names = dict(params), names
         self.layout = lay_out([(number, "", param.detach()) for number, param in params.items()])
-        """Where the parameters lie in memory."""
+        """Where the parameters' values lie in memory."""
         self._schemes = {number: quantizes(scheme, param) for number, param in params.items()}
         self._stored = lay_out([(number, "", _stored_like(self._schemes[number], param)) for number, param in params.items()])
         super().__init__(index, self._stored.nbytes)
         self._arena = arena
         self._values: torch.Tensor | None = None
         self.copy = DequantizedCopy(f"{index}.dequantized")
-        """A copy on the drive of the dequantised values."""
+        """Versions of a copy of the dequantised values on the drive, for state dicts."""
 
     @property
     def quantized(self) -> bool:
-        """Whether any parameter is stored quantised: the values then need memory beside the block."""
+        """Whether any parameter is stored quantised, so that the values need memory beside the block."""
         return any(self._schemes.values())
 
     @property
     def quantized_sections(self) -> list[BlockSection]:
-        """Where the bytes of the weights that are quantised lie in the block."""
+        """Sections of the block that have the bytes of quantised weights."""
         return [section for section in self._stored.sections if self._schemes[section.piece] is not None]
 
     @property
     def values_nbytes(self) -> int:
-        """Bytes of memory that the parameters need beside the block."""
+        """Bytes of memory that the parameters' values need beside the block; 0 if none is quantised."""
         return self.layout.nbytes if self.quantized else 0
 
     @property
     def values(self) -> torch.Tensor:
-        """The bytes of the parameters in memory, as :attr:`layout` has them. Raises RuntimeError if they are not there."""
+        """Bytes of the parameters' values, as :attr:`layout` has them. Raises RuntimeError if they are not in memory."""
         if not self.quantized:
             return self.content
         if self._values is None:
@@ -67,20 +67,20 @@ class FrozenParameters(VersionedBlock):
 
     @property
     def has_values(self) -> bool:
-        """Whether the parameters are in memory."""
+        """Whether the parameters' values are in memory."""
         return self._values is not None if self.quantized else self.in_memory
 
     def begin_values(self) -> None:
-        """Have memory for the parameters, whose content is undefined. Raises OutOfBuffers."""
+        """Get memory for the parameters' values, if they need their own. Its content is undefined. Raises OutOfBuffers."""
         if self.quantized:
             self._values = self._arena.lend_beyond(self.layout.nbytes)
 
     def end_values(self) -> None:
-        """Give the memory of :meth:`begin_values` back. Idempotent."""
+        """Return the memory of :meth:`begin_values`. Idempotent."""
         self._values = None
 
     def dequantize(self) -> None:
-        """Have the parameters be what the block has, which is in memory. Blocks."""
+        """Dequantise the block, which must be in memory, into memory for the parameters' values. Blocks."""
         self.begin_values()
         for stored, section in self._sections():
             self._dequantize(stored, section.of(self.values), self._schemes[section.piece])
@@ -109,12 +109,12 @@ class FrozenParameters(VersionedBlock):
                 self._dequantize(stored, value, scheme)
 
     def changed(self, number: int) -> None:
-        """As in the base class; the dequantised copy on the drive is outdated from now on."""
+        """Set the version to write next, as in the base class, and mark the dequantised copy on the drive as outdated."""
         super().changed(number)
         self.copy.outdated = True
 
     def _sections(self) -> Sequence[tuple[torch.Tensor, BlockSection]]:
-        """Return what the block has of each parameter, and where the parameter is in memory."""
+        """Return, for each parameter, its stored bytes in the block, and the section of its value in memory."""
         pairs = zip(self._stored.sections, self.layout.sections, strict=True)
         return [(stored.of(self.content), section) for stored, section in pairs]
 
@@ -127,7 +127,7 @@ class FrozenParameters(VersionedBlock):
             value.copy_(_dequantized(scheme, stored, value))
 
     def _take(self, stored: torch.Tensor, value: torch.Tensor, scheme: Scheme, given: torch.Tensor | None) -> bool:
-        """Take a quantised weight if it is dequantised to this value. Returns whether it was."""
+        """Copy a given quantised weight to the block, and return whether it dequantises to exactly ``value``."""
         if given is None or given.dtype != torch.uint8 or given.shape != stored.shape:
             return False
         stored.copy_(given)
@@ -135,36 +135,36 @@ class FrozenParameters(VersionedBlock):
 
 
 class DequantizedCopy:
-    """Names versions on the drive of the values that weights are dequantised to."""
+    """Version numbers of the copy on the drive that has the dequantised values of quantised weights."""
 
     def __init__(self, index: str) -> None:
         self.index = index
-        """Identifies its versions."""
+        """Identifies the copy's versions in the store."""
         self.current: int | None = None
         """Number of the newest version; None if there is none."""
         self.outdated = True
-        """Whether the newest version, if there is one, has other values than the weights."""
+        """Whether the newest version does not have the current values of the weights, or there is no version."""
 
     def written(self, number: int) -> None:
-        """Record that this version holds the current values."""
+        """Record that version ``number`` has the current values."""
         self.current, self.outdated = number, False
 
 
 def quantizes(scheme: Scheme | None, param: nn.Parameter) -> Scheme | None:
-    """Return how a parameter is quantised; None if it is not."""
+    """Return ``scheme`` if a parameter is to be quantised, because it is frozen and worth it; else None."""
     worth = scheme is not None and not param.requires_grad and is_worth_quantizing(scheme, param.shape, param.dtype)
     return scheme if worth else None
 
 
 def _stored_like(scheme: Scheme | None, param: nn.Parameter) -> torch.Tensor:
-    """Return a tensor of the dtype, shape and strides with which a parameter is stored."""
+    """Return a tensor with the dtype, shape and strides in which a parameter is stored. Quantised, it has no memory."""
     if scheme is None:
         return param.detach()
     return torch.empty(QuantizedLayout.of(scheme, param.shape).nbytes, dtype=torch.uint8, device="meta")
 
 
 def _dequantized(scheme: Scheme, stored: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a quantised weight in new memory, in a dtype and shape."""
+    """Return a quantised weight dequantised into new memory, with the dtype and shape of ``like``."""
     found = torch.empty(like.shape, dtype=like.dtype, device="cpu")
     dequantize(scheme, stored, found)
     return found

@@ -1,4 +1,4 @@
-"""How much of a training's memory its blocks may have, beside gradients that arrive and scratch memory."""
+"""Computes how much of a training's memory budget its blocks may use; arriving gradients and scratch memory need the rest."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def limit_of_blocks(
     several_ranks: bool,
     tied: Collection[nn.Parameter] = (),
 ) -> int:
-    """Return the bytes that blocks may have in memory: what the budget leaves, and at least what any block needs.
+    """Return the most bytes of blocks in memory: what the budget leaves, but at least what a single block needs.
 
     Args:
-        sub_groups: What steps each block.
+        sub_groups: For each block, the sub-groups that step it.
         blocks: The blocks; the last one stays in memory.
-        planner: Estimates the states.
-        budget: Bytes for blocks, gradients that arrive, and scratch memory.
+        planner: Estimates the sizes of optimizer states.
+        budget: Bytes for blocks, arriving gradients and scratch memory together.
         parameters_stay: Whether all parameters stay in memory.
         several_ranks: Whether other processes have shards of the blocks.
-        tied: Parameters of several tiles, whose gradients are summed as whole ones.
+        tied: Parameters that several tiles share, whose whole gradients are summed on the drive.
     """
     parameters = [sum(padded(part.nbytes) for part in block.parts) for block in blocks]
     gradients = [_trained_bytes(block.params) for block in blocks]

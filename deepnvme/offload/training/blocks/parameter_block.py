@@ -1,4 +1,4 @@
-"""The parameters of a module as one block: on the drive, and in memory while the module is used."""
+"""The parameters of a module as one block: on the drive, and in memory while the module is in use."""
 
 from __future__ import annotations
 
@@ -46,38 +46,38 @@ class ParameterBlock(VersionedBlock):
         """Number of the block in the model."""
         self.params = tuple(params)
         self.ranks = ranks
-        """The processes that the parameters are sharded over; None if this one has all of each."""
+        """The processes that the parameters are sharded over; None if this process has all of each parameter."""
         self.shards = self.params if ranks is None else tuple(_absent_shard(param, ranks) for param in params)
-        """What the block has of each parameter: the parameter itself, or a parameter that is this process's shard."""
+        """What the block stores of each parameter: the parameter itself, or a parameter that is this process's shard."""
         frozen = {index: self.shards[index] for index in _frozen(params, quantize)}
         own = [(index, "", shard.detach()) for index, shard in enumerate(self.shards) if index not in frozen]
         self.layout = lay_out(own)
-        """Where the parameters, or the shards, lie in the block, without the frozen ones."""
+        """Where the parameters, or their shards, lie in the block, without those in :attr:`frozen`."""
         super().__init__(f"{number}.parameters", self.layout.nbytes)
         self.frozen = FrozenParameters(f"{number}.frozen", frozen, names, quantize, arena) if frozen else None
-        """The parameters that are not trained; None if they are in this block, or there are none."""
+        """The block of the parameters that are not trained; None if there are none, or they are in this block."""
         self._absent = [absent_like(param) for param in params]
         self._absent_bytes = [_element_bytes(absent).tolist() for absent in self._absent]
         self._arena = arena
         self._gathered: torch.Tensor | None = None
         self._whole = None if ranks is None else lay_out([(i, "", _padded(each, ranks)) for i, each in enumerate(params)])
         self.holds = 0
-        """Number of uses of the parameters that have begun and not ended."""
+        """Number of uses of the parameters in progress."""
 
     @property
     def parts(self) -> tuple[VersionedBlock, ...]:
-        """What is on the drive: this block, and the frozen parameters."""
+        """The blocks on the drive: this one and, if there is one, that of the frozen parameters."""
         return (self,) if self.frozen is None else (self, self.frozen)
 
     @property
     def values_nbytes(self) -> int:
-        """Bytes of memory that the parameters need beside the block while they are used."""
+        """Bytes of memory that the parameters' values need beside the block while they are in use."""
         if self._whole is not None:
             return self._whole.nbytes
         return 0 if self.frozen is None else self.frozen.values_nbytes
 
     def values(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield each parameter and its place in memory."""
+        """Yield each parameter with the tensor in memory that has its whole value."""
         if self._whole is None:
             yield from self.stored_values()
             return
@@ -86,7 +86,7 @@ class ParameterBlock(VersionedBlock):
             yield param, section.of(self._gathered_bytes)[: len(param)]
 
     def stored_values(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield each parameter, and the place in memory of what the block and the frozen parameters have of it."""
+        """Yield each parameter with the tensor in memory that has its stored value: all of it, or this process's shard."""
         for section in self.layout.sections:
             yield self.params[section.piece], section.of(self.content)
         if self.frozen is not None:
@@ -100,21 +100,21 @@ class ParameterBlock(VersionedBlock):
         return self._gathered
 
     def begin_values(self) -> None:
-        """Have memory for the parameters, whose content is undefined, beside the block's. Raises OutOfBuffers."""
+        """Get memory for the parameters' values, if they need their own. Its content is undefined. Raises OutOfBuffers."""
         if self._whole is not None:
             self._gathered = self._arena.lend_beyond(self._whole.nbytes)
         elif self.frozen is not None:
             self.frozen.begin_values()
 
     def gather_shards(self, to_train: bool) -> None:
-        """Have the parameters be the shards of all processes. This one's are in memory. Blocks.
+        """Gather the shards of all processes into whole parameters. This process's shards must be in memory. Blocks.
 
         Args:
-            to_train: Whether it is for a forward or backward of a step.
+            to_train: Whether the parameters are gathered for a forward or backward of a step.
 
         Raises:
-            OutOfBuffers: If there is no memory.
-            RuntimeError: If another process has failed, or is gone.
+            OutOfBuffers: If there is no memory for the whole parameters.
+            RuntimeError: If another process has failed or ended.
         """
         assert self.ranks is not None
         assert self._whole is not None
@@ -126,7 +126,7 @@ class ParameterBlock(VersionedBlock):
         self.ranks.gather(self.number, in_order, places, to_train)
 
     def keep_own_shards(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Copy this process's rows, those given or those of whole parameters, into the block and that of the frozen ones."""
+        """Copy this process's rows of each parameter into its blocks: from ``given``, or else from the whole parameter."""
         assert self.ranks is not None
         whole = dict(self.values())
         for param, place in self.stored_values():
@@ -159,12 +159,12 @@ class ParameterBlock(VersionedBlock):
         return not frozen.isdisjoint(changed)
 
     def attach(self) -> None:
-        """Make each parameter's ``data`` a view of the block's memory."""
+        """Make each parameter's ``data`` a view of its value in memory."""
         for param, place in self.values():
             param.data = place
 
     def check_absent(self) -> None:
-        """Raise RuntimeError if other code has given values to parameters without memory. These are dropped."""
+        """Raise RuntimeError if other code has changed parameters while they had no memory. Drops the changes."""
         states = list(zip(self.params, self._absent, self._absent_bytes, strict=True))
         changed = [
             param
@@ -182,7 +182,7 @@ class ParameterBlock(VersionedBlock):
             )
 
     def detach(self) -> None:
-        """Have the parameters be without memory. To read one gives NaN; a write is found by :meth:`check_absent`."""
+        """Take the memory from the parameters. Reading one then gives NaN; :meth:`check_absent` finds writes to one."""
         for param, absent in zip(self.params, self._absent, strict=True):
             param.data = absent
         self._gathered = None
@@ -190,22 +190,22 @@ class ParameterBlock(VersionedBlock):
             self.frozen.end_values()
 
     def attach_shards(self) -> None:
-        """Have the shards, without the frozen ones, be the block's memory, to be stepped there."""
+        """Make the ``data`` of each shard, except frozen ones, a view of the block's memory, so that a step changes the block."""
         for section in self.layout.sections:
             self.shards[section.piece].data = section.of(self.content)
 
     def detach_shards(self) -> None:
-        """Have the shards be without memory, if they are not the parameters."""
+        """Take the memory from the shards, unless they are the parameters themselves."""
         if self.ranks is not None:
             for shard in self.shards:
                 shard.data = absent_like(shard)
 
     def absent_addresses(self) -> set[int]:
-        """Return where the parameters are while they are without memory."""
+        """Return the addresses that the parameters' ``data`` has while they have no memory."""
         return {absent.data_ptr() for absent in self._absent}
 
     def absent_params(self) -> list[nn.Parameter]:
-        """Return the parameters that are without memory."""
+        """Return the parameters that have no memory now."""
         pairs = zip(self.params, self._absent, strict=True)
         return [param for param, absent in pairs if param.numel() and param.data_ptr() == absent.data_ptr()]
 
@@ -237,22 +237,23 @@ class ParameterBlock(VersionedBlock):
     # -- its versions on the drive
 
     def commit(self) -> None:
-        """Take the newest version for the last completed step's."""
+        """Make the newest version that of the last completed step."""
         super().commit()
         if self.frozen is not None:
             self.frozen.commit()
 
     def undo(self) -> None:
-        """Have the next read be of the last completed step's version."""
+        """Go back to the version of the last completed step, which is read next."""
         super().undo()
         if self.frozen is not None and self.frozen.uncommitted:
             self.frozen.undo()
 
 
 def _frozen(params: Sequence[nn.Parameter], quantize: Scheme | None) -> dict[int, nn.Parameter]:
-    """Return the parameters that are to be a block of their own, by their numbers.
+    """Return, by index, the parameters that become a block of their own.
 
-    Beside trained ones, those that are not, which then are never written again. Without trained ones, only if some are quantised.
+    If some parameters are trained, these are all others, which then are never written again. If none is trained, they are
+    separated only if some of them are quantised.
     """
     quantized = {index: param for index, param in enumerate(params) if quantizes(quantize, param)}
     if not (quantized or any(param.requires_grad for param in params)):
@@ -261,7 +262,7 @@ def _frozen(params: Sequence[nn.Parameter], quantize: Scheme | None) -> dict[int
 
 
 def _absent_shard(param: nn.Parameter, ranks: TrainingRanks) -> nn.Parameter:
-    """Return a parameter for a shard of another, without memory."""
+    """Return a parameter of the shape of this rank's shard of ``param``, without memory."""
     begin, end = ranks.rows_of(param)
     shape = torch.empty((end - begin, *param.shape[1:]), dtype=param.dtype, device="meta")
     return nn.Parameter(absent_like(shape), requires_grad=param.requires_grad)
@@ -272,12 +273,12 @@ def _padded(param: nn.Parameter, ranks: TrainingRanks) -> torch.Tensor:
 
 
 def _element_bytes(absent: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of the one element that all elements of a tensor of :func:`absent_like` are, as a view."""
+    """Return the bytes of the single element that a tensor of :func:`absent_like` repeats, as a view."""
     return absent.as_strided((1,), (1,)).view(torch.uint8)
 
 
 def absent_like(param: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a parameter's shape that takes the memory of one element."""
+    """Return a tensor with a parameter's shape and dtype that takes the memory of one element: NaN, or 0 for integers."""
     if param.is_floating_point() or param.is_complex():
         return torch.full((), torch.nan, dtype=param.dtype, device="cpu").expand(param.shape)
     return torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape)

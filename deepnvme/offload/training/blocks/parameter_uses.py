@@ -1,4 +1,4 @@
-"""Has the parameters of a module in memory while it computes, in the forward and in the backward."""
+"""Hooks that bring a module's parameters into memory while it computes, in the forward and in the backward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SavedParameter:
         """Return the tensor. Reads the block if it is not in memory.
 
         Raises:
-            RuntimeError: If a step has changed the parameters since.
+            RuntimeError: If a step has changed the parameters since the forward.
             OSError: From reading.
         """
         if self._part.changes != self._changes:
@@ -83,7 +83,7 @@ class ParameterUses:
         begins_between_steps: Callable[[], None],
     ) -> None:
         self.recording = False
-        """Whether a forward with gradients may run: one whose saved tensors go through :meth:`saved`."""
+        """Whether forwards with gradients are allowed, since their saved tensors go through :meth:`saved`."""
         self._blocks = tuple(blocks)
         self._absent = {address for block in self._blocks for address in block.absent_addresses()}
         self._drive = drive
@@ -122,7 +122,7 @@ class ParameterUses:
         self._checkpointed.append(forward)
 
     def remove(self) -> None:
-        """Remove the hooks from the modules, and those that checkpointed modules call before recomputing."""
+        """Remove the hooks from the modules, and the functions that checkpointed modules call before recomputing."""
         for handle in self._handles:
             handle.remove()
         for checkpointed in self._checkpointed:
@@ -130,10 +130,13 @@ class ParameterUses:
 
     @contextlib.contextmanager
     def calling_before_use(self, function: Callable[[ParameterBlock, bool], None]) -> Iterator[None]:
-        """Call a function before each use of a block by the model, and whether that lasts into the backward, within this context.
+        """Call a function before each use of a block by the model, within this context. For several micro-batches side by side.
 
-        Several micro-batches may run in it. A block then stays in memory until any of them uses another one; and uses in a
-        backward end with the context, not with the first backward.
+        A block then stays in memory until one of the micro-batches uses another block, and uses in a backward end with the
+        context and not with the first backward.
+
+        Args:
+            function: Called with the block, and with whether the use belongs to a backward.
         """
         self._before_use = function
         try:
@@ -145,7 +148,7 @@ class ParameterUses:
     # -- uses
 
     def begin(self, block: ParameterBlock) -> None:
-        """Begin a use: the parameters are in memory from now on. Blocks while they are read. Raises OSError."""
+        """Begin a use of a block: its parameters are in memory from now on. Blocks while they are read. Raises OSError."""
         if block.holds == 0:
             block.check_absent()
             if block.ranks is None:
@@ -181,7 +184,7 @@ class ParameterUses:
                     self._drive.cache.release([frozen])
 
     def end(self, block: ParameterBlock) -> None:
-        """End one use of a block. After the last, its parameters have no memory, and the cache may drop it. Never blocks."""
+        """End one use of a block. With the last use its parameters lose their memory, and the cache may drop it. Never blocks."""
         block.holds -= 1
         if block.holds == 0:
             self._in_use.pop(block, None)
@@ -194,9 +197,9 @@ class ParameterUses:
     # Two methods and no context: a generator that an interrupt gives up ends when it is collected, after everything was reset.
 
     def begin_change(self, block: ParameterBlock) -> None:
-        """Have the shards, or the parameters if this process has all of them, in memory. Raises OSError.
+        """Bring into memory what a step changes: the block's shards, or its parameters with a single process. Raises OSError.
 
-        Parameters that were gathered before keep the values that they had.
+        Whole parameters that were gathered from shards before keep their values.
         """
         if block.ranks is None:
             self.begin(block)
@@ -205,7 +208,7 @@ class ParameterUses:
             block.attach_shards()
 
     def end_change(self, block: ParameterBlock) -> None:
-        """End what :meth:`begin_change` has begun. Never blocks."""
+        """End a use that :meth:`begin_change` has begun. Never blocks."""
         if block.ranks is None:
             self.end(block)
         else:
@@ -213,7 +216,7 @@ class ParameterUses:
             self._drive.cache.release([block])
 
     def reset(self) -> None:
-        """End all uses of blocks, also those that an interrupt has come between. Never blocks."""
+        """End all uses of blocks, also those that an interrupt has left half begun or half ended. Never blocks."""
         self.recording = False
         self._in_forward.clear()
         self._in_backward.clear()
@@ -257,7 +260,7 @@ class ParameterUses:
         self._in_forward.append(block)
 
     def _begin_inner_forward(self, block: ParameterBlock, module: nn.Module, *_: object) -> None:
-        """Have a block in memory when a part of it is computed again by itself, since that part is checkpointed."""
+        """Bring a block into memory when a checkpointed module inside of its module is computed again by itself."""
         if torch._C._current_graph_task_id() >= 0:
             self.use_in_backward(block, computed_again=True)
         elif block.holds == 0:
@@ -273,7 +276,7 @@ class ParameterUses:
                 self._keep_for_next(None)
 
     def _keep_for_next(self, block: ParameterBlock | None) -> None:
-        """Have a block in memory for the micro-batch that uses it next, in place of the one before."""
+        """Keep a block in memory for the micro-batch that uses it next, and end the use of the block kept before."""
         if block is not None:
             self.begin(block)
         before, self._used_last = self._used_last, block
@@ -303,7 +306,7 @@ class ParameterUses:
     # -- backward
 
     def saved(self, tensor: torch.Tensor) -> SavedParameter | None:
-        """Return what autograd keeps in place of a tensor over a parameter; None for other tensors.
+        """Return what autograd keeps in place of a tensor over a parameter; None for any other tensor.
 
         Raises RuntimeError for a parameter that is not in memory.
         """
@@ -321,11 +324,12 @@ class ParameterUses:
         return None
 
     def use_in_backward(self, block: ParameterBlock, computed_again: bool = False) -> None:
-        """Have a block in memory for the backward that runs now. Blocks while it is read. Raises OSError.
+        """Begin a use of a block for the backward that runs now, unless it is in use. Blocks while it is read. Raises OSError.
 
         Args:
             block: The block.
-            computed_again: Whether it is for a forward, whose saved tensors are torch.utils.checkpoint's, and have the memory.
+            computed_again: Whether a forward is computed again with the block. Its saved tensors belong to
+                torch.utils.checkpoint, and keep the block's memory.
         """
         self._call_before_use(block, in_backward=True)
         if block in self._in_backward:
@@ -341,23 +345,23 @@ class ParameterUses:
         self._begun_in_backward(block)
 
     def completed(self, block: ParameterBlock) -> None:
-        """Note that all gradients of a block have arrived."""
+        """Record that all gradients of a block have arrived, so that its use ends when another block is used."""
         self._end_complete(block)
         self.end_with_next(block)
 
     def end_with_next(self, block: ParameterBlock) -> None:
-        """Have the use of a block in the backward, if there is one, end when another one is used."""
+        """Have the block's use in the backward, if there is one, end when another block is used."""
         if block in self._in_backward:
             self._complete.add(block)
 
     def end_backward(self) -> None:
-        """End all uses in a backward."""
+        """End all uses that belong to a backward."""
         # That which stays in memory last, as in a process that has all of its gradients: another one may lack some.
         for block in sorted(self._in_backward, key=lambda each: each is self._blocks[-1]):
             self._end_in_backward(block)
 
     def _end_complete(self, used: ParameterBlock) -> None:
-        """End the uses of blocks whose gradients are complete, since another one is used."""
+        """End the uses of blocks whose gradients are complete, except blocks around ``used``, the block to be used now."""
         around = self._around.get(used, ())
         for block in [each for each in self._in_backward if each in self._complete and each not in around]:
             self._end_in_backward(block)

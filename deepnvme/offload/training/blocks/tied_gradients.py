@@ -1,4 +1,4 @@
-"""The gradients of parameters that several tiles have in common: each tile's by itself, on the drive until they are summed."""
+"""Gradients of parameters that several tiles share: each tile's gradient is added to a sum on the drive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .trained_block import BlockGradients
 
 
 class _MicroBatchParam(NamedTuple):
-    """One parameter in one micro-batch: the gradients of its tiles are summed."""
+    """Key of one parameter in one micro-batch, for which the gradients of all tiles are summed."""
 
     thread: int
     """The identifier of the thread that runs the micro-batch."""
@@ -26,10 +26,10 @@ class _MicroBatchParam(NamedTuple):
 
 
 class _StoredSum(NamedTuple):
-    """The sum of the gradients of a parameter that have arrived, on the drive."""
+    """The sum on the drive of those gradients of a parameter that have arrived."""
 
     stand_in: nn.Parameter
-    """Has the sum in ``grad`` while it is in memory."""
+    """A parameter without memory, whose ``grad`` is the sum while it is in memory."""
     gradients: BlockGradients
 
 
@@ -82,11 +82,11 @@ class TiedGradients:
         return block in self._block_of.values()
 
     def is_waiting_for(self, block: ParameterBlock) -> bool:
-        """Return whether gradients of a block's shared parameters have not arrived from all tiles."""
+        """Return whether some tile's gradient of a shared parameter in this block is still missing."""
         return any(self._block_of[key.param] is block for key in self._missing)
 
     def reset(self) -> None:
-        """Forget all gradients. Blocks while one of them is written or read."""
+        """Drop all gradients, and give the modules their parameters back. Blocks while a sum is written or read."""
         for module in list(self._replaced_params):
             self._restore_params(module)
         self._missing.clear()
@@ -95,7 +95,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """Deliver sums that are still incomplete: the loss does not depend on the other tiles."""
+        """Deliver the sums that are still incomplete: the loss does not depend on the tiles whose gradients are missing."""
         self._missing.clear()
         for key in list(self._sums):
             self._deliver(key, None)
@@ -177,6 +177,6 @@ class TiedGradients:
 
 
 def tied_parameters(tiles: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Return the trained parameters that several tiles have."""
+    """Return the trained parameters that more than one of the tiles has."""
     users = Counter(param for tile in tiles for param in tile.parameters(recurse=False) if param.requires_grad)
     return {param for param, count in users.items() if count > 1}

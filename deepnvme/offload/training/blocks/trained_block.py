@@ -1,4 +1,4 @@
-"""A block of a model that is trained: its parameters, its optimizer states and its gradients, each a block on the drive."""
+"""One block of a model in training: its parameters, its optimizer states and its gradients, each a block on the drive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .parameter_block import ParameterBlock
 Groups = Sequence[dict[str, Any]]
 
 _KEPT_FREE = 32 << 20
-"""Bytes of freed memory that the C library may keep after a block's states have appeared: they were in its memory before."""
+"""Most bytes of freed memory that the C library may keep after a first step has moved a block's states to pinned memory."""
 
 
 class BlockGradients:
@@ -38,12 +38,12 @@ class BlockGradients:
         self._params, self._drive = tuple(params), drive
         self._layout = lay_out([(index, "", param.detach()) for index, param in enumerate(params)])
         self.block = StoredBlock(name, self._layout.nbytes)
-        """The block, which is new in each step."""
+        """The gradients' block. Its content is new in each step."""
         self.block.stored = False
         self._present: set[int] = set()  # indices of the parameters whose gradient the block has
         self._in_use = False
         self.norms: dict[int, torch.Tensor] = {}
-        """The 2-norms of the gradients, by the index of the parameter, since :meth:`measure` until :meth:`forget_norms`."""
+        """2-norms of the gradients by index of the parameter, from :meth:`measure` until :meth:`forget_norms`."""
 
     @property
     def any(self) -> bool:
@@ -51,7 +51,7 @@ class BlockGradients:
         return bool(self._present) or any(param.grad is not None for param in self._params)
 
     def load(self) -> None:
-        """Have ``param.grad`` be the sums so far. Blocks while they are read. Raises OSError."""
+        """Read the stored sums, add ``param.grad`` to them, and make them ``param.grad``. Blocks. Raises OSError."""
         if self._in_use or not self._present:
             return
         self._drive.acquire(self.block)
@@ -66,7 +66,7 @@ class BlockGradients:
         param.grad = total
 
     def store(self) -> None:
-        """Take the gradients out of ``param.grad``, to memory that can leave for the drive. Raises OSError."""
+        """Move the gradients from ``param.grad`` to the gradients' block, which the cache may write. Raises OSError."""
         arrived = {index for index, param in enumerate(self._params) if param.grad is not None}
         if not arrived:
             return
@@ -94,7 +94,7 @@ class BlockGradients:
         self.norms.clear()
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply the gradients in ``param.grad`` by a factor: in place if the block has them, else as new tensors."""
+        """Multiply the gradients in ``param.grad`` by a factor: in place in the gradients' block, else as new tensors."""
         for index, param in enumerate(self._params):
             if param.grad is None:
                 continue
@@ -104,7 +104,7 @@ class BlockGradients:
                 param.grad = param.grad * factor
 
     def drop(self) -> None:
-        """Forget all gradients, but not their norms. Waits for a transfer of theirs."""
+        """Drop all gradients, but keep their norms. Waits for a transfer of the gradients' block."""
         self._let_go(changed=False)
         self._drive.cache.discard(self.block)
         self._present.clear()
@@ -128,14 +128,14 @@ class BlockStates:
     def __init__(self, sub_group: SubGroup, drive: BlocksOnDrive) -> None:
         self.sub_group = sub_group
         self.block: StoredBlock | None = None
-        """None before the first step."""
+        """The block with the states; None before the first step."""
         self._drive = drive
         self._undo: Callable[[], None] | None = None
 
     def step(self, groups: Groups, scratch: torch.Tensor) -> None:
-        """Step the parameters, which are in memory, with the gradients in ``param.grad``. Reads the states, and writes them.
+        """Step the parameters with the gradients in ``param.grad``. Parameters must be in memory; states are read and written.
 
-        Raises OSError, and whatever the optimizer raises. Undo it then.
+        Raises OSError, and whatever the optimizer raises. Call :meth:`undo` then.
         """
         self._begin_change()
         if self.block is not None:
@@ -148,7 +148,7 @@ class BlockStates:
         self._write()
 
     def load(self, states: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:
-        """Replace the states by those of ``states`` that belong here. Raises OSError. Undo it then."""
+        """Replace the states by those of the sub-group's parameters in ``states``. Raises OSError. Call :meth:`undo` then."""
         self._begin_change()
         held = block_tensors_of(self.sub_group, states, groups)
         self.block = None
@@ -168,7 +168,7 @@ class BlockStates:
         self._undo = undo
 
     def _lay_out(self, held: BlockTensors) -> None:
-        """Have a new block for these tensors, which may lie in the one before."""
+        """Copy these state tensors, which may lie in the current block, to a new block with a layout for them."""
         before = self.block
         layout = self.sub_group.lay_out(held)
         self.block = StoredBlock("", layout.nbytes)
@@ -185,13 +185,13 @@ class BlockStates:
         self._drive.cache.release([self.block], changed=True)
 
     def commit(self, groups: Groups) -> None:
-        """Make the stepped states the last completed step's. Their writes must have ended."""
+        """Make the stepped states those of the last completed step. Their writes must have ended."""
         if self._undo is not None:
             self.sub_group.pull(groups)
             self._undo = None
 
     def undo(self) -> None:
-        """Go back to the last completed step. Nothing of this may be in memory any more."""
+        """Go back to the states of the last completed step. The cache must have dropped the blocks before."""
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -212,24 +212,24 @@ class TrainedBlock:
         self.states = tuple(BlockStates(each, drive) for each in sub_groups)
         self.trained = tuple(param for param in parameters.params if param.requires_grad)
         self.trained_shards = tuple(shard for shard in parameters.shards if shard.requires_grad)
-        """What is stepped of each: the parameter, or this process's shard of it."""
+        """What is stepped of each trained parameter: the parameter itself, or this process's shard of it."""
         self.gradients = BlockGradients(f"{parameters.index}.gradients", self.trained_shards, drive)
         self.arrived: Counter[torch.Tensor] = Counter()
-        """How many of the backwards that run now have accumulated the gradient of each parameter."""
+        """For each parameter, how many of the backwards in progress have accumulated its gradient."""
         self.stepped = False
-        """Whether the current step has changed it."""
+        """Whether the current step has changed the block."""
         self.averaged = False
-        """Whether the gradients of the backwards that run now were averaged over the processes."""
+        """Whether the gradients of the backwards in progress were averaged over the processes."""
         self._drive = drive
 
     def begin_backwards(self) -> None:
-        """Expect gradients of the backwards that run next."""
+        """Prepare for the next backwards, whose gradients are not averaged yet."""
         self.averaged = False
 
     def average_gradients(self, ranks: TrainingRanks) -> None:
-        """Have the gradients of the shards be the averages over all processes, added to those before. Blocks.
+        """Average the new gradients over all processes, and add them to the gradients of the shards. Blocks.
 
-        Raises RuntimeError if another process has failed, or is gone.
+        Raises RuntimeError if another process has failed or ended.
         """
         shared = self.parameters.ranks is None  # each process has all of the parameters
         averages = ranks.average_gradients(self.parameters.number, self.trained, whole=shared)
@@ -239,19 +239,21 @@ class TrainedBlock:
         self.averaged = True
 
     def drop_own_gradients(self) -> None:
-        """Forget gradients that were not summed over the processes yet."""
+        """Drop this process's gradients that were not averaged over the processes yet."""
         if self.parameters.ranks is not None:
             for param in self.trained:
                 param.grad = None
 
     def step(self, groups: Groups, scratch: torch.Tensor) -> None:
-        """Step the parameters, which are in memory, with the gradients in ``param.grad``. Reads the states, and writes both.
+        """Step the parameters, which must be in memory, with the gradients in ``param.grad``.
+
+        States are read, and parameters and states are written.
 
         Args:
-            groups: The options of the step.
+            groups: Parameter groups with the options of the step.
             scratch: Memory of :attr:`scratch_bytes`.
 
-        Raises OSError, and whatever the optimizer raises. Undo it then.
+        Raises OSError, and whatever the optimizer raises. Call :meth:`undo` then.
         """
         self.stepped = True
         for states in self.states:
@@ -260,7 +262,7 @@ class TrainedBlock:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of memory that a step needs beside all else."""
+        """Bytes of scratch memory that :meth:`step` needs, for gradients converted to float32."""
         return max((states.sub_group.full_gradient_bytes for states in self.states), default=0)
 
     def load(
@@ -301,13 +303,13 @@ class TrainedBlock:
         self._drive.cache.release([self.parameters], changed=True)  # is written when its use ends
 
     def to_write(self) -> list[StoredBlock]:
-        """Return the blocks that the current step has changed; empty if it has not stepped this one."""
+        """Return the blocks that the current step has changed, to be written; none if it has not stepped this block."""
         states = [each.block for each in self.states if each.block is not None]
         frozen = [part for part in self.parameters.parts[1:] if part.uncommitted]
         return [self.parameters, *frozen, *states] if self.stepped else []
 
     def commit(self, groups: Groups) -> None:
-        """Make the stepped parameters and states the last completed step's. Their writes must have ended."""
+        """Make the stepped parameters and states those of the last completed step. Their writes must have ended."""
         if self.stepped:
             self.parameters.commit()
         for states in self.states:
@@ -315,7 +317,7 @@ class TrainedBlock:
         self.stepped = False
 
     def undo(self) -> None:
-        """Go back to the last completed step. Nothing of this may be in memory any more."""
+        """Go back to the last completed step. The cache must have dropped the blocks before."""
         for states in self.states:
             states.undo()
         if self.stepped:
