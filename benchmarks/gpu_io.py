@@ -28,7 +28,7 @@ from harness.workloads import Workload
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 from deepnvme.tools.tune.command_line import positive, size
 from deepnvme.tools.tune.folder import check_memory
-from deepnvme.tools.tune.workspace import Unsuitable
+from deepnvme.tools.tune.workspace import NotMeasurable
 
 MIB = 1 << 20
 HOST = ("host", "pinned")
@@ -83,7 +83,7 @@ def measure(
     # Host memory: the pinned tensor, and what torch saves from and loads into.
     check_memory(2 * settings.size, "give a smaller --size")
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 4 * settings.size + 256 * MIB:
-        raise Unsuitable(f"the GPU has no room for 4 tensors of {size_text(settings.size)}; give a smaller --size")
+        raise NotMeasurable(f"the GPU has no room for 4 tensors of {size_text(settings.size)}; give a smaller --size")
     measurements = Measurements()
     with tempfile.TemporaryDirectory(prefix="gpu_io-", dir=settings.directory) as name:
         directory = Path(name)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepnvme.tools.tune.workspace import Unsuitable
+from deepnvme.tools.tune.workspace import NotMeasurable
 from harness.other_load import OtherLoad
 from harness.workloads import ContenderFailed
 
@@ -69,7 +69,7 @@ def measuring(program: str) -> Iterator[str]:
         yield datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         if warning := load.warning():
             print(f"{program}: warning: {warning}", file=sys.stderr)
-    except (Unsuitable, ContenderFailed) as error:
+    except (NotMeasurable, ContenderFailed) as error:
         sys.exit(f"{program}: {error}")
     except KeyboardInterrupt:
         print(f"{program}: interrupted; its files are removed", file=sys.stderr)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from deepnvme.tools.tune.folder import check_space, folder_facts
-from deepnvme.tools.tune.workspace import Unsuitable
+from deepnvme.tools.tune.workspace import NotMeasurable
 from harness import pattern
 
 
@@ -17,7 +17,7 @@ def check(directory: Path, nbytes: int) -> None:
     """Raise Unsuitable unless ``directory`` lies on a drive, takes O_DIRECT and has ``nbytes`` free."""
     facts = folder_facts(directory)
     if not facts.direct:
-        raise Unsuitable(f"'{directory}' is {facts.label}; give --dir on a drive with O_DIRECT")
+        raise NotMeasurable(f"'{directory}' is {facts.label}; give --dir on a drive with O_DIRECT")
     # A nearly full file system allocates in fragments, which no contender is to blame for.
     check_space([(directory, nbytes + nbytes // 10)], "give another --dir or a smaller --size")
 

@@ -194,7 +194,7 @@ class BlockCache(Monitor):
             """Allocate the block's memory if it has none, and begin the use."""
             wait = self._ending_of(block)
             if wait is None and block.state is State.ABSENT:
-                wait = self._writes_in_the_way(block) or self._allocate(block, Block.create)
+                wait = self._wait_for_write_budget(block) or self._allocate(block, Block.create)
             if wait is None:
                 block.change()
                 block.users = block.users or 1
@@ -388,12 +388,12 @@ class BlockCache(Monitor):
             return None
         return self._memory_to_come() or self._ending_of_any(self._transfers)
 
-    def _starved(self) -> bool:
+    def _blocked_by_other_transfers(self) -> bool:
         """Return whether more could be read ahead if a transfer ended that nobody waits for."""
         if not self._agenda:
             return False
         unwanted = (block for block in self._transfers if block not in self._wanted and block not in self._expected)
-        return any(block.state is State.READING or self._comes_free(block) for block in unwanted)
+        return any(block.state is State.READING or self._frees_memory(block) for block in unwanted)
 
     def _collect_ended(self) -> None:
         """Mark transfers that are done as ended, and keep their errors."""
@@ -453,7 +453,7 @@ class BlockCache(Monitor):
         """Start queued writes until they will free enough memory for the expected blocks still to be read at this distance."""
         missing = (use.block for use in self._agenda if self._distance(use.block) == distance)
         lacking = sum(block.nbytes for block in missing if block.state is State.ABSENT and block.stored)
-        coming = sum(block.nbytes for block in self._transfers if self._comes_free(block))
+        coming = sum(block.nbytes for block in self._transfers if self._frees_memory(block))
         lacking -= min(limit, self.memory.limit) - self.used + coming
         while self._to_write and lacking > 0:
             lacking -= self._write_next()
@@ -557,7 +557,7 @@ class BlockCache(Monitor):
     def _bytes_to_write(self) -> int:
         return sum(block.nbytes for block in self._held if block.state in (State.DIRTY, State.WRITING))
 
-    def _writes_in_the_way(self, block: Block) -> Wait | None:
+    def _wait_for_write_budget(self, block: Block) -> Wait | None:
         """Return a wait for a write if this block would exceed ``write_bytes``; None if it would not."""
         if self._write_bytes is None or self._bytes_to_write() + block.nbytes <= self._write_bytes:
             return None
@@ -574,9 +574,9 @@ class BlockCache(Monitor):
 
     def _memory_to_come(self) -> Wait | None:
         """Return a wait for a write that will free memory; None if there is no such write."""
-        return self._ending_of_any(block for block in self._transfers if self._comes_free(block))
+        return self._ending_of_any(block for block in self._transfers if self._frees_memory(block))
 
-    def _comes_free(self, block: Block) -> bool:
+    def _frees_memory(self, block: Block) -> bool:
         """Return whether the block's memory becomes free when the block's write ends."""
         return block.state is State.WRITING and not (block.users or block.resident or block in self._wanted)
 

@@ -61,7 +61,7 @@ class Monitor(ABC):
         """Return a wait after which more transfers can be started; None if no transfer is left to be started."""
 
     @abstractmethod
-    def _starved(self) -> bool:
+    def _blocked_by_other_transfers(self) -> bool:
         """Return whether more transfers could be started if a transfer ended that no caller waits for."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class Monitor(ABC):
                 self._start_transfers()
                 if wait is None:
                     return
-                starved = self._helper_name is None and self._starved()
+                starved = self._helper_name is None and self._blocked_by_other_transfers()
                 to_write = self._is_write(wait)
             begun = time.perf_counter()
             name = "wait_write" if to_write else "wait_read"

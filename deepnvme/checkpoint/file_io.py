@@ -196,7 +196,7 @@ def _finish(part: WriteRange, checksums: Checksums | None, write_copied: Callabl
 # Reading.
 
 
-class Placed(NamedTuple):
+class FileSlice(NamedTuple):
     """Memory, and the offset in the file of the bytes to fill it with."""
 
     offset: int
@@ -227,7 +227,7 @@ def empty_storage(nbytes: int, device: torch.device | str = "cpu") -> torch.Unty
 
 
 @clearing_frames
-def read(placed: Sequence[Placed], path: Path, engine: Engine, pool: BufferPool, progress: Progress | None = None) -> None:
+def read(placed: Sequence[FileSlice], path: Path, engine: Engine, pool: BufferPool, progress: Progress | None = None) -> None:
     """Fill memory with bytes from a file. Blocks. Leases at most 16 MiB at a time.
 
     Args:
@@ -262,7 +262,7 @@ def read(placed: Sequence[Placed], path: Path, engine: Engine, pool: BufferPool,
                         prefault(part.data_ptr(), part.numel())  # meanwhile the drive reads earlier pieces
                     with _cut_off_is_damage(file):
                         alone.start(start, part, file, offset + at)
-            for run, chunk, begin in in_chunks(places, file, engine, pool):
+            for run, chunk, begin in read_small_pieces(places, file, engine, pool):
                 scatter([addresses[index] for index in run], [places[index] for index in run], chunk, begin)
                 ended(sum(places[index][1] for index in run))
             alone.result()
@@ -303,7 +303,7 @@ def _cut_off_is_damage(file: File) -> Iterator[None]:
         raise CorruptCheckpoint(file.path, str(error)) from error
 
 
-def in_chunks(
+def read_small_pieces(
     places: Sequence[tuple[int, int]], file: File, engine: Engine, pool: BufferPool
 ) -> Iterator[tuple[list[int], torch.Tensor, int]]:
     """Read pieces of a file, neighbours together, and yield groups of them in the order of the file.

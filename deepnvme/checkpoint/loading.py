@@ -22,7 +22,7 @@ from deepnvme.telemetry.callers import stack_level
 from deepnvme.telemetry.profiler_ranges import profiler_range
 from deepnvme.telemetry.progress import Progress, ProgressOption, shown_progress
 
-from .file_io import Placed, empty_storage, memory_for, read, read_consistently, shared_engine
+from .file_io import FileSlice, empty_storage, memory_for, read, read_consistently, shared_engine
 from .formats import pt_records
 from .formats.pickle_scan import is_plain
 from .formats.pt_image import crc32_of
@@ -270,7 +270,7 @@ def _load_storages(
     wanted = None if unread is None else _offsets_of(path, stream, unread, keys or (), options)
     engine = functools.cache(partial(shared_engine, path, config))  # looks up the drive once: storages may be read one at a time
     restored: Callable[[Any, str], torch.UntypedStorage] = _get_restore_location(locate)  # type: ignore[no-untyped-call]
-    placed: dict[str, Placed] = {}
+    placed: dict[str, FileSlice] = {}
 
     @functools.cache
     def device_of(location: str) -> torch.device | None:
@@ -279,7 +279,7 @@ def _load_storages(
         moved = restored(empty, location)
         return moved.device if moved is empty or moved.device.type == "cuda" else None
 
-    def fill(placed: Mapping[str, Placed], progress: Progress | None = None) -> None:
+    def fill(placed: Mapping[str, FileSlice], progress: Progress | None = None) -> None:
         """Read storages from the file, and verify them if their checksums are wanted."""
         records = [storages.place(key, each.nbytes)[0] for key, each in placed.items()]  # the size again: torch may have grown it
         if placed:
@@ -301,15 +301,15 @@ def _load_storages(
             device = device_of(location)
             made = memory_for(nbytes, offset) if device is None or device.type == "cpu" else empty_storage(nbytes, device)
             if device is not None:
-                placed[key] = Placed(offset, made)
+                placed[key] = FileSlice(offset, made)
                 return made  # type: ignore[no-any-return]
-            fill({key: Placed(offset, made)})
+            fill({key: FileSlice(offset, made)})
         return restored(made, location)
 
-    early: dict[str, Placed] | None = None
+    early: dict[str, FileSlice] | None = None
     if asks or not plain:  # code that looks at storages while the file is unpickled
         early = {
-            key: Placed(offset, memory_for(record.nbytes, offset))
+            key: FileSlice(offset, memory_for(record.nbytes, offset))
             for key, (record, offset) in storages.places.items()
             if record.nbytes and (wanted is None or offset in wanted)
         }

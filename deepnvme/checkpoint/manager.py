@@ -150,7 +150,7 @@ class CheckpointManager:
         """
         if lazy and not asynchronous:
             raise ValueError("lazy=True is for asynchronous=True: a save that blocks has nothing to leave for later")
-        recycle, end = partial(self._given_up, step), partial(self._remove_surplus, step)
+        recycle, end = partial(self._recyclable, step), partial(self._remove_surplus, step)
         destination = Destination(self.path(step), fsync, recycle=recycle, end=end, config=self.config)
         make = partial(pt_image, obj, pickle, 2, checksum)
         if asynchronous:
@@ -194,7 +194,7 @@ class CheckpointManager:
     # given one up finds fewer than keep, and gives none up. A save that listed them before finds that its choice is gone, and
     # chooses no other.
 
-    def _given_up(self, step: int) -> Path | None:
+    def _recyclable(self, step: int) -> Path | None:
         """Return the checkpoint whose file the save of ``step`` may overwrite, or None."""
         others = [other for other in self.steps() if other != step]
         return self.path(others[0]) if len(others) >= self.keep > 1 else None

@@ -236,11 +236,11 @@ def name_the_final_file(error: OSError, temporary: str, path: str) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove the temporary files that dead processes have left in the directory."""
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):  # in use, not ours to remove, or already gone
-                if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
-                    _remove_leftover(entry.path)
+    for name in os.listdir(directory):  # scandir would leave an iterator open where Ctrl-C comes
+        path = os.path.join(directory, name)
+        with contextlib.suppress(OSError):  # in use, not ours to remove, or already gone
+            if name.endswith(SUFFIX) and stat.S_ISREG(os.lstat(path).st_mode):
+                _remove_leftover(path)
 
 
 def _remove_leftover(name: str) -> None:

@@ -16,7 +16,7 @@ from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.telemetry.progress import Progress, ProgressOption, shown_progress
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
-from .file_io import Placed, empty_storage, memory_for, read, read_consistently, shared_engine
+from .file_io import FileSlice, empty_storage, memory_for, read, read_consistently, shared_engine
 from .formats import safetensors_header
 from .formats.elements import Elements
 from .formats.file_image import FileImage
@@ -227,7 +227,7 @@ def _load(
     direct = device if device.type == "cuda" else torch.device("cpu")
     entries = choose(safetensors_header.read_header(path))
     storages = {name: _storage(entry, direct) for name, entry in entries.items()}
-    read([Placed(entries[name].offset, storage) for name, storage in storages.items() if storage.nbytes()],
+    read([FileSlice(entries[name].offset, storage) for name, storage in storages.items() if storage.nbytes()],
          path, engine, pool, progress)  # fmt: skip
     loaded = {}
     for name, entry in sorted(entries.items()):

@@ -20,7 +20,7 @@ from .background import raise_unseen, wait_for_saves
 from .file_io import write
 from .formats.file_image import FileImage
 from .formats.pt_image import pt_image
-from .formats.sharding import Across
+from .formats.sharding import JointPickling
 from .parallel import save_together
 from .publication import Destination
 
@@ -106,7 +106,7 @@ def save(
 
 def save_to(
     destination: Destination,
-    make: Callable[[Across | None], FileImage],
+    make: Callable[[JointPickling | None], FileImage],
     pool: BufferPool | None,
     progress: ProgressOption = False,
     group: ProcessGroup | None = None,
@@ -124,7 +124,7 @@ def save_to(
         progress = False
     with shown_progress(progress, f"saving {destination.path}") as report:
         if group is not None:
-            save_together(destination, lambda: make(Across()), pool, report, group)
+            save_together(destination, lambda: make(JointPickling()), pool, report, group)
             return
         raise_unseen()
         image = make(None)

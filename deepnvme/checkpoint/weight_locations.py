@@ -14,7 +14,7 @@ from torch import nn
 from deepnvme.engine import Engine, File, Future
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.tensor_bytes import check_storable, contiguous_strides, dtype_named
-from deepnvme.model.structure import ties_of, weights_by_name
+from deepnvme.model.structure import find_ties, weights_by_name
 from deepnvme.model.weight_differences import WeightInfo
 from deepnvme.telemetry.descriptions import shorten
 
@@ -148,7 +148,7 @@ class Weights:
 
         Weights are tied if they are the same memory, or the same place in a file, with the same dtype, shape and strides.
         """
-        return ties_of(self._weights, _place_of)
+        return find_ties(self._weights, _place_of)
 
     def read_into(self, name: str, out: torch.Tensor) -> Pending:
         """Start reading a weight; see :meth:`Source.read_into`. For a tensor in memory, blocks until it is copied.
@@ -159,12 +159,12 @@ class Weights:
         weight = self._weights[name]
         if isinstance(weight, torch.Tensor):
             out.view(weight.dtype).view(weight.shape).copy_(weight.detach())
-            return _Read(lambda: None)
+            return _DeferredRead(lambda: None)
         if not weight.info.nbytes:
-            return _Read(lambda: None)
+            return _DeferredRead(lambda: None)
         elements = weight.elements
         if elements is not None and elements.nbytes > max(2 * weight.info.nbytes, _PART_BYTES):
-            return _Read(functools.partial(self._read_in_parts, weight, elements, out))
+            return _DeferredRead(functools.partial(self._read_in_parts, weight, elements, out))
         span = out if elements is None else empty_aligned(elements.nbytes)
         reading = self._files.read(weight.path, weight.offset, span)
         if elements is None:
@@ -178,7 +178,7 @@ class Weights:
             values = torch._neg_view(values) if weight.neg else values
             out.view(weight.info.dtype).view(weight.info.shape).copy_(values)
 
-        return _Read(rearrange)
+        return _DeferredRead(rearrange)
 
     def _read_in_parts(self, weight: Location, elements: Elements, out: torch.Tensor) -> None:
         """Read a weight in parts, divided along the dimension that has the largest stride in the file. Blocks."""
@@ -378,7 +378,7 @@ def _place_of(weight: torch.Tensor | Location) -> object:
     return *memory, weight.dtype, weight.shape, weight.stride()
 
 
-class _Read(NamedTuple):
+class _DeferredRead(NamedTuple):
     """A pending read whose ``result`` calls a function, for example one that rearranges the weight. May be completed already."""
 
     result: Callable[[], None]

@@ -176,7 +176,7 @@ class DirectoryLock:
         holder = next(iter(owners_of(file)), None)
         if holder is not None and holder is self._asked:
             raise locked_error(self.directory, holder) from None
-        close = _closing_of(holder, self._owner, self.directory)
+        close = _closer_for(holder, self._owner, self.directory)
         self._asked = holder
         try:
             close(self._owner, self.directory)
@@ -234,7 +234,7 @@ class DirectoryLock:
                 os.rmdir(directory)
 
 
-def _closing_of(holder: DirectoryOwner | None, owner: DirectoryOwner, directory: Path) -> CloseForSuccessor:
+def _closer_for(holder: DirectoryOwner | None, owner: DirectoryOwner, directory: Path) -> CloseForSuccessor:
     """Return the function that closes the object ``holder``, which has the directory, for the object ``owner``.
 
     Raises StoreLocked if ``holder`` may not be closed for ``owner``.
@@ -266,7 +266,7 @@ def lock_directories(directories: Iterable[Path], owner: DirectoryOwner, locks: 
         gc.collect()
         for directory in occupied:
             for holder in owners_of(directory / LOCK_NAME):
-                _closing_of(holder, owner, directory)
+                _closer_for(holder, owner, directory)
     for directory in occupied:
         locks.append(DirectoryLock(directory, owner))
 

@@ -31,9 +31,9 @@ from deepnvme.checkpoint.weight_locations import weights_in_index
 from deepnvme.files.regular_files import open_regular
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.memory.tensor_bytes import crc32, memory_of
-from deepnvme.model.structure import REST, ties_of, weights_by_name
+from deepnvme.model.structure import UNBLOCKED_EXTENT, find_ties, weights_by_name
 from deepnvme.streaming.placeholder import Placeholder
-from deepnvme.streaming.pretrained import as_accelerate_does, with_dtypes_kept
+from deepnvme.streaming.pretrained import locating_weights, with_dtypes_kept
 from deepnvme.streaming.streamed_model import Streaming, check_not_streamed, streaming_of
 from deepnvme.streaming.weights.build_once import opened_or_built
 from deepnvme.streaming.weights.weight_store import WeightStore
@@ -166,7 +166,7 @@ def dispatch_model(
         if not others and offload_dir is not None:
             index = offload_index if offload_index is not None else _index_in(offload_dir)
             weights = weights_by_name(model)
-            kept = {name: weight for name, weight in weights.items() if name not in index or _is_there(weight)}
+            kept = {name: weight for name, weight in weights.items() if name not in index or _is_buffer_in_memory(weight)}
             kept |= {name: weight for name, weight in (state_dict or {}).items() if name in kept}
             on_cpu = [name for name in weights if _device_of(name, device_map) != "disk"]
             device = None if main_device is None or str(main_device) in ("cpu", "disk") else main_device
@@ -240,7 +240,7 @@ class _Hook:
         if callable(tie := getattr(model, "tie_weights", None)):
             tie()  # code that set weights one by one has separated tied ones
         weights = weights_by_name(model)
-        ties = ties_of(weights)
+        ties = find_ties(weights)
         if kept is None:
             kept = {name: weight for name, weight in weights.items() if name in self._names}
         there = {name: weight for name, weight in kept.items() if not weight.is_meta}
@@ -259,7 +259,7 @@ class _Hook:
         store = opened_or_built(where, origin, build, self.options.config)
         try:
             names = {ties.get(name, name) for name in self.on_cpu}
-            extents = [extent for extent in store.extents.values() if extent.name != REST]
+            extents = [extent for extent in store.extents.values() if extent.name != UNBLOCKED_EXTENT]
             staying = sum(each.nbytes for each in extents if all(weight.name in names for weight in each.weights))
             _remove_hooks(model)
             options = self.options
@@ -368,11 +368,11 @@ def _device_of(name: str, device_map: Mapping[str, Any]) -> str:
 
 
 def _options() -> _StreamOptions | None:
-    """Return the options of :func:`enable`; None if not enabled, or while ``as_accelerate_does`` is set."""
-    return None if as_accelerate_does.get() else _enabled
+    """Return the options of :func:`enable`; None if not enabled, or while ``locating_weights`` is set."""
+    return None if locating_weights.get() else _enabled
 
 
-def _is_there(weight: torch.Tensor) -> bool:
+def _is_buffer_in_memory(weight: torch.Tensor) -> bool:
     """Return whether a tensor is a buffer in memory, since accelerate loads buffers there and never reads them from disk."""
     return not isinstance(weight, nn.Parameter) and not weight.is_meta
 

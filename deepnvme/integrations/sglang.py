@@ -96,7 +96,7 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
         if len(self._layers):
             raise RuntimeError("an offloader serves one list of layers, and has one: give each model its own")
         for layer in all_modules_generator:
-            self._park(layer)
+            self._move_to_mapped_file(layer)
             self._layers.append(layer)
         return list(self._layers)
 
@@ -152,7 +152,7 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
         if self._store is not None:
             self._store.close()
 
-    def _park(self, layer: nn.Module) -> None:
+    def _move_to_mapped_file(self, layer: nn.Module) -> None:
         """Move a layer's weights to mapped files, so that the kernel can write them to the drive when it needs the memory."""
         for weight in layer.parameters():
             if weight.is_meta or weight.numel() == 0:

@@ -106,7 +106,7 @@ def offload_training(
     state = _TrainerState(training, options.get("process_group"), trainer.args)
     if trainer.args.world_size > 1:
         accelerator.prepare_model = functools.partial(_prepare_model, accelerator.prepare_model, trainer.model)
-    trainer.optimizer = _StepsOnTheDrive(training, state)
+    trainer.optimizer = _OffloadedOptimizer(training, state)
     trainer.offloaded_training = training
     trainer.__class__ = _offloaded(type(trainer), training, steps, state)
     return training
@@ -305,7 +305,7 @@ class _Steps:
         return self._training.gradient_norm()
 
 
-class _StepsOnTheDrive(Optimizer):
+class _OffloadedOptimizer(Optimizer):
     """The optimizer of an offloaded trainer. Its state dict has the same form as that of an optimizer in memory."""
 
     _is_accelerate_prepared = True  # it has no gradients to be scaled, and no states to be moved to a device

@@ -14,7 +14,7 @@ _SLACK = 8
 """A free chunk is reused for a smaller request if it is larger by at most 1/8 of the request."""
 
 
-class LastView(weakref.ref[memoryview]):
+class LeaseViewRef(weakref.ref[memoryview]):
     """A weak reference to the memoryview that every tensor over a lease keeps alive.
 
     The reference stores the chunk, so its callback needs no Python code to find the chunk: it can be a C function.
@@ -38,7 +38,7 @@ class PinnedChunk:
         """The thread that leased the chunk; None if it is free, or its lease has been released."""
         self.caller = ""
         """Which module and thread leased the chunk, for errors."""
-        self.last_view: LastView | None = None
+        self.last_view: LeaseViewRef | None = None
         """Weak reference that returns None once no tensor over the lease is alive. None while the chunk is free."""
         self.returned = 0.0
         """When the chunk became free (``time.monotonic()``)."""

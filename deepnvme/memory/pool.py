@@ -19,7 +19,7 @@ from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .alignment import PAGE, padded
 from .budget import MemoryBudget, budget_bytes
-from .chunks import ChunkList, LastView, PinnedChunk
+from .chunks import ChunkList, LeaseViewRef, PinnedChunk
 from .lease import Lease, Transfer
 from .system_memory import available_memory
 
@@ -38,7 +38,7 @@ ms. Polling each 1 ms took 0.6 and 1.2 ms, a condition variable 0.03 and 0.07 ms
 """
 _CHECKED_FROM = 64 << 20
 """Bytes from which a request is first checked against the available memory. That takes 2 ms; clearing the pages takes 15 ms."""
-_GENERIC = ("deepnvme.memory.", "deepnvme.cache.", "deepnvme.transfer.")
+_PASS_THROUGH_MODULES = ("deepnvme.memory.", "deepnvme.cache.", "deepnvme.transfer.")
 """Prefixes of modules that lease memory for their callers. Errors name the caller's module instead."""
 
 
@@ -80,7 +80,7 @@ class BufferPool:
         self._generation = _generation
         self._lock = threading.Lock()
         self._awaited: dict[PinnedChunk, Transfer] = {}  # lent chunks, and what each is given back after
-        self._ended: deque[LastView] = deque()  # chunks to check: no tensor over them is left, or nothing is awaited any more
+        self._ended: deque[LeaseViewRef] = deque()  # chunks to check: no tensor over them is left, or nothing is awaited any more
         self._waiting: list[threading.Thread] = []  # in order of arrival
 
     @property
@@ -236,7 +236,7 @@ class BufferPool:
             except BaseException:
                 self._call(lambda chunks: chunks.take_back(chunk))
                 raise
-            chunk.last_view = LastView(view, self._ended.append)
+            chunk.last_view = LeaseViewRef(view, self._ended.append)
             chunk.last_view.chunk = chunk
             return Lease(buffer, chunk, self._awaited)
 
@@ -277,7 +277,7 @@ class BufferPool:
 def _caller() -> str:
     """Return which module and thread lease memory, for errors."""
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_GENERIC):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASS_THROUGH_MODULES):
         frame = frame.f_back
     return f"{frame.f_globals.get('__name__')}, line {frame.f_lineno}, in {threading.current_thread().name}"
 

@@ -19,7 +19,7 @@ from torch import nn
 
 T = TypeVar("T")
 
-REST = "(rest)"
+UNBLOCKED_EXTENT = "(rest)"
 """Name of the extent of weights that belong to no block and stay in memory. Its parentheses keep it apart from module names."""
 SMALL = 1 << 20
 """Bytes. A module with fewer bytes of weights is not made a block, because rereading it each time is not worth it.
@@ -80,7 +80,7 @@ class Structure:
         for weight, names in users.items():
             together.setdefault(tuple(names), []).append(weight)
         return [
-            ExtentPlan(names[0] if len(names) == 1 else weights[0] if names else REST, tuple(weights))
+            ExtentPlan(names[0] if len(names) == 1 else weights[0] if names else UNBLOCKED_EXTENT, tuple(weights))
             for names, weights in together.items()
         ]
 
@@ -88,7 +88,9 @@ class Structure:
         """Return, for each block, the names of the extents it needs besides REST. Blocks that need only REST are left out."""
         extent_of = {weight: extent.name for extent in self.extents() for weight in extent.weights}
         found = {
-            block.name: tuple(dict.fromkeys(extent_of[weight] for weight in block.weights if extent_of[weight] != REST))
+            block.name: tuple(
+                dict.fromkeys(extent_of[weight] for weight in block.weights if extent_of[weight] != UNBLOCKED_EXTENT)
+            )
             for block in self.blocks
         }
         return {name: extents for name, extents in found.items() if extents}
@@ -108,7 +110,7 @@ def weights_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def ties_of(weights: Mapping[str, T], identity: Callable[[T], object] = id) -> dict[str, str]:
+def find_ties(weights: Mapping[str, T], identity: Callable[[T], object] = id) -> dict[str, str]:
     """Return a mapping from each further name of a tied weight to the weight's first name.
 
     Args:
@@ -141,7 +143,7 @@ def structure_of(model: nn.Module, blocks: Sequence[str] | None = None, find: bo
         ValueError: If a name or pattern matches no module with weights, or a module without a forward.
     """
     weights = weights_by_name(model)
-    ties = ties_of(weights)
+    ties = find_ties(weights)
     sizes = {name: weight.nbytes for name, weight in weights.items() if isinstance(weight, nn.Parameter)}
     root = _tree(sizes, ties, dict(model.named_modules(remove_duplicate=False)))
     return _structure(root, blocks, ties, [name for name in weights if name not in sizes and name not in ties], find)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from deepnvme.model.structure import ties_of, weights_by_name
+from deepnvme.model.structure import find_ties, weights_by_name
 from deepnvme.telemetry.descriptions import shorten
 
 _SHOWN = 8
@@ -63,7 +63,7 @@ def described(model: nn.Module) -> tuple[dict[str, WeightInfo], dict[str, str]]:
     The ties map each further name of a tied weight to the weight's first name.
     """
     weights = weights_by_name(model)
-    return {name: WeightInfo.of(weight) for name, weight in weights.items()}, ties_of(weights)
+    return {name: WeightInfo.of(weight) for name, weight in weights.items()}, find_ties(weights)
 
 
 def differences(

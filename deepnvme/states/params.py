@@ -124,7 +124,7 @@ class ParamRanks:
         return None if failed < 0 else failed
 
 
-def over_ranks(
+def combine_shard_norms(
     params: Sequence[torch.Tensor], norms: Sequence[torch.Tensor | None], norm_type: float
 ) -> list[torch.Tensor | None]:
     """Combine the norms of this rank's gradient shards into norms of the whole gradients.

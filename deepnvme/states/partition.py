@@ -29,7 +29,7 @@ ELEMENTWISE = frozenset(
 """torch optimizers that work element by element: for them, stepping a part of a parameter gives the same result."""
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-MASTERED = (*LOW_PRECISION, torch.float32)
+MASTERABLE_DTYPES = (*LOW_PRECISION, torch.float32)
 """Dtypes that may have float32 master weights: float32 holds their values without loss."""
 
 PORTION = 1 << 22
@@ -50,7 +50,7 @@ class SubGroupPlanner:
         self._class = optimizer_class
         self._make: Callable[[list[Any]], Optimizer] = functools.partial(optimizer_class, **options)
         self._master_weights, self._size = master_weights, size
-        self._states_an_element: list[float] = []
+        self._states_per_element: list[float] = []
         """For each parameter group, the estimated number of state elements for each parameter element."""
 
     @property
@@ -81,12 +81,12 @@ class SubGroupPlanner:
             for param, times in Counter(group["params"]).items():
                 if times > 1:
                     raise ValueError(f"a parameter of the shape {tuple(param.shape)} is {times} times in its group: list it once")
-        self._have_them_checked(groups)
+        self._check_on_stand_ins(groups)
         for group in groups:
             for param in group["params"]:
                 self._check(param)
-        del self._states_an_element[first_group:]
-        self._states_an_element += [self._estimated_states_an_element(group) for group in groups]
+        del self._states_per_element[first_group:]
+        self._states_per_element += [self._estimated_states_an_element(group) for group in groups]
         cut = partition(groups, self._size, self._may_be_cut, first_group)
         # Other classes may count steps over all parameters, so each of their steps has to include all.
         portion = PORTION if self._class in ELEMENTWISE else None
@@ -100,7 +100,7 @@ class SubGroupPlanner:
         """Return an upper estimate of the bytes of a sub-group's block, for use before its first step."""
         nbytes = 0
         for piece, master in zip(sub_group.pieces, sub_group.masters, strict=True):
-            tensors = self._states_an_element[piece.group] + master
+            tensors = self._states_per_element[piece.group] + master
             nbytes += int(tensors * (piece.numel * (4 if master else piece.param.element_size()) + PAGE))
         return padded(nbytes, PAGE)
 
@@ -108,7 +108,7 @@ class SubGroupPlanner:
         """Return the bytes of a sub-group's block; an estimate before its first step."""
         return self.estimate(sub_group) if sub_group.layout is None else sub_group.layout.nbytes
 
-    def _have_them_checked(self, groups: Sequence[dict[str, Any]]) -> None:
+    def _check_on_stand_ins(self, groups: Sequence[dict[str, Any]]) -> None:
         """Construct the optimizer class on stand-ins for the parameters, so that it rejects unfit ones before the first step.
 
         Stand-ins take no memory. They are on the meta device or, for a class that does not accept that, are one expanded
@@ -136,7 +136,7 @@ class SubGroupPlanner:
             return
         if not self._master_weights:
             raise ValueError(f"a parameter on {param.device} needs master_weights=True: states are stepped on the CPU")
-        if param.dtype not in MASTERED:
+        if param.dtype not in MASTERABLE_DTYPES:
             raise ValueError(
                 f"a parameter of {param.dtype} on {param.device} cannot have float32 master weights without loss: move it to the"
                 " CPU, or convert it to float32"

@@ -40,7 +40,7 @@ from deepnvme.telemetry.callers import stack_level
 
 from .counted_io import CountedIO
 from .gradients import GradientHooks, SubGroupGradients, pieces_of
-from .params import ParamRanks, over_ranks
+from .params import ParamRanks, combine_shard_norms
 from .pipeline import SubGroupPipeline
 from .report import StepReport
 from .residency import ResidencyPolicy
@@ -357,7 +357,7 @@ class OptimizerStep:
 
         def clip(norms: list[torch.Tensor | None]) -> torch.Tensor:
             """Clip by the norms of all ranks, which is a collective too."""
-            return self._gradients.clip(over_ranks(params, norms, norm_type), max_norm, norm_type)
+            return self._gradients.clip(combine_shard_norms(params, norms, norm_type), max_norm, norm_type)
 
         total: torch.Tensor = self._on_all_ranks(norms, clip)
         return total

@@ -255,7 +255,7 @@ class SubGroup:
             gradient = collected.get(index)
             gradient = piece.gradient if gradient is None else gradient
             if gradient is not None and self.masters[index]:
-                gradient = _in_full(gradient, scratch[end:])
+                gradient = _to_float32(gradient, scratch[end:])
                 end += _padded_gradient(piece)
             found.append(gradient)
         return found
@@ -425,7 +425,7 @@ def _padded_gradient(piece: ParamSlice) -> int:
     return padded(4 * piece.numel, CACHE_LINE)
 
 
-def _in_full(gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+def _to_float32(gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     """Return a gradient in float32: a strided one at the start of ``scratch`` (bytes), any other in new CPU memory."""
     if gradient.layout is not torch.strided:
         return gradient.to("cpu", torch.float32)

@@ -270,7 +270,7 @@ def _failure_of(version: TensorVersion, failed: Mapping[int, OSError]) -> OSErro
     return next((failed[part.file] for part in version.parts if part.file in failed), None)
 
 
-def note_gets(entries: Sequence[CatalogEntry], operation: Operation) -> None:
+def record_gets(entries: Sequence[CatalogEntry], operation: Operation) -> None:
     """Record a get in progress on the entries it reads. Entries with equal earlier gets share one tuple of operations."""
     noted = {
         before: (*(other for other in before if not other.settled), operation) for before in {entry.gets for entry in entries}

@@ -22,7 +22,7 @@ from deepnvme.telemetry.descriptions import path_list, representation, state_tex
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .allocator import FilesTooSmall
-from .catalog import Catalog, CatalogEntry, CorruptTensor, TensorInfo, TensorVersion, note_gets
+from .catalog import Catalog, CatalogEntry, CorruptTensor, TensorInfo, TensorVersion, record_gets
 from .data_file import DataFile, map_files
 from .futures import Operation, OperationScheduler, StoreFuture
 from .reading import read_into, read_new
@@ -348,7 +348,7 @@ class TensorStore:
             """Register a read of the names. Return (file, offset, length) of each range. Called with the lock held."""
             entries = self._catalog.readable(names)
             self._scheduler.begin(operation)
-            note_gets(list(dict.fromkeys(entries)), operation)
+            record_gets(list(dict.fromkeys(entries)), operation)
             parts = []
             for entry, (_, first, count) in zip(entries, ranges, strict=True):
                 for part in entry.newest.parts:
@@ -507,7 +507,7 @@ class TensorStore:
             versions = [entry.newest for entry in entries]
             targets = [] if out is None else [viewed_as(out, each.info.dtype, each.info.shape) for each in versions]
             self._scheduler.begin(operation)
-            note_gets(entries, operation)
+            record_gets(entries, operation)
             return entries, versions, targets
 
         with operation.starting:

@@ -28,7 +28,7 @@ _BATCH = 1024
 """Number of tensors that are prepared at a time, so that the drive can write a batch while the next batch is prepared."""
 
 
-class _Columns(NamedTuple):
+class TensorColumns(NamedTuple):
     """Tensors that each lie in one extent, in the order of the files, with one list for each property of the tensors."""
 
     parts: list[TensorPart]
@@ -40,10 +40,10 @@ class _Columns(NamedTuple):
     sizes: list[int]
     """Bytes of each tensor."""
 
-    def of(self, indices: Sequence[int]) -> _Columns:
+    def of(self, indices: Sequence[int]) -> TensorColumns:
         """Return the columns of the tensors with these indices."""
         columns: list[list[Any]] = [[column[index] for index in indices] for column in self]
-        return _Columns(*columns)
+        return TensorColumns(*columns)
 
 
 class Writing:
@@ -91,7 +91,7 @@ class Writing:
             for first in range(0, len(whole), _BATCH):
                 batch = whole[first : first + _BATCH]
                 extents = [places[index][0] for index in batch]
-                columns = _Columns(
+                columns = TensorColumns(
                     extents,
                     [tensors[index] for index in batch],
                     [subjects[index] for index in batch],
@@ -116,7 +116,7 @@ class Writing:
         offsets = [part.offset for part in parts]
         return self._operation.submit(self._start_write, tensors, files, offsets, subjects=subjects)
 
-    def _write_large(self, columns: _Columns) -> _Columns:
+    def _write_large(self, columns: TensorColumns) -> TensorColumns:
         """Start writing large tensors, and adjacent ones that are large together. Return the small ones that are left."""
         parts, tensors, subjects, addresses, sizes = columns
         joined = _joined(columns)
@@ -133,7 +133,7 @@ class Writing:
                 small.extend(range(begin, end))
         return columns.of(small)
 
-    def _gather(self, columns: _Columns, lengths: list[int], ring: ChunkRing) -> None:
+    def _gather(self, columns: TensorColumns, lengths: list[int], ring: ChunkRing) -> None:
         """Copy small tensors into the chunks of the ring, and write the neighbours in each chunk together.
 
         Args:
@@ -164,7 +164,7 @@ class Writing:
             begin = end
 
 
-def _joined(columns: _Columns) -> set[int]:
+def _joined(columns: TensorColumns) -> set[int]:
     """Return the indices of tensors whose bytes follow those of the tensor before, both in the file and in memory."""
     parts, tensors, _, addresses, sizes = columns
     following = list(map(operator.add, addresses, sizes))

@@ -10,7 +10,7 @@ import torch
 
 from deepnvme.cache.block import Memory
 from deepnvme.memory.lease import Computed, Transfer
-from deepnvme.model.structure import REST
+from deepnvme.model.structure import UNBLOCKED_EXTENT
 from deepnvme.store.futures import StoreFuture
 
 from .extent_memory import PinnedSlots, Slots
@@ -96,7 +96,7 @@ class DeviceExtentReader(ExtentReader):
     def __init__(self, store: WeightStore, device: torch.device, count: int) -> None:
         super().__init__(store)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        largest = max((extent.nbytes for name, extent in store.extents.items() if name != REST), default=0)
+        largest = max((extent.nbytes for name, extent in store.extents.items() if name != UNBLOCKED_EXTENT), default=0)
         self._staging = PinnedSlots(count * largest)
         self._copying = ThreadPoolExecutor(1, "deepnvme-device")
 
@@ -134,7 +134,7 @@ class DeviceExtentReader(ExtentReader):
                 with torch.inference_mode(), torch.cuda.stream(self._stream):
                     self._stream.wait_event(computed.event)
                     memory[self._starts[extent] :].copy_(host, non_blocking=True)
-                    self._make_ready(extent, memory)
+                    self._dequantize(extent, memory)
             finally:
                 self._stream.synchronize()  # after an error as well: the copy may still read the pinned memory
         finally:

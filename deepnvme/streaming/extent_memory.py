@@ -18,7 +18,7 @@ from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.pool import OutOfBuffers, pinned
 
-LINGER_SECONDS = 0.5
+VIEW_DROP_WAIT_SECONDS = 0.5
 """Seconds to wait for other threads to drop their last references to the memory of weights."""
 
 
@@ -59,7 +59,7 @@ class Slots(ABC):
         such block for memory that a view keeps. If even that is not enough, waits half a second for other threads and the
         garbage collector to drop views. Raises OutOfBuffers if they do not.
         """
-        deadline = time.monotonic() + LINGER_SECONDS
+        deadline = time.monotonic() + VIEW_DROP_WAIT_SECONDS
         limit = max(self.limit, sum(memory.nbytes for memory in held) + block.nbytes) + block.nbytes
         while (slot := self.lease(block.nbytes, limit)) is None:
             if time.monotonic() > deadline:

@@ -13,7 +13,7 @@ from deepnvme.memory.lease import Transfer
 from deepnvme.model.quantization import QuantizedLayout, dequantize
 from deepnvme.store.futures import StoreFuture
 
-from .weights.manifest import Extent, Weight, laid_out
+from .weights.manifest import Extent, Weight, layout_extent
 from .weights.weight_store import WeightStore
 
 _THREADS = 2
@@ -69,11 +69,11 @@ class ExtentReader:
             error = reading.exception()
             if error is not None:
                 raise error
-            self._make_ready(extent, memory)
+            self._dequantize(extent, memory)
         finally:
             del reading, memory  # which a traceback would keep
 
-    def _make_ready(self, extent: str, memory: torch.Tensor) -> None:
+    def _dequantize(self, extent: str, memory: torch.Tensor) -> None:
         """Dequantise the extent that was read into the end of ``memory``. On a device, only enqueues that work."""
         start = self._starts[extent]
         if not start:
@@ -89,7 +89,7 @@ def _dequantized(extent: Extent) -> Extent:
     """Return the layout that an extent has after its weights are dequantised."""
     if all(weight.scheme is None for weight in extent.weights):
         return extent
-    return laid_out(extent.name, {weight.name: weight.info for weight in extent.weights})
+    return layout_extent(extent.name, {weight.name: weight.info for weight in extent.weights})
 
 
 def _start(stored: Extent, ready: Extent) -> int:

@@ -26,7 +26,7 @@ import torch
 from deepnvme.checkpoint.weight_locations import Location, weights_in_index
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.model.quantization import Scheme
-from deepnvme.model.structure import REST, structure_of, weights_by_name
+from deepnvme.model.structure import UNBLOCKED_EXTENT, structure_of, weights_by_name
 from deepnvme.store.volumes import directory_weights
 from deepnvme.telemetry.progress import ProgressOption
 
@@ -60,7 +60,7 @@ _LOADING = (
 )  # fmt: skip
 """Further options that transformers' ``from_pretrained`` accepts. All others must be attributes of the configuration."""
 
-as_accelerate_does: ContextVar[bool] = ContextVar("as_accelerate_does", default=False)
+locating_weights: ContextVar[bool] = ContextVar("as_accelerate_does", default=False)
 """True while a model is loaded only to find where accelerate would read its weights. Integrations leave that model alone."""
 
 
@@ -161,7 +161,9 @@ def _block_sizes(model: torch.nn.Module) -> dict[str, int]:
     """Return the bytes of each extent in memory, by name. Quantised extents need a little more, for dequantising."""
     weights = weights_by_name(model)
     extents = structure_of(model).extents()
-    return {extent.name: sum(weights[name].nbytes for name in extent.weights) for extent in extents if extent.name != REST}
+    return {
+        extent.name: sum(weights[name].nbytes for name in extent.weights) for extent in extents if extent.name != UNBLOCKED_EXTENT
+    }
 
 
 def _transformers() -> Any:
@@ -250,7 +252,7 @@ def _offloaded(kind: Any, name: str, options: Mapping[str, Any], folder: Path) -
 
     def offloaded() -> Any:
         """Load the model with accelerate's disk offload: on the meta device, with an index of its weights."""
-        as_accelerate_does.set(True)
+        locating_weights.set(True)
         return kind.from_pretrained(name, device_map={"": "disk"}, offload_folder=folder, **options)
 
     logger = logging.getLogger("accelerate.big_modeling")

@@ -27,13 +27,13 @@ from .weights.weight_store import WeightStore
 
 T = TypeVar("T")
 
-_WORTH_IT = 1.1
+_MIN_GAIN = 1.1
 """Resident extents are replaced only if the new ones save this many times the bytes, because each of them has to be read once."""
 _FIRST = "close(restore=True) its stream first"
 
 
 @dataclass
-class Tally:
+class StreamCounters:
     """The running counters from which a :class:`StreamReport` is made. Not thread-safe."""
 
     passes: int = 0
@@ -118,7 +118,7 @@ class StreamedForwards:
         self._wrapped: list[tuple[nn.Module, Any]] = []
         self._ended = False
         self._limit: float | None = None
-        self._tally = Tally()
+        self._tally = StreamCounters()
 
     def wrap(self, model: nn.Module, streaming: Any) -> None:
         """Replace the forwards of the model and of its blocks.
@@ -168,7 +168,7 @@ class StreamedForwards:
     def reset(self) -> None:
         """Set the counters to zero: see :meth:`Streaming.reset`."""
         with self._between_calls():
-            self._tally = Tally(bytes_before=self._cache.bytes_read)
+            self._tally = StreamCounters(bytes_before=self._cache.bytes_read)
 
     def measured(self, nbytes: int) -> float | None:
         """Measure the read speed without computation, in bytes per second: see :meth:`Streaming.measure_limit`. Blocks.
@@ -201,7 +201,7 @@ class StreamedForwards:
 
     # One call at a time.
 
-    def check_outside(self, what: str) -> None:
+    def check_not_in_forward(self, what: str) -> None:
         """Raise RuntimeError if this thread is inside a call of the model."""
         if self._owner == threading.get_ident():
             raise RuntimeError(f"{what} within a forward of the model: its weights are in use")
@@ -252,7 +252,7 @@ class StreamedForwards:
         self._tally.called(args, kwargs)
         result = forward(*args, **kwargs)
         if self._budget:
-            self._reconsider()
+            self._update_residents()
         return result
 
     def _block(
@@ -263,7 +263,7 @@ class StreamedForwards:
         try:
             self._stack.append(extents)
             with torch._C._DisableFuncTorch():  # the tensors made here must not belong to a transform such as jacrev
-                self._bring(name, extents)
+                self._bind_weights(name, extents)
             result = forward(*args, **kwargs)
         except BaseException:
             self._leave(depth)
@@ -276,7 +276,7 @@ class StreamedForwards:
             )
         return result
 
-    def _bring(self, block: str, extents: tuple[str, ...]) -> None:
+    def _bind_weights(self, block: str, extents: tuple[str, ...]) -> None:
         """Wait until a block's extents are in memory, and put their weights into the modules.
 
         Raises RuntimeError if there is no memory for them, or if other code has changed, moved or cast the weights since
@@ -345,7 +345,7 @@ class StreamedForwards:
             self._there.discard(extent)
             self._weights.remove(extent)
 
-    def _reconsider(self) -> None:
+    def _update_residents(self) -> None:
         """Choose the resident extents again, by how often each was used so far. Does so after 1, 2, 4, 8, ... passes."""
         passes = self._tally.passes
         if self._stack or passes & (passes - 1) or len(set(self._uses.values())) == 1:
@@ -355,7 +355,7 @@ class StreamedForwards:
         better = {extent for extent in before if self._sizes[extent] > self._slot_size}  # must stay: too large for a slot
         rest = {extent: nbytes for extent, nbytes in self._sizes.items() if extent not in better}
         better |= residents(rest, uses, self._budget - sum(self._sizes[extent] for extent in better))
-        if saved_bytes(better, self._sizes, uses) > _WORTH_IT * saved_bytes(before, self._sizes, uses):
+        if saved_bytes(better, self._sizes, uses) > _MIN_GAIN * saved_bytes(before, self._sizes, uses):
             for extent in self._there - better:
                 self._there.discard(extent)
                 self._weights.remove(extent)

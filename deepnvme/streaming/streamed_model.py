@@ -15,7 +15,7 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.memory.host import trim_heap
 from deepnvme.memory.system_memory import available_memory
-from deepnvme.model.structure import REST
+from deepnvme.model.structure import UNBLOCKED_EXTENT
 from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
@@ -118,7 +118,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         self._store = store
         self._model, self._process = type(model).__name__, os.getpid()
         self._reader, slots_of = _on(device, store, prefetch)
-        sizes = {name: self._reader.nbytes(name) for name in store.extents if name != REST}
+        sizes = {name: self._reader.nbytes(name) for name in store.extents if name != UNBLOCKED_EXTENT}
         if is_automatic(memory_budget) and budget < min(sizes.values(), default=0):
             budget = 0
         budget = max(budget, least_budget)
@@ -138,8 +138,8 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         ]
         try:
             _move_buffers(model, device)
-            if REST in store.extents:
-                self._weights.put(REST, self._read(REST))
+            if UNBLOCKED_EXTENT in store.extents:
+                self._weights.put(UNBLOCKED_EXTENT, self._read(UNBLOCKED_EXTENT))
             for extent in sizes:
                 self._weights.remove(extent)
             self._forwards.wrap(model, self)
@@ -190,7 +190,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
             OSError: If reading fails (CorruptExtent for a wrong checksum). Reports keep the limit that was measured before.
         """
         wanted = byte_count(nbytes, "nbytes", least=1)
-        self._forwards.check_outside("measure_limit()")
+        self._forwards.check_not_in_forward("measure_limit()")
         return self._forwards.run_locked(functools.partial(self._forwards.measured, wanted))
 
     def close(self, restore: bool | Collection[str] = False) -> None:
@@ -214,7 +214,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         """
         if isinstance(restore, str):
             raise TypeError(f"restore must be a bool or a collection of names, got a str: write [{restore!r}] for one weight")
-        self._forwards.check_outside("close()")
+        self._forwards.check_not_in_forward("close()")
         wanted = restore if isinstance(restore, bool) else frozenset(restore)
         with self._forwards.lock:
             if self._ended:
@@ -231,7 +231,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
                 for name in self._store.extents:
                     if name in memories:
                         self._weights.restore(name, memories[name], wanted)
-                    elif name != REST or wanted:
+                    elif name != UNBLOCKED_EXTENT or wanted:
                         self._weights.remove(name)
 
     def __exit__(self, *_: object) -> None:
@@ -256,7 +256,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
             for name, extent in self._store.extents.items()
             if wanted is True or (wanted and not wanted.isdisjoint(weight.name for weight in extent.weights))
         }
-        return {name: None if name == REST else self._read(name) for name in names}
+        return {name: None if name == UNBLOCKED_EXTENT else self._read(name) for name in names}
 
 
 def check_budget(budget: int, sizes: Mapping[str, int]) -> None:

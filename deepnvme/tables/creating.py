@@ -79,7 +79,7 @@ def create_files(
         for directory in directories:
             stack.callback(DirectoryLock(directory, owner).release)
         _check_empty(directories)  # somebody else may have made one just now
-        for path in _left_behind(directories):
+        for path in _orphaned_files(directories):
             path.unlink()
         stack.callback(_remove_unless_made, directories)
         engine = stack.enter_context(engine_for(directories, config))
@@ -120,13 +120,13 @@ def create_files(
 
 def _check_empty(directories: Sequence[Path]) -> None:
     """Raise FileExistsError if a directory has a manifest, or a file of rows, of another table."""
-    left_behind = _left_behind(directories)
+    left_behind = _orphaned_files(directories)
     for path in [directory / name for directory in directories for name in (MANIFEST_NAME, ROWS_NAME)]:
         if os.path.lexists(path) and path not in left_behind:
             raise FileExistsError(errno.EEXIST, "there is a table already: open it, or remove the directory", str(path))
 
 
-def _left_behind(directories: Sequence[Path]) -> list[Path]:
+def _orphaned_files(directories: Sequence[Path]) -> list[Path]:
     """Return files of rows left by a killed creation: those with the identity in the temporary manifest."""
     try:
         _, epochs = load_manifest(directories[0], UNFINISHED_NAME)
@@ -172,7 +172,7 @@ def _fill(
         images = _images(layout, given, initial)
         written.take_ended(most=2 * len(files) - 1)
         for volume, file in enumerate(files):
-            own = _images_of(layout, images, volume, len(files))
+            own = _volume_part(layout, images, volume, len(files))
             if len(own):
                 offset = layout.offset_of(begin + volume * layout.chunk)
                 written.start(engine.write, own.reshape(-1), file, offset)
@@ -196,7 +196,7 @@ def _images(layout: TableLayout, values: torch.Tensor, initial: Mapping[str, flo
     return images
 
 
-def _images_of(layout: TableLayout, images: torch.Tensor, volume: int, volumes: int) -> torch.Tensor:
+def _volume_part(layout: TableLayout, images: torch.Tensor, volume: int, volumes: int) -> torch.Tensor:
     """Return the part of ``images`` that belongs in the file of one volume.
 
     The rows are striped: ``images`` must begin with a chunk of the first volume.

@@ -317,9 +317,9 @@ class RowReader:
     def _make_room(self) -> None:
         """Wait until a part of staging memory is free."""
         while not self._staging.free:
-            self._deliver(self._next_to_end())
+            self._deliver(self._next_to_free())
 
-    def _next_to_end(self) -> _Part:
+    def _next_to_free(self) -> _Part:
         """Return the part to wait for when staging memory is needed.
 
         That is a part that has been read; if there is none, the oldest that a caller waits for; else the oldest of a prefetch.

@@ -117,9 +117,9 @@ class RowWriter:
     @property
     def writing_behind(self) -> bool:
         """Whether the background thread has changed rows to write, or writes to wait for."""
-        return bool(self._under_way) or self._much_changed()
+        return bool(self._under_way) or self._above_dirty_threshold()
 
-    def _much_changed(self) -> bool:
+    def _above_dirty_threshold(self) -> bool:
         """Return whether to write behind: at least a quarter of the cache is changed.
 
         False after an error, until a change or commit has raised it, so that a failing drive is not tried again and again.
@@ -136,7 +136,7 @@ class RowWriter:
         """
         try:
             self._collect()
-            if self._much_changed():
+            if self._above_dirty_threshold():
                 self._write_some(parts)
         except OSError as error:
             self._error = error

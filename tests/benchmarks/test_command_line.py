@@ -10,7 +10,7 @@ import pytest
 from harness.command_line import Parser, measuring, write_json
 from harness.workloads import ContenderFailed
 
-from deepnvme.tools.tune.workspace import Unsuitable
+from deepnvme.tools.tune.workspace import NotMeasurable
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_places_are_absolute_and_an_environments_interpreter_is_no_link_to_follo
     assert parser.description == "What it does."
 
 
-@pytest.mark.parametrize("reason", [Unsuitable("a full drive"), ContenderFailed("a full drive")], ids=repr)
+@pytest.mark.parametrize("reason", [NotMeasurable("a full drive"), ContenderFailed("a full drive")], ids=repr)
 def test_what_makes_it_impossible_is_told_in_one_line(reason: Exception) -> None:
     with pytest.raises(SystemExit) as end, measuring("it"):
         raise reason

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepnvme import Engine
-from deepnvme.checkpoint.file_io import Placed, in_chunks, memory_for, read, started
+from deepnvme.checkpoint.file_io import FileSlice, memory_for, read, read_small_pieces, started
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
@@ -36,12 +36,12 @@ def path(drive: Path) -> Path:
     return drive / "file"
 
 
-def placed_at(*places: tuple[int, int]) -> list[Placed]:
+def placed_at(*places: tuple[int, int]) -> list[FileSlice]:
     """(offset, bytes) of each."""
-    return [Placed(offset, memory_for(nbytes, offset)) for offset, nbytes in places]
+    return [FileSlice(offset, memory_for(nbytes, offset)) for offset, nbytes in places]
 
 
-def assert_read(placed: list[Placed]) -> None:
+def assert_read(placed: list[FileSlice]) -> None:
     for each in placed:
         expected = bytearray(CONTENT[each.offset : each.offset + each.nbytes])
         assert torch.equal(flat_bytes(each.memory), torch.frombuffer(expected, dtype=torch.uint8))
@@ -165,7 +165,7 @@ def test_each_piece_is_in_its_chunk_however_they_overlap(
     lease.release()
     found = []
     with engine.open(drive / "file") as file:
-        for run, chunk, begin in in_chunks(pieces, file, engine, pool):
+        for run, chunk, begin in read_small_pieces(pieces, file, engine, pool):
             for offset, nbytes in (pieces[index] for index in run):
                 assert memory_of(chunk, offset - begin, nbytes) == data[offset:][:nbytes]
             found += run

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from deepnvme.model.structure import (
-    REST,
+    UNBLOCKED_EXTENT,
     ModelBlock,
     Structure,
+    find_ties,
     structure_of,
     structure_of_names,
-    ties_of,
     weights_by_name,
 )
 
@@ -106,7 +106,13 @@ def test_a_weight_that_two_blocks_have_is_an_extent_of_its_own():
     structure = structure_of(Model(tied=True))
     assert structure.ties == {"head.weight": "embed.weight"}
     assert [block.weights for block in structure.blocks if block.name in ("embed", "head")] == [("embed.weight",)] * 2
-    assert [extent.name for extent in structure.extents()] == [REST, "embed.weight", "layers.0", "layers.1", "layers.2"]
+    assert [extent.name for extent in structure.extents()] == [
+        UNBLOCKED_EXTENT,
+        "embed.weight",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    ]
     assert structure.needs()["embed"] == structure.needs()["head"] == ("embed.weight",)
 
 
@@ -199,7 +205,7 @@ def test_buffers_stay_in_memory_and_those_that_are_not_saved_are_nobody_s():
 
 def test_ties_are_found_by_identity():
     weight = torch.empty(3)
-    assert ties_of({"a": weight, "b": weight.clone(), "c": weight, "d": weight}) == {"c": "a", "d": "a"}
+    assert find_ties({"a": weight, "b": weight.clone(), "c": weight, "d": weight}) == {"c": "a", "d": "a"}
 
 
 def test_a_model_without_weights_has_no_extents():

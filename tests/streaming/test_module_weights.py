@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.model.structure import REST
+from deepnvme.model.structure import UNBLOCKED_EXTENT
 from deepnvme.streaming import WeightStore
 from deepnvme.streaming.module_weights import ModuleWeights
 
@@ -27,7 +27,7 @@ class World:
         self.wanted = {name: weight.clone() for name, weight in model.state_dict().items()}
         self.store = WeightStore.build(model, directory, blocks=blocks_of(model))
         self.weights = ModuleWeights(model, self.store, self.store.extents, CPU)
-        for extent in self.store.extents.keys() - {REST}:  # which is put there once
+        for extent in self.store.extents.keys() - {UNBLOCKED_EXTENT}:  # which is put there once
             self.weights.remove(extent)
 
     def put(self, extent: str) -> None:
@@ -89,7 +89,7 @@ def test_weights_are_views_of_what_was_read_and_tell_of_changes_in_every_mode(wo
 
 
 def test_buffers_stay_buffers(world: World) -> None:
-    world.put(REST)
+    world.put(UNBLOCKED_EXTENT)
     norm = world.model[1]
     assert not isinstance(norm._buffers["running_mean"], nn.Parameter)
     assert norm.num_batches_tracked.dtype == torch.int64

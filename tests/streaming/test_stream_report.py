@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepnvme.streaming.stream_report import StreamReport
-from deepnvme.streaming.streamed_forwards import Tally
+from deepnvme.streaming.streamed_forwards import StreamCounters
 
 REPORT = StreamReport(
     passes=2,
@@ -65,7 +65,7 @@ def test_tokens_are_counted_however_they_are_given(dtype: torch.dtype) -> None:
         ((ids[:, :0],), {}, 0, 0),
     ]
     for args, kwargs, tokens, prompt in calls:
-        tally = Tally()
+        tally = StreamCounters()
         tally.called(args, kwargs)
         assert (tally.passes, tally.tokens, tally.prompt_tokens) == (1, tokens, prompt)
 
@@ -82,7 +82,7 @@ def test_tokens_are_counted_however_they_are_given(dtype: torch.dtype) -> None:
     ],
 )
 def test_generated_tokens_are_told_from_those_of_prompts(positions: list[int], tokens: int, prompt: int) -> None:
-    tally = Tally()
+    tally = StreamCounters()
     for count in positions:
         tally.called((torch.ones(3, count, dtype=torch.int64),), {})
     assert (tally.tokens, tally.prompt_tokens) == (3 * tokens, 3 * prompt)

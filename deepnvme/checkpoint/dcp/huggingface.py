@@ -17,7 +17,7 @@ from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.checkpoint.formats.safetensors_header import read_header
 from deepnvme.engine import Engine
 
-from .reader import Wanted, fill, open_item_file, part
+from .reader import RequestedPart, fill, open_item_file, part
 from .writer import PlannedFile, done, write_files
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _read(path: Path, requests: Sequence[ReadItem], planner: LoadPlanner, engine
     """Read the requested parts of tensors from one safetensors file into the planner's tensors. Blocks."""
     elements = read_header(path)
     try:
-        wanted = [Wanted(each, part(elements[each.storage_index.fqn], each)) for each in requests]
+        wanted = [RequestedPart(each, part(elements[each.storage_index.fqn], each)) for each in requests]
     except KeyError as error:
         raise CorruptCheckpoint(path, f"item {error} is not in it") from error
     fill(path, wanted, planner, engine)

@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
-from deepnvme.checkpoint.formats.pickle_scan import why_wasteful
+from deepnvme.checkpoint.formats.pickle_scan import refusal_reason
 from deepnvme.checkpoint.formats.pt_records import DAMAGE
 from deepnvme.checkpoint.formats.zip_directory import LOCAL_HEADER, BadDirectory, data_of, entries
 
@@ -58,7 +58,7 @@ class CheckingPlanner:
         if self._weights_only:
             check_archive(value)
             value.seek(0)
-            with _told_apart():
+            with _as_damaged_or_refused():
                 torch_load(value, map_location="cpu", weights_only=True)
             value.seek(0)
         self._planner.load_bytes(read_item, value)
@@ -68,7 +68,7 @@ _TRUSTING = "If you trust who wrote the checkpoint, NVMeReader(path, weights_onl
 
 
 @contextlib.contextmanager
-def _told_apart() -> Iterator[None]:
+def _as_damaged_or_refused() -> Iterator[None]:
     """Turn errors of the ``with`` block into UnpicklingError if ``weights_only`` refused an object, otherwise into Damaged."""
     try:
         yield
@@ -81,7 +81,7 @@ def _told_apart() -> Iterator[None]:
         raise Damaged(str(error)) from error
 
 
-@_told_apart()
+@_as_damaged_or_refused()
 def check_archive(value: io.BytesIO) -> None:
     """Check the bytes of an object or a tensor before torch unpickles them.
 
@@ -103,6 +103,6 @@ def check_archive(value: io.BytesIO) -> None:
     if not stream.stored:
         raise Damaged("its pickle is compressed, which torch.save never does")
     begin = data_of(data[stream.header : stream.header + LOCAL_HEADER.size], stream.header)
-    why = why_wasteful(data[begin : begin + stream.nbytes])
+    why = refusal_reason(data[begin : begin + stream.nbytes])
     if why is not None:
         raise Damaged(f"its pickle {why}")

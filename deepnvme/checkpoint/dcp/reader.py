@@ -43,7 +43,7 @@ _COPIED = 64 << 20
 _ARCHIVE = b"PK\3\4"
 
 
-class Wanted(NamedTuple):
+class RequestedPart(NamedTuple):
     """A requested part of a tensor, and where its elements are in the file."""
 
     request: ReadItem
@@ -206,14 +206,16 @@ class NVMeReader(FileSystemReader):
     ) -> list[ReadItem]:
         """Read the requested items of one file. Returns the requests that only torch can serve."""
         others: list[ReadItem] = []
-        wanted: list[Wanted] = []
+        wanted: list[RequestedPart] = []
         known = KnownArchives()
         tables: dict[int, dict[str, Elements]] = {}
         pool = buffer_pool()
         items = self._items(path, os.fstat(file.fileno()).st_size, requests)
         with engine.open(os.fspath(path), "r") as source:
-            for run, chunk, begin in file_io.in_chunks([(item.offset, item.nbytes) for item in items], source, engine, pool):
-                inside: list[Wanted] = []
+            for run, chunk, begin in file_io.read_small_pieces(
+                [(item.offset, item.nbytes) for item in items], source, engine, pool
+            ):
+                inside: list[RequestedPart] = []
                 for item in map(items.__getitem__, run):
                     request = item.requests[0]
                     head = memory_of(chunk, item.offset - begin, item.nbytes)
@@ -232,7 +234,7 @@ class NVMeReader(FileSystemReader):
                     if elements is None:
                         others += item.requests
                         continue
-                    parts = [Wanted(each, part(elements, each)) for each in item.requests]
+                    parts = [RequestedPart(each, part(elements, each)) for each in item.requests]
                     (inside if whole else wanted).extend(parts)
                 _place(inside, chunk, begin, planner)
         fill(path, wanted, planner, engine)
@@ -253,7 +255,7 @@ class NVMeReader(FileSystemReader):
 
 
 @file_io.clearing_frames
-def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner, engine: Engine) -> None:
+def fill(path: Path, wanted: Sequence[RequestedPart], planner: LoadPlanner, engine: Engine) -> None:
     """Read parts of tensors from a file into the tensors that the planner provides for them. Blocks.
 
     Args:
@@ -276,7 +278,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner, engine: Eng
 
     def end() -> None:
         """Read all pending parts, copy the parts in buffers into their targets, and tell the planner. Blocks."""
-        memory = [file_io.Placed(each.offset, flat_bytes(to) if buffer is None else buffer) for _, each, to, buffer in pending]
+        memory = [file_io.FileSlice(each.offset, flat_bytes(to) if buffer is None else buffer) for _, each, to, buffer in pending]
         file_io.read([each for each in memory if each.nbytes], path, engine, buffer_pool())
         for request, elements, target, buffer in pending:
             if buffer is not None:
@@ -288,7 +290,7 @@ def fill(path: Path, wanted: Sequence[Wanted], planner: LoadPlanner, engine: Eng
         target = _target(each, planner)
         buffer = None
         nbytes = each.elements.nbytes
-        if not _straight(each.elements, target) or (target.device.type != "cpu" and nbytes < DIRECT_FROM):
+        if not _reads_directly(each.elements, target) or (target.device.type != "cpu" and nbytes < DIRECT_FROM):
             if to_copy + nbytes > _COPIED:
                 end()
                 to_copy = 0
@@ -320,13 +322,13 @@ def _naming_item(path: Path, request: ReadItem) -> Iterator[None]:
         raise pickle.UnpicklingError(f"item {_name(request)} of {os.fspath(path)!r}: {error}") from error
 
 
-def _place(wanted: Sequence[Wanted], chunk: torch.Tensor, begin: int, planner: LoadPlanner) -> None:
+def _place(wanted: Sequence[RequestedPart], chunk: torch.Tensor, begin: int, planner: LoadPlanner) -> None:
     """Copy parts of tensors from a chunk, which has the bytes of the file from ``begin`` on, into their target tensors."""
     targets = [_target(each, planner) for each in wanted]
     places = []
     addresses = []
     for (_, elements), target in zip(wanted, targets, strict=True):
-        if target.device.type == "cpu" and _straight(elements, target):
+        if target.device.type == "cpu" and _reads_directly(elements, target):
             places.append((elements.offset, elements.nbytes))
             addresses.append(target.data_ptr())
         else:
@@ -345,7 +347,7 @@ def part(elements: Elements, request: ReadItem) -> Elements:
         raise ValueError(f"item {_name(request)}: {error}") from error
 
 
-def _target(wanted: Wanted, planner: LoadPlanner) -> torch.Tensor:
+def _target(wanted: RequestedPart, planner: LoadPlanner) -> torch.Tensor:
     """Return the planner's tensor for a part. Raises ValueError if the shapes differ."""
     target = planner.resolve_tensor(wanted.request).detach()
     if target.shape != wanted.elements.shape:
@@ -355,7 +357,7 @@ def _target(wanted: Wanted, planner: LoadPlanner) -> torch.Tensor:
     return target
 
 
-def _straight(elements: Elements, target: torch.Tensor) -> bool:
+def _reads_directly(elements: Elements, target: torch.Tensor) -> bool:
     """Return whether the bytes in the file can be read directly into the target: same dtype, both contiguous, CPU or CUDA."""
     return (
         type(target) is torch.Tensor

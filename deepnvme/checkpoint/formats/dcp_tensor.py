@@ -16,7 +16,7 @@ import torch
 from deepnvme.memory.tensor_bytes import memory_of, span_nbytes
 
 from .elements import Elements
-from .pickle_scan import why_wasteful
+from .pickle_scan import refusal_reason
 from .pt_image import pt_image
 from .pt_pickle import is_plain, unpickled
 from .pt_records import DAMAGE
@@ -121,7 +121,7 @@ def _examined(beginning: bytes, found: Sequence[Record], length: int) -> Element
     stream = records["data.pkl"]
     begin = data_of(beginning[stream.header :], stream.header)
     text = beginning[begin : begin + stream.nbytes]
-    if not stream.stored or why_wasteful(text) is not None:
+    if not stream.stored or refusal_reason(text) is not None:
         return None
     sizes: dict[str, int] = {}
 

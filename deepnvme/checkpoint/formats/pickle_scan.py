@@ -56,7 +56,7 @@ def _is_storage(module: str, name: str) -> bool:
     return module in ("torch", "torch.storage") and name.endswith("Storage")
 
 
-def why_wasteful(stream: bytes) -> str | None:
+def refusal_reason(stream: bytes) -> str | None:
     """Return why a pickle must not be unpickled ("is cut off ..."), or None if it may be.
 
     A pickle is refused if no pickler writes such a pickle and unpickling it could take minutes or gigabytes, or end the
@@ -88,7 +88,7 @@ class PickleScan(pickle._Unpickler):
     """An unpickler that makes no objects, but records the storages that a pickle refers to.
 
     :meth:`load` raises what unpickling raises, and TypeError and similar for what torch has not pickled. Time and memory are
-    bounded by the size of a pickle that :func:`why_wasteful` has accepted.
+    bounded by the size of a pickle that :func:`refusal_reason` has accepted.
 
     Args:
         stream: The pickle.

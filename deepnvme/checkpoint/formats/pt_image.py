@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from deepnvme.checkpoint.formats.sharding import Across, Sharded
+from deepnvme.checkpoint.formats.sharding import JointPickling, Sharded
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.tensor_bytes import checksums, flat_bytes
 from deepnvme.ops import load_async_io
@@ -35,7 +35,7 @@ def pt_image(
     pickle_module: ModuleType,
     protocol: int,
     checksum: bool | None,
-    across: Across | None = None,
+    across: JointPickling | None = None,
     alignment: int = PAGE,
 ) -> FileImage:
     """Pickle an object, and return the image of its .pt archive.

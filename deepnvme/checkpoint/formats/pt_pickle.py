@@ -19,7 +19,7 @@ from torch._utils import _rebuild_tensor_v2, _validate_loaded_sparse_tensors
 from torch.serialization import StorageType, _serialization_tls, location_tag
 from torch.storage import TypedStorage, UntypedStorage
 
-from deepnvme.checkpoint.formats.sharding import Across, Sharded
+from deepnvme.checkpoint.formats.sharding import JointPickling, Sharded
 from deepnvme.memory.tensor_bytes import contiguous_strides
 from deepnvme.ops import load_async_io
 
@@ -58,7 +58,7 @@ class _References:
         across: As for :func:`pickled`.
     """
 
-    def __init__(self, across: Across | None) -> None:
+    def __init__(self, across: JointPickling | None) -> None:
         self.storages: list[UntypedStorage | Sharded] = []
         self._keys: dict[object, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
@@ -97,7 +97,7 @@ class _References:
         return _rebuild_tensor_v2, (storage, 0, tuple(tensor.shape), strides, tensor.requires_grad, hooks)
 
 
-def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Across | None = None) -> Pickled:
+def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: JointPickling | None = None) -> Pickled:
     """Pickle an object, byte for byte as ``torch.save`` does.
 
     Args:
@@ -147,7 +147,7 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Acros
             shape = tuple(obj.shape)
             return _rebuild_tensor_v2, (referred, obj.storage_offset(), shape, obj.stride(), obj.requires_grad, hooks())
 
-    Pickler.persistent_id = load_async_io().checkpoint.none_for(_NO_STORAGES, persistent_id)
+    Pickler.persistent_id = load_async_io().checkpoint.none_for(_NON_STORAGE_TYPES, persistent_id)
     buffer = io.BytesIO()
     try:
         with _without_collections():
@@ -275,7 +275,7 @@ def _storage_class(dtype: torch.dtype) -> Any:
     return getattr(torch, typed._pickle_storage_type())  # type: ignore[no-untyped-call]
 
 
-_NO_STORAGES = frozenset(
+_NON_STORAGE_TYPES = frozenset(
     (str, int, float, bool, NoneType, tuple, list, dict, OrderedDict, torch.Tensor, FunctionType, type, _Hooks)
 )
 """Types of most pickled objects that are not storages: their persistent id is None without a call of Python code."""

@@ -20,7 +20,7 @@ from deepnvme.files.regular_files import open_regular
 from deepnvme.files.replacing import with_filename
 from deepnvme.telemetry.descriptions import shorten
 
-from .pickle_scan import PickleScan, why_wasteful
+from .pickle_scan import PickleScan, refusal_reason
 from .zip_directory import LOCAL_HEADER, BadDirectory, Record, data_of, entries
 
 
@@ -150,11 +150,11 @@ def records_of(path: str | os.PathLike[str]) -> PtRecords:
         if folder != first:
             raise CorruptCheckpoint(path, f"record {record.name} is in another folder than {first}, where the first one is")
         records[name] = record
-        if name in _FACTS and record.stored:
+        if name in _SHORT_RECORDS and record.stored:
             if record.nbytes > _LONGEST_FACT:
                 raise CorruptCheckpoint(path, f"{record} should have {record.nbytes} bytes, and may have {_LONGEST_FACT}")
             text = read_record(path, record)
-            if not _FACTS[name].fullmatch(text):
+            if not _SHORT_RECORDS[name].fullmatch(text):
                 raise CorruptCheckpoint(path, f"record {name} cannot be {text[:20]!r}")
             byteorder = text.decode() if name == "byteorder" else byteorder
     missing = {"data.pkl", "version"} - {"version" if name == ".data/version" else name for name in records}
@@ -166,7 +166,7 @@ def records_of(path: str | os.PathLike[str]) -> PtRecords:
     return PtRecords(tuple(storages), records["data.pkl"], others, stored, byteorder, "constants.pkl" in records)
 
 
-_FACTS = {
+_SHORT_RECORDS = {
     "version": re.compile(rb"\d{1,18}\s*"),
     ".data/version": re.compile(rb"\d{1,18}\s*"),
     "byteorder": re.compile(rb"little|big"),
@@ -199,7 +199,7 @@ def check_pickle(path: str | os.PathLike[str], found: PtRecords) -> bytes:
 
     Raises:
         CorruptCheckpoint: If the bytes are not those that were saved, or are not what a pickler writes, see
-            :func:`why_wasteful`.
+            :func:`refusal_reason`.
     """
     stream = read_record(path, found.pickle) if found.stored else b""
     if found.stored and not found.script:  # TorchScript has a pickler of its own, without these limits
@@ -208,8 +208,8 @@ def check_pickle(path: str | os.PathLike[str], found: PtRecords) -> bytes:
 
 
 def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
-    """Raise CorruptCheckpoint for a pickle that must not be unpickled; see :func:`why_wasteful`."""
-    why = why_wasteful(stream)
+    """Raise CorruptCheckpoint for a pickle that must not be unpickled; see :func:`refusal_reason`."""
+    why = refusal_reason(stream)
     if why is not None:
         raise CorruptCheckpoint(path, f"the pickle {why}")
 

@@ -38,7 +38,7 @@ class Sharded:
         return self.whole
 
 
-class Across:
+class JointPickling:
     """State of one rank during a joint save, by which all ranks write the same pickle of their object."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
 from . import checkpoint_engine, ops, rank_failures, swapper_replacements
-from .replacement import UnknownShape, set_all
+from .replacement import UnexpectedDeepSpeed, set_all
 
 TESTED = ("0.19.5", "0.19.8")
 """The first and the last version of DeepSpeed that this package was tested with."""
@@ -72,7 +72,7 @@ def enable(*, swappers: bool = False, checkpoint: bool = False) -> None:
         except BaseException as error:
             if before is not None:
                 _put(before)
-            if not isinstance(error, UnknownShape):
+            if not isinstance(error, UnexpectedDeepSpeed):
                 raise
             raise RuntimeError(
                 f"DeepSpeed {version} is not what deepnvme.integrations.deepspeed was made for: {error}; nothing was changed"

@@ -16,7 +16,7 @@ import torch
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, OpBuilder
 from deepnvme.version import __version__
 
-from .replacement import Replacement, UnknownShape, around, attribute, module
+from .replacement import Replacement, UnexpectedDeepSpeed, around, attribute, module
 
 
 def replacements() -> Iterator[Replacement]:
@@ -36,7 +36,7 @@ def replacements() -> Iterator[Replacement]:
         theirs = getattr(builders, name, None)
         if getattr(theirs, "NAME", None) != ours.NAME:
             if name == "AsyncIOBuilder":
-                raise UnknownShape(f"there is no deepspeed.ops.op_builder.{name} of the op async_io")
+                raise UnexpectedDeepSpeed(f"there is no deepspeed.ops.op_builder.{name} of the op async_io")
             continue
         yield from _builder(theirs, ours, lambda: load_pin_memory(pin_memory()))
     op = AsyncIOBuilder().load()
@@ -124,12 +124,12 @@ def _compatible_ops() -> Iterator[Replacement]:
     ops = module("deepspeed.ops")
     known = vars(ops).get("__compatible_ops__")
     if known is None:
-        yield _Forgotten(ops, "__compatible_ops__", None)
+        yield _RemovedOnUndo(ops, "__compatible_ops__", None)
     else:
         yield Replacement(ops, "__compatible_ops__", {**known, AsyncIOBuilder.NAME: True})
 
 
-class _Forgotten(Replacement):
+class _RemovedOnUndo(Replacement):
     """A name that DeepSpeed sets when it is first read. This replacement sets nothing, but undoing it removes the name."""
 
     def set(self) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 _ABSENT: Any = object()
 
 
-class UnknownShape(RuntimeError):
+class UnexpectedDeepSpeed(RuntimeError):
     """Raised if a part of DeepSpeed is missing where it is expected, or is of another kind or signature."""
 
 
@@ -23,7 +23,7 @@ def module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise
-        raise UnknownShape(f"there is no {name}") from error
+        raise UnexpectedDeepSpeed(f"there is no {name}") from error
 
 
 def attribute(owner: Any, name: str, parameters: Iterable[str] | None = None) -> Any:
@@ -40,10 +40,10 @@ def attribute(owner: Any, name: str, parameters: Iterable[str] | None = None) ->
     path = f"{owner.__module__}.{owner.__qualname__}.{name}" if isinstance(owner, type) else f"{owner.__name__}.{name}"
     found = getattr(owner, name, None)
     if not callable(found):
-        raise UnknownShape(f"there is no {path}")
+        raise UnexpectedDeepSpeed(f"there is no {path}")
     taken = [parameter for parameter in inspect.signature(found).parameters if parameter != "self"]
     if parameters is not None and taken != list(parameters):
-        raise UnknownShape(f"{path} takes ({', '.join(taken)}) rather than ({', '.join(parameters)})")
+        raise UnexpectedDeepSpeed(f"{path} takes ({', '.join(taken)}) rather than ({', '.join(parameters)})")
     return found
 
 

@@ -32,7 +32,7 @@ from .write_behind import WriteBehindPolicy
 
 _MOST_READ_AHEAD = 128
 """Most saved storages to read ahead at a time. Listing more takes longer than reading a small one."""
-_MOST_LOOKED_AT = 512
+_MOST_SAVES_EXAMINED = 512
 """Most numbers of saves to examine when storages to read ahead are looked for: some were dropped, or are in memory."""
 _SLOW = 0.25
 """Share of a step's time above which waiting for the drive makes it a slow step."""
@@ -345,7 +345,7 @@ class ActivationStore:
         self._partly_unpacked = [each for each in self._partly_unpacked if each.unpack_count < each.uses and each.in_memory]
         uses = [Use(each) for each in self._partly_unpacked]
         room = max(self._memory.read_ahead_bytes, saved.nbytes)
-        for number in itertools.islice(self._order.after(saved.number), _MOST_LOOKED_AT):
+        for number in itertools.islice(self._order.after(saved.number), _MOST_SAVES_EXAMINED):
             following = self._live.get(number)
             if following is None or not (following.stored or following.state is State.WRITING):
                 continue

@@ -80,7 +80,7 @@ def untiled_state_dict(model: nn.Module, state: Mapping[str, Any] | None = None)
             tensors = [state.pop(f"{prefix}tiles.{part.tile}.{name}") for part in parts]
             key = tuple(map(id, tensors))
             if key not in joined:
-                joined[key] = _joined(tensors, parts)
+                joined[key] = _join_parts(tensors, parts)
             state[prefix + name] = joined[key]
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -174,7 +174,7 @@ def _check_ties(names: dict[nn.Module, list[str]], tiled: dict[nn.Module, TiledL
                 )
 
 
-def _joined(tensors: list[torch.Tensor], parts: list[Part]) -> torch.Tensor:
+def _join_parts(tensors: list[torch.Tensor], parts: list[Part]) -> torch.Tensor:
     """Return the whole tensor, joined from its parts."""
     with torch.no_grad():
         whole = tensors[0].new_empty(shape_of(parts))

@@ -17,7 +17,7 @@ from deepnvme.cache.block_cache import BlockCache
 from deepnvme.checkpoint.file_io import shared_engine
 from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Weights, part_of, weights_in
 from deepnvme.memory.host import empty_aligned
-from deepnvme.model.structure import ties_of, weights_by_name
+from deepnvme.model.structure import find_ties, weights_by_name
 from deepnvme.model.weight_differences import WeightInfo, WeightMismatch, described, differences
 from deepnvme.offload.activations.saved_tensor import is_distributed
 from deepnvme.offload.tiles.tiling import cut_into_tiles
@@ -95,7 +95,7 @@ class InitialValues:
                 if is_distributed(value):
                     self._ranks.rows_in(value, name)  # raises for another placement
             self._infos = {name: WeightInfo.of(value) for name, value in self._in_memory.items()}
-            found_ties = ties_of(self._in_memory)
+            found_ties = find_ties(self._in_memory)
         else:
             found = cut_into_tiles(self._model, weights_in(checkpoint), _shape_of, part_of, what)
             self._files = OpenFiles(shared_engine(Path(checkpoint)))

@@ -172,7 +172,7 @@ class TrainedModel:
         torch.clear_autocast_cache()  # autocast around several steps would go on with casts of earlier weights, and keep all
         with torch.no_grad():
             for block in self.blocks:
-                self._gradients_are_in(block)
+                self._step_or_store(block)
         self.micro_batches_run += count
         self._running = 0
         self._phase = Phase.STEPPING
@@ -210,9 +210,9 @@ class TrainedModel:
     @torch.no_grad()
     def _backward_ends(self, parameters: ParameterBlock) -> None:
         """Step a block, or store its gradients, since its backward has ended."""
-        self._gradients_are_in(self._by_parameters[parameters])
+        self._step_or_store(self._by_parameters[parameters])
 
-    def _gradients_are_in(self, block: TrainedBlock) -> None:
+    def _step_or_store(self, block: TrainedBlock) -> None:
         """Step a block if all micro-batches of the step have run, or store its gradients. Averages them over the ranks."""
         to_average = self.ranks.several and bool(block.trained) and not block.averaged  # also if only others have gradients
         if block.stepped or not (block.arrived or to_average) or self._tied.is_waiting_for(block.parameters):

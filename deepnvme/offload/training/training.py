@@ -201,7 +201,7 @@ class OffloadedTraining:
         with self._ranks.reporting_failures():
             if self._ranks.several:
                 partition = sharded
-                _check_for_several(optimizer_class, quantize)
+                _check_distributed_options(optimizer_class, quantize)
             initial = InitialValues(model, checkpoint, self._ranks)
             size = _PART if optimizer_class in ELEMENTWISE else _WHOLE
             self._planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, size)
@@ -325,7 +325,7 @@ class OffloadedTraining:
                 raise RuntimeError("step() with arguments runs all micro-batches of a step itself: end the one under way first")
             with self._trained.undone_if_it_fails():
                 if args or kwargs:
-                    micro_batches = micro_batches_of(*_taken_apart(args, kwargs), self._trained.micro_batches)
+                    micro_batches = micro_batches_of(*_unpack_batch(args, kwargs), self._trained.micro_batches)
                 losses = self._run([functools.partial(self._loss, each) for each in micro_batches]) if micro_batches else []
                 self._trained.finish_step()
             self._drive.io.keep_report(self._trained.report(None if self._saver is None else self._saver.report()))
@@ -672,7 +672,7 @@ def _activation_bytes(activations: str, activation_budget: MemoryBudget | None, 
     return 0 if activations == "memory" else nbytes
 
 
-def _check_for_several(optimizer_class: type[Optimizer], quantize: Scheme | None) -> None:
+def _check_distributed_options(optimizer_class: type[Optimizer], quantize: Scheme | None) -> None:
     """Raise ValueError for an optimizer or quantisation that several processes cannot use."""
     if optimizer_class not in ELEMENTWISE:
         names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
@@ -727,7 +727,7 @@ def _grouped(params: Sequence[Sequence[nn.Parameter]], param_groups: Iterable[di
     return groups
 
 
-def _taken_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _unpack_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return positional and keyword arguments of a forward: a single mapping, tuple or list is unpacked into them."""
     if len(args) == 1 and not kwargs:
         (batch,) = args

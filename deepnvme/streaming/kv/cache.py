@@ -19,7 +19,7 @@ from deepnvme.store.volumes import Directory
 from deepnvme.telemetry.descriptions import representation, size_for_people
 from deepnvme.telemetry.report_figures import ReportFigures
 
-from .drive import KVDrive
+from .drive import KVChunkStore
 from .layer import OffloadedLayer
 from .strip import Pair
 
@@ -110,7 +110,7 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
         strange = {name for name, kind in zip(types, kinds, strict=True) if kind not in _OFFLOADED and kind not in _KEPT}
         if strange:
             raise ValueError(f"layers of {', '.join(sorted(strange))} cannot be offloaded: use a DynamicCache for this model")
-        self._drive = KVDrive(path if where == "nvme" else None, len(kinds), prefetch, aio_config)
+        self._drive = KVChunkStore(path if where == "nvme" else None, len(kinds), prefetch, aio_config)
         self._path = path
         self._budget = budget if where == "nvme" else None
         layers: list[Any] = [
@@ -189,7 +189,7 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
         if other is not None:
             text = "a forward, or a change of all layers, was broken off between two of them: reset() the cache, or make another"
             counts = f"layer {other} has {states[other][0]} positions, another {first.state[0]}"
-            self._drive.break_off(RuntimeError(f"{counts}: {text}"))
+            self._drive.mark_broken(RuntimeError(f"{counts}: {text}"))
         self._begun, self._updated = first.state, set()
 
     def _make_room(self, index: int, budget: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -283,7 +283,7 @@ def offload_kv(
     @functools.wraps(generate)
     def offloading(*args: Any, **kwargs: Any) -> Any:
         """Call the original ``generate``, with a new offloaded cache unless the call passes a cache or asks for another kind."""
-        if any(kwargs.get(name) is not None for name in _CACHE_ARGUMENTS) or _caches_otherwise(model, *args, **kwargs):
+        if any(kwargs.get(name) is not None for name in _CACHE_ARGUMENTS) or _asks_for_other_cache(model, *args, **kwargs):
             return generate(*args, **kwargs)
         cache = offloaded_cache(
             model.config, where, path=path, memory_budget=memory_budget, prefetch=prefetch, aio_config=aio_config
@@ -313,7 +313,7 @@ def _cache_argument(model: PreTrainedModel) -> str | None:
     return "cache" if any("attention" in kind and kind != "linear_attention" for kind in kinds) else None
 
 
-def _caches_otherwise(
+def _asks_for_other_cache(
     model: PreTrainedModel, inputs: object = None, generation_config: object = None, *args: object, **options: object
 ) -> bool:
     """Return whether a call of ``generate`` with these arguments uses no cache, or asks transformers for a kind of cache."""

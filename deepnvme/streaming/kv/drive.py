@@ -74,7 +74,7 @@ class KVChunk(Block):
         self.rows = rows if self.rows is None else self.rows[rows]
 
 
-class KVDrive:
+class KVChunkStore:
     """The chunks of all layers on the drive, and the memory for reading and writing them.
 
     Memory: one whole layer as attention sees it, chunks of ``prefetch`` layers that are being read, and 16 MiB that are being
@@ -151,7 +151,7 @@ class KVDrive:
             text = f"the cache is not whole any more, since {type(broken).__name__}: {broken}: reset() it, or make another"
             raise RuntimeError(text) from broken
 
-    def break_off(self, error: BaseException) -> NoReturn:
+    def mark_broken(self, error: BaseException) -> NoReturn:
         """Raise ``error``, and make the cache unusable until :meth:`mend`."""
         self._broken = error
         raise error
@@ -313,12 +313,12 @@ class _ChunkMemory:
         if block.created_on is not None:
             return OwnMemory(torch.empty(block.nbytes, dtype=torch.uint8, device=block.created_on))
         lease = self.pool.try_lease(block.nbytes)
-        return None if lease is None else _Staged(lease, block)
+        return None if lease is None else _ChunkLease(lease, block)
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
         """Return memory for a chunk, even beyond the limit."""
         assert isinstance(block, KVChunk)
-        return _Staged(self.lease(block.nbytes), block)
+        return _ChunkLease(self.lease(block.nbytes), block)
 
     def lease(self, nbytes: int) -> Lease:
         """Lease memory from the pool. Raises the pool's budget if leased memory that callers keep leaves no room."""
@@ -329,7 +329,7 @@ class _ChunkMemory:
         return lease
 
 
-class _Staged:
+class _ChunkLease:
     """Leased host memory of a chunk. A device may still be copying from it when it is released."""
 
     def __init__(self, lease: Lease, chunk: KVChunk) -> None:

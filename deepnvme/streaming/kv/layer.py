@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from deepnvme.memory.host import empty_aligned
 
-from .drive import CHUNK_BYTES, KVChunk, KVDrive
+from .drive import CHUNK_BYTES, KVChunk, KVChunkStore
 from .strip import KVShape, Pair, Strip, in_one_thread, slice_positions
 
 
@@ -31,7 +31,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_croppable = True
     """Whether :meth:`crop` is supported; asked by transformers."""
 
-    def __init__(self, drive: KVDrive, index: int, window: int | None = None, streamed: bool = False) -> None:
+    def __init__(self, drive: KVChunkStore, index: int, window: int | None = None, streamed: bool = False) -> None:
         self._drive = drive
         self._index = index
         self._always_streamed = self.streamed = streamed

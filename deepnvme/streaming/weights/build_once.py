@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BUILDING = "building"
 """Name of a temporary directory, inside the store's first directory, that the building process locks and later removes."""
-PATIENCE_SECONDS = 3600.0
+BUILD_WAIT_SECONDS = 3600.0
 """Seconds to wait for another process that builds: enough for some TB. If that process dies, waiting ends at once."""
 _LONGEST_SHOWN = 200
 """Characters shown of an origin that another program has written."""
@@ -113,8 +113,8 @@ def _alone_in(directory: Path) -> DirectoryLock:
         try:
             return DirectoryLock(directory, owner, collect=not said)
         except StoreLocked as error:
-            if time.monotonic() - began > PATIENCE_SECONDS:
-                waited = f"waited {PATIENCE_SECONDS:.0f} s for {error.holder} to build the store"
+            if time.monotonic() - began > BUILD_WAIT_SECONDS:
+                waited = f"waited {BUILD_WAIT_SECONDS:.0f} s for {error.holder} to build the store"
                 text = f"{waited}; end that, or choose another directory"
                 raise StoreLocked(errno.EBUSY, text, str(directory.parent)) from None
             if not said:

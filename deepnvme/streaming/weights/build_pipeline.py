@@ -19,13 +19,13 @@ from deepnvme.memory.lease import Lease
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import crc32, memory_of
 from deepnvme.model.quantization import Scheme, quantize
-from deepnvme.model.structure import REST, ExtentPlan, Structure, structure_of, structure_of_names
+from deepnvme.model.structure import UNBLOCKED_EXTENT, ExtentPlan, Structure, structure_of, structure_of_names
 from deepnvme.model.weight_differences import WeightInfo, WeightMismatch, described, differences
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.telemetry.progress import Progress, count_bytes
 from deepnvme.transfer.gather import Transfers
 
-from .manifest import NAME, Extent, WeightManifest, encode, key_of, laid_out
+from .manifest import NAME, Extent, WeightManifest, encode, key_of, layout_extent
 
 T = TypeVar("T")
 Started = TypeVar("Started")
@@ -64,10 +64,10 @@ class ExtentBuilder:
                 whose weights stay in memory.
         """
         infos = {weight: source.info(names[weight]) for weight in plan.weights}
-        self.read = laid_out(plan.name, infos)
+        self.read = layout_extent(plan.name, infos)
         if dtype is not None:
             infos |= {weight: WeightInfo(dtype, info.shape) for weight, info in infos.items() if info.dtype.is_floating_point}
-        self.extent = laid_out(plan.name, infos, None if plan.name == REST else scheme)
+        self.extent = layout_extent(plan.name, infos, None if plan.name == UNBLOCKED_EXTENT else scheme)
         self._source = source
         self._names = names
 

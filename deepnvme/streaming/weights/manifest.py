@@ -120,7 +120,7 @@ def key_of(extent: str) -> str:
     return f"extent/{extent}"
 
 
-def laid_out(name: str, weights: Mapping[str, WeightInfo], scheme: Scheme | None = None) -> Extent:
+def layout_extent(name: str, weights: Mapping[str, WeightInfo], scheme: Scheme | None = None) -> Extent:
     """Return an extent that holds the weights one after another, without a checksum.
 
     Args:

@@ -18,7 +18,7 @@ from deepnvme.drives.aio_config import AioConfig
 from .figures import Percentiles, latency_between
 from .folder import drop_pages, settle
 from .job import Observation, Operation
-from .workspace import Unsuitable, workspace
+from .workspace import NotMeasurable, workspace
 
 _MIB = 1 << 20
 # Handles being closed at the same time. More of them would use up the system's asynchronous I/O events (fs.aio-max-nr).
@@ -85,10 +85,10 @@ class TrialBench:
         for setting in settings:
             try:
                 self._handles_for(setting)
-            except Unsuitable as error:
+            except NotMeasurable as error:
                 refused[setting] = str(error)
         if len(refused) == len(settings):
-            raise Unsuitable(f"no setting can be used here: {next(iter(refused.values()))}")
+            raise NotMeasurable(f"no setting can be used here: {next(iter(refused.values()))}")
         found = [setting for setting in settings if setting not in refused]
         return found, {str(setting.model_dump(exclude_defaults=True)): reason for setting, reason in refused.items()}
 
@@ -147,7 +147,7 @@ class TrialBench:
             self._retiring.append(self._retirer.submit(retired.clear))
             try:
                 self._handles = [transfers.make_handle(setting) for _ in self._folders]
-            except Unsuitable:
+            except NotMeasurable:
                 # The events of handles that are still being closed count against the limit.
                 self._wait_for_retiring(0)
                 self._handles = [transfers.make_handle(setting) for _ in self._folders]

@@ -28,7 +28,7 @@ from deepnvme.tools.report import emit
 from deepnvme.version import __version__
 
 from .fio import FioFailed
-from .workspace import Unsuitable, first_line
+from .workspace import NotMeasurable, first_line
 
 GIB = 1 << 30
 """Bytes of a GiB, which DeepSpeed calls a GB."""
@@ -199,7 +199,7 @@ def one_line_errors(program: str) -> Iterator[None]:
         try:
             yield
             return
-        except (Unsuitable, FioFailed, OSError, ValueError, RuntimeError, MemoryError) as error:
+        except (NotMeasurable, FioFailed, OSError, ValueError, RuntimeError, MemoryError) as error:
             status, message = 1, first_line(error)
         except KeyboardInterrupt:
             status, message = 130, "interrupted; its files are removed"

@@ -22,7 +22,7 @@ from deepnvme.ops.op_builder import packages
 from .figures import Spread
 from .folder import drop_pages
 from .job import FioComparison, Job, Operation, Sample, Timing, file_name
-from .workspace import Unsuitable
+from .workspace import NotMeasurable
 
 
 class FioFailed(Exception):
@@ -119,14 +119,14 @@ def find_suitable(job: Job) -> str:
     """Return the path of fio. Raises Unsuitable if fio is not installed, or cannot make the job's transfer."""
     program = shutil.which("fio")
     if program is None:
-        raise Unsuitable("--compare fio: fio was not found; install your distribution's package of that name")
+        raise NotMeasurable("--compare fio: fio was not found; install your distribution's package of that name")
     if job.engine != "aio_handle" or job.gpu:
-        raise Unsuitable("--compare fio: fio moves what aio_handle does in host memory; leave out --engine and --gpu")
+        raise NotMeasurable("--compare fio: fio moves what aio_handle does in host memory; leave out --engine and --gpu")
     share, rest = divmod(job.io_size, job.setting.intra_op_parallelism)
     block = min(job.setting.block_size, share)
     if rest or share % block or block % 512:  # fio skips a last partial block, and O_DIRECT requires whole sectors
         each = "a multiple of --block_size for each worker (--io_parallel)"
-        raise Unsuitable(f"--compare fio: fio moves whole blocks only; give an --io_size that is {each}")
+        raise NotMeasurable(f"--compare fio: fio moves whole blocks only; give an --io_size that is {each}")
     return program
 
 

@@ -18,7 +18,7 @@ from deepnvme.drives.mounts import MEMORY_FILESYSTEMS, mount_of
 from deepnvme.memory.system_memory import available_memory
 from deepnvme.tools.report import open_descriptor, try_direct_io
 
-from .workspace import Unsuitable, remove_abandoned, workspace
+from .workspace import NotMeasurable, remove_abandoned, workspace
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def folder_facts(folder: Path) -> FolderFacts:
     Creates small files in the folder and removes them. Raises Unsuitable if the folder cannot be written to.
     """
     if os.path.exists(folder) and not os.path.isdir(folder):
-        raise Unsuitable(f"'{folder}' is not a directory")
+        raise NotMeasurable(f"'{folder}' is not a directory")
     with workspace(folder, ".deepnvme-"):
         pass  # it can be written to
     remove_abandoned(folder)
@@ -71,7 +71,7 @@ def check_space(needs: Iterable[tuple[Path, int]], remedy: str = "give a smaller
     for folder, nbytes in wanted.values():
         free = shutil.disk_usage(folder).free
         if free < nbytes:
-            raise Unsuitable(f"'{folder}' has {free} bytes free, {nbytes} are needed; make room, {remedy}")
+            raise NotMeasurable(f"'{folder}' has {free} bytes free, {nbytes} are needed; make room, {remedy}")
 
 
 def check_memory(nbytes: int, remedy: str = "give a smaller --io_size") -> None:
@@ -83,7 +83,7 @@ def check_memory(nbytes: int, remedy: str = "give a smaller --io_size") -> None:
     """
     available = available_memory()
     if nbytes > available:
-        raise Unsuitable(f"{nbytes} bytes of memory are needed, {available} are available; {remedy}")
+        raise NotMeasurable(f"{nbytes} bytes of memory are needed, {available} are available; {remedy}")
 
 
 def drop_pages(paths: Iterable[Path]) -> None:

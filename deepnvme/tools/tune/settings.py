@@ -13,7 +13,7 @@ from deepnvme.drives.aio_config import AioConfig
 from deepnvme.engine import Backend
 from deepnvme.files.regular_files import open_regular
 
-from .workspace import Unsuitable
+from .workspace import NotMeasurable
 
 _BLOCK_SIZES = tuple(kib << 10 for kib in (128, 256, 512, 1024, 2048, 4096, 8192))
 _QUEUE_DEPTHS = (4, 8, 16, 32, 64, 128)
@@ -77,9 +77,9 @@ def read_sweep(path: Path, use_gds: bool = False) -> list[AioConfig]:
         combinations = itertools.product(*lists.values())
         found = [AioConfig(use_gds=use_gds, **dict(zip(fields, values, strict=True))) for values in combinations]
     except OSError as error:
-        raise Unsuitable(f"--sweep_config '{path}': {error.strerror}") from error
+        raise NotMeasurable(f"--sweep_config '{path}': {error.strerror}") from error
     except ValueError as error:
-        raise Unsuitable(f"--sweep_config '{path}': {bad_setting(error)}") from error
+        raise NotMeasurable(f"--sweep_config '{path}': {bad_setting(error)}") from error
     return list(dict.fromkeys(found))
 
 

@@ -16,7 +16,7 @@ from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.ops import load_async_io
 
 from .job import Job
-from .workspace import Unsuitable, first_line
+from .workspace import NotMeasurable, first_line
 
 CHUNK = 64 << 20
 
@@ -26,7 +26,7 @@ def op() -> ModuleType:
     try:
         return load_async_io()
     except RuntimeError as error:
-        raise Unsuitable(first_line(error)) from error
+        raise NotMeasurable(first_line(error)) from error
 
 
 def make_handle(setting: AioConfig) -> Any:
@@ -38,7 +38,7 @@ def make_handle(setting: AioConfig) -> Any:
             return GDSBuilder().load().gds_handle(**setting.handle_arguments())
         return op().aio_handle(**setting.handle_arguments())
     except (OSError, RuntimeError, ValueError) as error:
-        raise Unsuitable(first_line(error)) from error
+        raise NotMeasurable(first_line(error)) from error
 
 
 def gpu(number: int, in_turn: bool = False) -> torch.device:
@@ -49,9 +49,9 @@ def gpu(number: int, in_turn: bool = False) -> torch.device:
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        raise Unsuitable(f"--gpu: PyTorch {torch.__version__} sees no CUDA device; leave --gpu out to measure host memory")
+        raise NotMeasurable(f"--gpu: PyTorch {torch.__version__} sees no CUDA device; leave --gpu out to measure host memory")
     if number >= count and not in_turn:
-        raise Unsuitable(f"--gpu: there is no device {number}, PyTorch sees {count}")
+        raise NotMeasurable(f"--gpu: there is no device {number}, PyTorch sees {count}")
     return torch.device("cuda", number % count)
 
 
@@ -162,12 +162,12 @@ class TensorMover:
         setting, self._job = job.setting, job
         device = gpu(device_number) if job.gpu else None
         if job.engine == "torch_fastio" and job.fast_io_size < SMALLEST_TENSOR:
-            raise Unsuitable(f"--fast_io_size: must be at least {SMALLEST_TENSOR}, got {job.fast_io_size}")
+            raise NotMeasurable(f"--fast_io_size: must be at least {SMALLEST_TENSOR}, got {job.fast_io_size}")
         if job.engine == "aio_basic":
             if device is not None:
-                raise Unsuitable("--gpu: aio_basic moves host memory only; use --engine aio_handle")
+                raise NotMeasurable("--gpu: aio_basic moves host memory only; use --engine aio_handle")
             if (setting.backend, setting.intra_op_parallelism) != ("auto", 1):
-                raise Unsuitable("--backend, --io_parallel: aio_basic has one worker and no choice; use --engine aio_handle")
+                raise NotMeasurable("--backend, --io_parallel: aio_basic has one worker and no choice; use --engine aio_handle")
         self._handle = op().aio_handle() if job.engine in ("aio_basic", "torch_io") else make_handle(setting)
         if job.by_torch:
             self.tensor = random_bytes(torch.empty(job.io_size, dtype=torch.uint8, device=device))

@@ -18,7 +18,7 @@ from .halving import SearchProgress, least_written, search
 from .job import OPERATIONS, Operation, check_number
 from .results import Search, Tuning
 from .settings import default_space
-from .workspace import Unsuitable
+from .workspace import NotMeasurable
 
 WRITES = 28 << 30
 """Most bytes that a search writes by default.
@@ -92,7 +92,7 @@ class Order:
         files, searches = self.io_size * len(self.folders), len(self.groups)
         needed = files + searches * least_written(settings, self.io_size) * len(self.folders)
         if self.write_limit < needed:
-            raise Unsuitable(
+            raise NotMeasurable(
                 f"--max-writes: {settings} settings need at least {needed} bytes, got {self.write_limit}; allow more, give fewer "
                 "settings (--sweep_config) or a smaller --io_size, or measure only reads (--no_write)"
             )

@@ -20,7 +20,7 @@ _OWNER = "owner"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Unsuitable(Exception):
+class NotMeasurable(Exception):
     """Raised if a measurement is not possible on this machine. The message says why and what to do, in one line."""
 
 
@@ -46,7 +46,9 @@ def workspace(folder: Path, prefix: str) -> Iterator[Path]:
     try:
         directory = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)
     except OSError as error:
-        raise Unsuitable(f"'{folder}' cannot be written to: {error.strerror}; choose a directory that you can write") from error
+        raise NotMeasurable(
+            f"'{folder}' cannot be written to: {error.strerror}; choose a directory that you can write"
+        ) from error
     try:
         with directory as path, open_descriptor(Path(path, _OWNER), os.O_WRONLY | os.O_CREAT | os.O_EXCL) as owner:
             # On a full disk, or one without locks, the directory is never taken for an abandoned one.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepnvme.streaming.kv import drive as kv_drive
-from deepnvme.streaming.kv.drive import KVChunk, KVDrive
+from deepnvme.streaming.kv.drive import KVChunk, KVChunkStore
 from deepnvme.streaming.kv.strip import KVShape
 
 from ...support.interpreters import Interpreters
@@ -22,13 +22,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def there(drive: Path) -> Iterator[KVDrive]:
-    there = KVDrive(drive, layers=3, prefetch=1)
+def there(drive: Path) -> Iterator[KVChunkStore]:
+    there = KVChunkStore(drive, layers=3, prefetch=1)
     yield there
     there.close()
 
 
-def test_after_an_error_nothing_is_used_until_it_is_mended(there: KVDrive) -> None:
+def test_after_an_error_nothing_is_used_until_it_is_mended(there: KVChunkStore) -> None:
     with pytest.raises(ZeroDivisionError), there.changing():
         _ = 1 / 0
     with pytest.raises(RuntimeError, match=r"ZeroDivisionError.*reset\(\)"), there.changing():
@@ -46,7 +46,7 @@ def test_after_an_error_nothing_is_used_until_it_is_mended(there: KVDrive) -> No
         pass
 
 
-def test_a_closed_one_says_so_and_has_removed_its_files(there: KVDrive, drive: Path) -> None:
+def test_a_closed_one_says_so_and_has_removed_its_files(there: KVChunkStore, drive: Path) -> None:
     there.write(0, 0, *states())
     there.close()
     there.close()
@@ -67,12 +67,12 @@ def test_what_a_killed_process_has_left_goes(drive: Path, interpreters: Interpre
     )
     assert killed.returncode == -9
     assert list(drive.rglob("*.data"))
-    KVDrive(drive, layers=1, prefetch=1).close()
+    KVChunkStore(drive, layers=1, prefetch=1).close()
     assert not list(drive.rglob("*.data"))
 
 
 def test_memory_that_a_device_copies_from_goes_to_nobody_before_that_has_ended(
-    there: KVDrive, monkeypatch: pytest.MonkeyPatch
+    there: KVChunkStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Copy:
         of: ClassVar[list[Copy]] = []
@@ -99,7 +99,7 @@ def test_memory_that_a_device_copies_from_goes_to_nobody_before_that_has_ended(
     assert not there.pool.in_use
 
 
-def test_chunks_come_back_as_they_were_written(there: KVDrive) -> None:
+def test_chunks_come_back_as_they_were_written(there: KVChunkStore) -> None:
     written = [states(positions=positions, seed=positions) for positions in (3, 5)]
     there.write(1, 0, *written[0])
     there.write(1, 3, *written[1])
@@ -111,11 +111,11 @@ def test_chunks_come_back_as_they_were_written(there: KVDrive) -> None:
         assert all(map(torch.equal, read, states(positions=positions, seed=positions)))
 
 
-def in_memory(there: KVDrive) -> set[KVChunk]:
+def in_memory(there: KVChunkStore) -> set[KVChunk]:
     return {chunk for chunks in there.chunks for chunk in chunks if chunk.in_memory}
 
 
-def test_the_next_layers_chunks_are_read_ahead_and_none_beyond_them(there: KVDrive) -> None:
+def test_the_next_layers_chunks_are_read_ahead_and_none_beyond_them(there: KVChunkStore) -> None:
     for layer in range(3):
         there.write(layer, 0, *states(positions=4))
     there.cache.drain()
@@ -127,7 +127,7 @@ def test_the_next_layers_chunks_are_read_ahead_and_none_beyond_them(there: KVDri
     assert in_memory(there) == {*there.chunks[1], *there.chunks[2]}
 
 
-def test_a_chunk_that_is_deleted_while_it_is_read_is_let_go_of(there: KVDrive) -> None:
+def test_a_chunk_that_is_deleted_while_it_is_read_is_let_go_of(there: KVChunkStore) -> None:
     there.write(0, 0, *states(positions=4))
     there.whole(KVShape.of(*states()), 4, CPU)
     there.expect(0)
@@ -137,7 +137,7 @@ def test_a_chunk_that_is_deleted_while_it_is_read_is_let_go_of(there: KVDrive) -
     assert there.pool.in_use == 0
 
 
-def test_a_change_that_was_interrupted_before_it_began_breaks_nothing_when_it_is_dropped(there: KVDrive) -> None:
+def test_a_change_that_was_interrupted_before_it_began_breaks_nothing_when_it_is_dropped(there: KVChunkStore) -> None:
     dropped = there.changing(0)
     dropped.__enter__()
     with pytest.raises(RuntimeError, match="not whole any more"):

@@ -13,7 +13,7 @@ from .states import states
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 from deepnvme.streaming.kv import layer as kv_layer  # noqa: E402
-from deepnvme.streaming.kv.drive import KVDrive  # noqa: E402
+from deepnvme.streaming.kv.drive import KVChunkStore  # noqa: E402
 from deepnvme.streaming.kv.layer import OffloadedLayer  # noqa: E402
 
 
@@ -24,14 +24,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def there(drive: Path) -> Iterator[KVDrive]:
-    there = KVDrive(drive, layers=1, prefetch=0)
+def there(drive: Path) -> Iterator[KVChunkStore]:
+    there = KVChunkStore(drive, layers=1, prefetch=0)
     yield there
     there.close()
 
 
 @pytest.fixture
-def windowed(there: KVDrive) -> OffloadedLayer:
+def windowed(there: KVChunkStore) -> OffloadedLayer:
     return OffloadedLayer(there, 0, window=20, streamed=True)
 
 
@@ -59,14 +59,14 @@ def test_what_has_left_a_window_and_may_be_cropped_back_into_it_is_kept(windowed
             reference.crop(removed)
 
 
-def test_what_leaves_a_window_leaves_the_drive(windowed: OffloadedLayer, there: KVDrive) -> None:
+def test_what_leaves_a_window_leaves_the_drive(windowed: OffloadedLayer, there: KVChunkStore) -> None:
     for seed in range(200):
         windowed.update(*states(seed=seed))
     assert there.cache.bytes_written > 8 * sum(chunk.nbytes for chunk in there.chunks[0]) > 0
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_mask_is_as_long_as_what_attention_sees(there: KVDrive, window: int | None) -> None:
+def test_a_mask_is_as_long_as_what_attention_sees(there: KVChunkStore, window: int | None) -> None:
     layer = OffloadedLayer(there, 0, window, streamed=True)
     for positions in (30, 1, 7):
         length, offset = layer.get_mask_sizes(positions)
@@ -75,7 +75,7 @@ def test_a_mask_is_as_long_as_what_attention_sees(there: KVDrive, window: int | 
         assert offset + length == layer.get_seq_length()
 
 
-def test_a_layer_that_leaves_memory_has_its_newest_positions_there(there: KVDrive) -> None:
+def test_a_layer_that_leaves_memory_has_its_newest_positions_there(there: KVChunkStore) -> None:
     layer = OffloadedLayer(there, 0)
     layer.update(*states(positions=100))
     assert not there.chunks[0]

@@ -32,7 +32,7 @@ def never(_: Path) -> WeightStore:
 
 
 def test_one_that_builds_for_too_long_is_named(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_once, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(build_once, "BUILD_WAIT_SECONDS", 0.1)
     other = DirectoryLock(drive / BUILDING)
     with pytest.raises(StoreLocked, match=f"waited 0 s for .*{os.getpid()}.* to build the store") as late:
         opened_or_built({drive: 1.0}, ORIGIN, never)

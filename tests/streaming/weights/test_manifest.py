@@ -17,7 +17,7 @@ from deepnvme.streaming.weights.manifest import (
     WeightManifest,
     decode,
     encode,
-    laid_out,
+    layout_extent,
 )
 from deepnvme.swap import CorruptManifest
 
@@ -77,7 +77,7 @@ def test_what_could_not_be_decoded_is_not_encoded() -> None:
 
 def test_a_manifest_comes_back(drive: Path) -> None:
     infos = {"w": WeightInfo(torch.bfloat16, (64, 64)), "é\ud800": WeightInfo(torch.bool, ())}
-    extent = laid_out("e", infos, "int4")
+    extent = layout_extent("e", infos, "int4")
     manifest = WeightManifest("Model", {"e": extent}, {"b": ("e",)}, {"alias": "w"})
     assert decode(encode(manifest), drive) == manifest
 
@@ -92,7 +92,7 @@ def test_a_manifest_comes_back(drive: Path) -> None:
 def test_a_manifest_that_contradicts_itself_or_is_of_a_later_version_is_refused(
     drive: Path, written: bytes, changed: bytes, match: str
 ) -> None:
-    extent = laid_out("e", {"w": WeightInfo(torch.bfloat16, (64, 64))}, "int4")
+    extent = layout_extent("e", {"w": WeightInfo(torch.bfloat16, (64, 64))}, "int4")
     body = encode(WeightManifest("", {"e": extent}, {}, {})).partition(b"\n")[2].rstrip()
     assert written in body
     body = body.replace(written, changed)
@@ -102,7 +102,7 @@ def test_a_manifest_that_contradicts_itself_or_is_of_a_later_version_is_refused(
 
 
 def test_weights_are_laid_one_after_the_other_aligned() -> None:
-    extent = laid_out("e", {f"w{size}": WeightInfo(torch.uint8, (size,)) for size in (1, 64, 65, 0, 4000)})
+    extent = layout_extent("e", {f"w{size}": WeightInfo(torch.uint8, (size,)) for size in (1, 64, 65, 0, 4000)})
     assert [weight.offset for weight in extent.weights] == [0, 64, 128, 256, 256]
     assert all(weight.offset % ALIGNMENT == 0 for weight in extent.weights)
     assert extent.nbytes == 8192
@@ -116,5 +116,5 @@ def test_only_what_is_smaller_for_it_is_quantised() -> None:
         "vector": WeightInfo(torch.bfloat16, (4096,)),
         "whole": WeightInfo(torch.int64, (64, 64)),
     }
-    extent = laid_out("e", infos, "int8")
+    extent = layout_extent("e", infos, "int8")
     assert [weight.name for weight in extent.weights if weight.scheme] == ["large"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deepnvme.model.quantization import dequantize, quantize
-from deepnvme.model.structure import REST, weights_by_name
+from deepnvme.model.structure import UNBLOCKED_EXTENT, weights_by_name
 from deepnvme.model.weight_differences import WeightInfo
 from deepnvme.safetensors import save_file, save_sharded
 from deepnvme.store.data_file import DATA_NAME
@@ -72,8 +72,8 @@ class TestWhatIsBuilt:
             **{f"layers.{index}": (f"layers.{index}",) for index in range(3)},
             "head": ("embed.weight",),
         }
-        assert list(store.extents) == [REST, "embed.weight", "layers.0", "layers.1", "layers.2"]
-        assert "layers.0.1.running_mean" in [weight.name for weight in store.extents[REST].weights]
+        assert list(store.extents) == [UNBLOCKED_EXTENT, "embed.weight", "layers.0", "layers.1", "layers.2"]
+        assert "layers.0.1.running_mean" in [weight.name for weight in store.extents[UNBLOCKED_EXTENT].weights]
         store.verify()
         store.check(model)
 

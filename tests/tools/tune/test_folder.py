@@ -13,20 +13,20 @@ import pytest
 
 from deepnvme.tools.tune import folder
 from deepnvme.tools.tune.folder import check_memory, check_space, drop_pages, folder_facts, settle
-from deepnvme.tools.tune.workspace import Unsuitable, remove_abandoned, workspace
+from deepnvme.tools.tune.workspace import NotMeasurable, remove_abandoned, workspace
 
 from ...support.disks import Disk
 from ...support.files import cached
 
 
 def test_a_folder_that_is_missing_is_named(drive: Path) -> None:
-    with pytest.raises(Unsuitable, match=r"/missing' cannot be written to: No such file or directory"):
+    with pytest.raises(NotMeasurable, match=r"/missing' cannot be written to: No such file or directory"):
         folder_facts(drive / "missing")
 
 
 def test_a_file_is_not_a_folder(drive: Path) -> None:
     (drive / "file").write_bytes(b"mine")
-    with pytest.raises(Unsuitable, match="/file' is not a directory"):
+    with pytest.raises(NotMeasurable, match="/file' is not a directory"):
         folder_facts(drive / "file")
     assert (drive / "file").read_bytes() == b"mine"
 
@@ -164,18 +164,18 @@ def test_folders_of_one_file_system_share_its_space(small_disk: Disk, drive: Pat
     facts = os.statvfs(small_disk.path)
     half = facts.f_bavail * facts.f_frsize // 2
     check_space([(one, half), (other, half), (drive, 1)])
-    with pytest.raises(Unsuitable, match=f"bytes free, {2 * (half + 1)} are needed; make room"):
+    with pytest.raises(NotMeasurable, match=f"bytes free, {2 * (half + 1)} are needed; make room"):
         check_space([(one, half + 1), (drive, 1), (other, half + 1)])
     assert half <= free, "what is reserved for root counts as free"
 
 
 def test_a_drive_that_is_too_small_is_named_with_the_remedy(drive: Path) -> None:
-    with pytest.raises(Unsuitable, match=rf"'{drive}' has \d+ bytes free, {1 << 60} are needed; make room, or wait$"):
+    with pytest.raises(NotMeasurable, match=rf"'{drive}' has \d+ bytes free, {1 << 60} are needed; make room, or wait$"):
         check_space([(drive, 1 << 60)], "or wait")
 
 
 def test_all_of_the_memory_is_enough_and_a_byte_more_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "available_memory", lambda: 1000)
     check_memory(1000)
-    with pytest.raises(Unsuitable, match=r"^1001 bytes of memory are needed, 1000 are available; give less$"):
+    with pytest.raises(NotMeasurable, match=r"^1001 bytes of memory are needed, 1000 are available; give less$"):
         check_memory(1001, "give less")

@@ -19,7 +19,7 @@ from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import folder, measuring, transfers, workers
 from deepnvme.tools.tune.job import EngineName, Job, Operation, Place
 from deepnvme.tools.tune.measuring import measure
-from deepnvme.tools.tune.workspace import Unsuitable, workspace
+from deepnvme.tools.tune.workspace import NotMeasurable, workspace
 
 from ...support.disks import Disk
 from ...support.files import cached
@@ -70,7 +70,7 @@ def no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
 ])  # fmt: skip
 def test_a_folder_too_small_is_told_before_anything_is_written(small_disk: Disk, wanted: dict[str, Any]) -> None:
     free = small_disk.bytes_free()
-    with pytest.raises(Unsuitable, match=r"bytes free, .* are needed; make room, give a smaller --io_size"):
+    with pytest.raises(NotMeasurable, match=r"bytes free, .* are needed; make room, give a smaller --io_size"):
         measure(job(small_disk.path, wanted.pop("operation", "write"), **wanted))
     assert small_disk.bytes_free() == free
 
@@ -87,7 +87,7 @@ def test_tensors_larger_than_memory_are_told_before_they_are_made(
     drive: Path, monkeypatch: pytest.MonkeyPatch, available: int, wanted: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(folder, "available_memory", lambda: available)
-    with pytest.raises(Unsuitable, match=f"bytes of memory are needed, {available} are available; give a smaller --io_size"):
+    with pytest.raises(NotMeasurable, match=f"bytes of memory are needed, {available} are available; give a smaller --io_size"):
         measure(job(drive, wanted.pop("operation", "write"), **wanted))
 
 
@@ -95,14 +95,14 @@ def test_tensors_larger_than_memory_are_told_before_they_are_made(
 @pytest.mark.usefixtures("no_transfer")
 def test_files_in_memory_take_memory_too(tmpfs: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "available_memory", lambda: 10 * MIB - 1)
-    with pytest.raises(Unsuitable, match=f"{10 * MIB} bytes of memory are needed"):
+    with pytest.raises(NotMeasurable, match=f"{10 * MIB} bytes of memory are needed"):
         measure(job(tmpfs.path, "write", io_size=5 * MIB))
 
 
 @pytest.mark.usefixtures("no_transfer")
 def test_one_unsuitable_folder_of_two_is_enough(drive: Path) -> None:
     places = (Place(drive, 0), Place(drive / "missing", 1))
-    with pytest.raises(Unsuitable, match="/missing'"):
+    with pytest.raises(NotMeasurable, match="/missing'"):
         measure(Job(places, "write", MIB, AioConfig()))
 
 
@@ -309,7 +309,7 @@ def test_one_process_of_two_that_fails_is_told_of_and_the_other_ended(drive: Pat
 
 @pytest.mark.slow
 def test_a_process_that_cannot_begin_says_why_and_all_end(drive: Path) -> None:
-    with pytest.raises(Unsuitable, match="aio_basic has one worker"):
+    with pytest.raises(NotMeasurable, match="aio_basic has one worker"):
         measure(job(drive, "write", processes=2, engine="aio_basic", setting=AioConfig(backend="threads")))
     assert multiprocessing.active_children() == []
     assert list(drive.iterdir()) == []

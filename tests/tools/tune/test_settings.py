@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune.settings import default_space, read_sweep
-from deepnvme.tools.tune.workspace import Unsuitable
+from deepnvme.tools.tune.workspace import NotMeasurable
 
 MIB = 1 << 20
 
@@ -23,7 +23,7 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def refusal(path: Path) -> str:
-    with pytest.raises(Unsuitable) as refused:
+    with pytest.raises(NotMeasurable) as refused:
         read_sweep(path)
     message = str(refused.value)
     assert "\n" not in message

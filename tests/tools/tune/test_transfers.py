@@ -15,7 +15,7 @@ from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import transfers
 from deepnvme.tools.tune.job import EngineName, Job, Operation, Place
 from deepnvme.tools.tune.transfers import TransferBuffer, random_bytes
-from deepnvme.tools.tune.workspace import Unsuitable
+from deepnvme.tools.tune.workspace import NotMeasurable
 
 ENGINES = get_args(EngineName)
 ODD_SIZES = (1, 4097)
@@ -110,14 +110,14 @@ def test_a_buffer_on_the_way_to_a_device_forgets_as_well(handle: Any, drive: Pat
     (job("torch_fastio", "write", fast_io_size=8191), "--fast_io_size: must be at least 8192, got 8191"),
 ])  # fmt: skip
 def test_what_an_engine_cannot_do_is_told_by_the_option(wrong: Job, option: str) -> None:
-    with pytest.raises(Unsuitable, match=f"^{option}"):
+    with pytest.raises(NotMeasurable, match=f"^{option}"):
         transfers.TensorMover(wrong, 0)
 
 
 @without_cuda
 @pytest.mark.parametrize("engine", ENGINES)
 def test_without_cuda_there_is_no_gpu(engine: EngineName) -> None:
-    with pytest.raises(Unsuitable, match=r"--gpu: PyTorch .* sees no CUDA device; leave --gpu out"):
+    with pytest.raises(NotMeasurable, match=r"--gpu: PyTorch .* sees no CUDA device; leave --gpu out"):
         transfers.TensorMover(job(engine, "write", gpu=True), 0)
 
 
@@ -125,7 +125,7 @@ def test_a_gpu_that_is_not_there_is_told_by_number(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert transfers.gpu(1) == torch.device("cuda", 1)
-    with pytest.raises(Unsuitable, match="there is no device 2, PyTorch sees 2"):
+    with pytest.raises(NotMeasurable, match="there is no device 2, PyTorch sees 2"):
         transfers.gpu(2)
 
 
@@ -134,7 +134,7 @@ def test_an_op_that_cannot_be_compiled_is_told_in_one_line(monkeypatch: pytest.M
         raise RuntimeError("async_io cannot be built: no C++20 compiler\nand many\nlines of output")
 
     monkeypatch.setattr("deepnvme.ops.op_builder.AsyncIOBuilder.load", load)
-    with pytest.raises(Unsuitable, match=r"\Aasync_io cannot be built: no C\+\+20 compiler\Z"):
+    with pytest.raises(NotMeasurable, match=r"\Aasync_io cannot be built: no C\+\+20 compiler\Z"):
         transfers.make_handle(AioConfig())
 
 

@@ -13,7 +13,7 @@ from deepnvme.tools.tune import transfers, tuner
 from deepnvme.tools.tune.bench import TrialBench
 from deepnvme.tools.tune.halving import search
 from deepnvme.tools.tune.tuner import Order, tune
-from deepnvme.tools.tune.workspace import Unsuitable
+from deepnvme.tools.tune.workspace import NotMeasurable
 
 from ...support.disks import MIB, Disk
 
@@ -47,7 +47,7 @@ def _few_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def make(setting: AioConfig) -> Any:
         if setting == IMPOSSIBLE:
-            raise Unsuitable("out of events")
+            raise NotMeasurable("out of events")
         return make_handle(setting)
 
     monkeypatch.setattr(transfers, "make_handle", make)
@@ -62,7 +62,7 @@ def test_a_setting_that_no_handle_can_be_made_with_is_left_out_and_said_why(driv
 
 @pytest.mark.usefixtures("_few_events")
 def test_where_no_setting_can_be_used_that_is_said_and_no_file_left(drive: Path) -> None:
-    with pytest.raises(Unsuitable, match="no setting can be used here: out of events"):
+    with pytest.raises(NotMeasurable, match="no setting can be used here: out of events"):
         tune(order(drive, settings=(IMPOSSIBLE,)))
     assert not [*drive.iterdir()]
 
@@ -72,7 +72,7 @@ def test_folders_of_one_disk_must_fit_together(small_disk: Disk) -> None:
     folders = [small_disk / "a", small_disk / "b"]
     for folder in folders:
         folder.mkdir()
-    with pytest.raises(Unsuitable, match=f"{40 * MIB} are needed"):
+    with pytest.raises(NotMeasurable, match=f"{40 * MIB} are needed"):
         tune(order(*folders, io_size=20 * MIB))
     assert not any([*folder.iterdir()] for folder in folders)
 

@@ -120,7 +120,7 @@ class OptimizerSwapper(SwapSizes):
             pool or buffer_pool(),
             limit=swap_config.buffer_count * self.largest_numel * self.swap_element_size,
         )
-        step_hook = optimizer.register_step_post_hook(functools.partial(_note_step, weakref.ref(self)))
+        step_hook = optimizer.register_step_post_hook(functools.partial(_mark_gradients_used, weakref.ref(self)))
         weakref.finalize(self, step_hook.remove).atexit = False
         self._end = weakref.finalize(self, _write_back, self._cache, self.swap_params_info, self._folder, os.getpid())
         self._end.atexit = False  # it would run after the engine's finalizer; atexit below runs it before
@@ -290,7 +290,7 @@ class OptimizerSwapper(SwapSizes):
             return
         with self._timers.measure(self.SWAP_IN_TIMER):
             if info.index <= self._cache.current:
-                self._decide_what_stays()
+                self._choose_residents()
             self._cache.set_current(info.index, len(self.swap_params_info))
             info.restore(self.optimizer.state)
             info.swap_in(self._last_gradients(info))
@@ -432,7 +432,7 @@ class OptimizerSwapper(SwapSizes):
             if any(offset <= start and start + gradient.numel() <= offset + length for offset, length in gaps)
         ]
 
-    def _decide_what_stays(self) -> None:
+    def _choose_residents(self) -> None:
         """Choose the resident sub-groups when a step begins, since sizes may have changed in the previous step."""
         states = [info.tiles() for info in self._order]
         gradients = [info.gradient for info in self._order]
@@ -528,7 +528,7 @@ def _is_dense(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and value.device.type == "cpu"
 
 
-def _note_step(swapper: weakref.ref[OptimizerSwapper], optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _mark_gradients_used(swapper: weakref.ref[OptimizerSwapper], optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Mark the gradients of swapped-in parameters as used. Called after each step of the optimizer."""
     alive = swapper()
     if alive is None:
