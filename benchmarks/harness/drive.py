@@ -14,7 +14,7 @@ from harness import pattern
 
 
 def check(directory: Path, nbytes: int) -> None:
-    """Raise Unsuitable unless ``directory`` lies on a drive, takes O_DIRECT and has ``nbytes`` free."""
+    """Raise NotMeasurable unless ``directory`` lies on a drive, takes O_DIRECT and has ``nbytes`` free."""
     facts = folder_facts(directory)
     if not facts.direct:
         raise NotMeasurable(f"'{directory}' is {facts.label}; give --dir on a drive with O_DIRECT")

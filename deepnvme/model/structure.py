@@ -49,7 +49,7 @@ class ExtentPlan(NamedTuple):
     """Weights that will be read in one transfer: all weights needed by exactly the same blocks, or by no block."""
 
     name: str
-    """Name of the block; of the first weight, if several blocks need the weights; REST, if no block does."""
+    """Name of the block; of the first weight, if several blocks need the weights; UNBLOCKED_EXTENT, if no block does."""
     weights: tuple[str, ...]
     """Names of the weights; of a tied weight, the first name."""
 
@@ -68,7 +68,7 @@ class Structure:
     def extents(self) -> list[ExtentPlan]:
         """Return the extents, in the order in which they are first needed.
 
-        A weight that is needed by a block and also in ``rest`` is only in the extent REST.
+        A weight that is needed by a block and also in ``rest`` is only in the extent UNBLOCKED_EXTENT.
         """
         users: dict[str, list[str]] = {weight: [] for weight in self.rest}
         resident = set(users)
@@ -85,7 +85,7 @@ class Structure:
         ]
 
     def needs(self) -> dict[str, tuple[str, ...]]:
-        """Return, for each block, the names of the extents it needs besides REST. Blocks that need only REST are left out."""
+        """Return the names of the extents that each block needs besides UNBLOCKED_EXTENT, without blocks that need no others."""
         extent_of = {weight: extent.name for extent in self.extents() for weight in extent.weights}
         found = {
             block.name: tuple(

@@ -60,7 +60,7 @@ _LOADING = (
 )  # fmt: skip
 """Further options that transformers' ``from_pretrained`` accepts. All others must be attributes of the configuration."""
 
-locating_weights: ContextVar[bool] = ContextVar("as_accelerate_does", default=False)
+locating_weights: ContextVar[bool] = ContextVar("locating_weights", default=False)
 """True while a model is loaded only to find where accelerate would read its weights. Integrations leave that model alone."""
 
 

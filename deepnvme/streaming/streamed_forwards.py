@@ -96,7 +96,7 @@ class StreamedForwards:
         store: The store of the weights.
         cache: Has extents in memory while they are used.
         weights: Puts weights into the modules.
-        sizes: Bytes of memory that each extent takes, by name; without REST.
+        sizes: Bytes of memory that each extent takes, by name; without UNBLOCKED_EXTENT.
         room: Bytes of memory for reading ahead.
         budget: Bytes of weights that may stay in memory beside ``room``.
     """

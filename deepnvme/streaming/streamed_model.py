@@ -248,7 +248,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
     def _read_all(self, wanted: bool | frozenset[str]) -> dict[str, torch.Tensor | None]:
         """Read the extents that contain wanted weights (True: all), each into new memory, and return the memory by extent name.
 
-        The memory of REST is None, because its weights are in the modules already.
+        The memory of UNBLOCKED_EXTENT is None, because its weights are in the modules already.
         """
         self._cache.expect(())
         names = {

@@ -232,7 +232,7 @@ class Rules(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("deepnvme.streaming.extent_memory.LINGER_SECONDS", 0.01)  # nobody is on the way out
+        self.patch.setattr("deepnvme.streaming.extent_memory.VIEW_DROP_WAIT_SECONDS", 0.01)  # nobody is on the way out
         self.fake = FakeDrive()
         self.residents = "ab"
         self.slots = CountedSlots(3 * NBYTES)

@@ -127,7 +127,7 @@ def _aio_block(config_params: Any) -> AioConfig | None:
 def replacements() -> Iterator[Replacement]:
     """Return replacements of ``create_checkpoint_engine`` in every module of DeepSpeed that defines or imports it.
 
-    Raises UnknownShape if one of these modules does not have it, or its parameters differ.
+    Raises UnexpectedDeepSpeed if one of these modules does not have it, or its parameters differ.
     """
     for name in ("engine", "checkpoint_engine", "checkpoint_engine.utils"):
         yield around(module(f"deepspeed.runtime.{name}"), "create_checkpoint_engine", _create_checkpoint_engine, _PARAMETERS)

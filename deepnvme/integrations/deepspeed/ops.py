@@ -25,7 +25,7 @@ def replacements() -> Iterator[Replacement]:
     A builder is left alone if DeepSpeed has no such op for its accelerator, such as gds on a CPU.
 
     Raises:
-        UnknownShape: If a part of DeepSpeed is not where it is expected.
+        UnexpectedDeepSpeed: If a part of DeepSpeed is not where it is expected.
         RuntimeError: If this package's async_io op cannot be loaded.
     """
     builders = module("deepspeed.ops.op_builder")

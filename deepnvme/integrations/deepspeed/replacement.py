@@ -17,7 +17,7 @@ class UnexpectedDeepSpeed(RuntimeError):
 
 
 def module(name: str) -> Any:
-    """Import and return a module of DeepSpeed. Raises UnknownShape if there is no module of this name."""
+    """Import and return a module of DeepSpeed. Raises UnexpectedDeepSpeed if there is no module of this name."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -35,7 +35,7 @@ def attribute(owner: Any, name: str, parameters: Iterable[str] | None = None) ->
         parameters: Names that the parameters must have, in order, without ``self``. None to accept any.
 
     Raises:
-        UnknownShape: If the attribute is missing, cannot be called, or has other parameters.
+        UnexpectedDeepSpeed: If the attribute is missing, cannot be called, or has other parameters.
     """
     path = f"{owner.__module__}.{owner.__qualname__}.{name}" if isinstance(owner, type) else f"{owner.__name__}.{name}"
     found = getattr(owner, name, None)
@@ -77,7 +77,7 @@ def around(owner: Any, name: str, function: Callable[..., Any], parameters: Iter
         owner: The module or class.
         name: Name of the function or method.
         function: The wrapper. Called with DeepSpeed's own function before the other arguments.
-        parameters: As for :func:`attribute`, which raises UnknownShape.
+        parameters: As for :func:`attribute`, which raises UnexpectedDeepSpeed.
     """
     own = attribute(owner, name, parameters)
 

@@ -45,7 +45,7 @@ def replacements(*, ours: bool) -> Iterator[Replacement]:
         ours: True for this package's swapper classes, False for classes derived from DeepSpeed's own.
 
     Raises:
-        UnknownShape: If a part of DeepSpeed is not where it is expected, or has other parameters.
+        UnexpectedDeepSpeed: If a part of DeepSpeed is not where it is expected, or has other parameters.
     """
     stage3 = module("deepspeed.runtime.zero.stage3")
     for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):

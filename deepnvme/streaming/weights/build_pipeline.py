@@ -60,7 +60,7 @@ class ExtentBuilder:
             source: Where the weights are read from.
             names: The source's name of each weight.
             dtype: Dtype to which floating-point weights are converted; None for no conversion.
-            scheme: How to quantise weights that quantisation makes smaller; None for no quantisation. Not applied to REST,
+            scheme: How to quantise weights that quantisation makes smaller; None for no quantisation. Not for UNBLOCKED_EXTENT,
                 whose weights stay in memory.
         """
         infos = {weight: source.info(names[weight]) for weight in plan.weights}

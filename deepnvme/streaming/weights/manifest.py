@@ -108,7 +108,7 @@ class WeightManifest:
     extents: Mapping[str, Extent]
     """Extents by name, in their order on the drive."""
     blocks: Mapping[str, tuple[str, ...]]
-    """For each block, in the order of registration, the names of the extents that it needs, except REST."""
+    """For each block, in the order of registration, the names of the extents that it needs, except UNBLOCKED_EXTENT."""
     ties: Mapping[str, str]
     """First name of each tied weight, by its further names."""
     origin: str = ""

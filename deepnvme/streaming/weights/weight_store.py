@@ -76,7 +76,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         self.extents: Mapping[str, Extent] = manifest.extents
         """Extents by name, in the order in which they are first needed."""
         self.blocks: Mapping[str, tuple[str, ...]] = manifest.blocks
-        """Names of the extents that each block needs, by the module's name; without REST, which is always needed."""
+        """Names of the extents that each block needs, by the module's name; without UNBLOCKED_EXTENT, which is always needed."""
         self.ties: Mapping[str, str] = manifest.ties
         """First name of each tied weight, by its further names."""
         self.weights = {weight.name: (extent, weight) for extent in self.extents.values() for weight in extent.weights}

@@ -28,7 +28,7 @@ _MOST_RETIRING = 4
 class TrialBench:
     """Reads and writes a tensor in each folder with different settings, and measures the transfers.
 
-    A context manager: entering it allocates the tensors and writes the files, and raises Unsuitable or OSError if that fails;
+    A context manager: entering it allocates the tensors and writes the files, and raises NotMeasurable or OSError if that fails;
     leaving it removes the files. Not thread-safe.
 
     Args:
@@ -79,7 +79,7 @@ class TrialBench:
             The working settings, and a reason for each refused setting, by a text of the setting's options.
 
         Raises:
-            Unsuitable: If no setting works.
+            NotMeasurable: If no setting works.
         """
         refused: dict[AioConfig, str] = {}
         for setting in settings:
@@ -108,7 +108,7 @@ class TrialBench:
             nbytes: Bytes for the folder with the share 1.
 
         Raises:
-            Unsuitable: If no handle can be made with the setting.
+            NotMeasurable: If no handle can be made with the setting.
             OSError: If a transfer fails.
         """
         sizes = {each: max(int(nbytes * share) // _MIB * _MIB, min(_MIB, nbytes)) for each, share in shares[operation].items()}

@@ -116,7 +116,7 @@ class FioTransfer:
 
 
 def find_suitable(job: Job) -> str:
-    """Return the path of fio. Raises Unsuitable if fio is not installed, or cannot make the job's transfer."""
+    """Return the path of fio. Raises NotMeasurable if fio is not installed, or cannot make the job's transfer."""
     program = shutil.which("fio")
     if program is None:
         raise NotMeasurable("--compare fio: fio was not found; install your distribution's package of that name")

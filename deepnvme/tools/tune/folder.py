@@ -40,7 +40,7 @@ class FolderFacts:
 def folder_facts(folder: Path) -> FolderFacts:
     """Return the facts about a folder. Removes directories left by killed runs first (:func:`remove_abandoned`).
 
-    Creates small files in the folder and removes them. Raises Unsuitable if the folder cannot be written to.
+    Creates small files in the folder and removes them. Raises NotMeasurable if the folder cannot be written to.
     """
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise NotMeasurable(f"'{folder}' is not a directory")
@@ -57,7 +57,7 @@ def folder_facts(folder: Path) -> FolderFacts:
 
 
 def check_space(needs: Iterable[tuple[Path, int]], remedy: str = "give a smaller --io_size or another folder") -> None:
-    """Raise Unsuitable if a filesystem has too little free space for all folders on it together.
+    """Raise NotMeasurable if a filesystem has too little free space for all folders on it together.
 
     Args:
         needs: Pairs of a folder and the bytes needed in it; a folder may occur several times.
@@ -75,7 +75,7 @@ def check_space(needs: Iterable[tuple[Path, int]], remedy: str = "give a smaller
 
 
 def check_memory(nbytes: int, remedy: str = "give a smaller --io_size") -> None:
-    """Raise Unsuitable if less than ``nbytes`` of memory is available: the kernel would kill a process.
+    """Raise NotMeasurable if less than ``nbytes`` of memory is available: the kernel would kill a process.
 
     Args:
         nbytes: Bytes of host memory needed.

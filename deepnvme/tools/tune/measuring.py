@@ -28,7 +28,7 @@ def measure(job: Job, progress: Callable[[int, int], None] | None = None) -> Mea
         progress: Called after each loop with the number of finished loops and the number of all loops.
 
     Raises:
-        Unsuitable: Before any transfer, if this machine cannot do the job.
+        NotMeasurable: Before any transfer, if this machine cannot do the job.
         OSError: If a transfer fails.
         ChildProcessError: If a process dies.
         ValueError: If validation finds a difference.

@@ -63,7 +63,7 @@ def read_sweep(path: Path, use_gds: bool = False) -> list[AioConfig]:
         use_gds: Whether the settings are for GPUDirect Storage.
 
     Raises:
-        Unsuitable: If the file cannot be read or its content is wrong. The message has one line.
+        NotMeasurable: If the file cannot be read or its content is wrong. The message has one line.
     """
     try:
         with open_regular(path) as file:

@@ -22,7 +22,7 @@ CHUNK = 64 << 20
 
 
 def op() -> ModuleType:
-    """Load the async_io op; the first use compiles it. Raises Unsuitable, with a one-line message, if that fails."""
+    """Load the async_io op; the first use compiles it. Raises NotMeasurable, with a one-line message, if that fails."""
     try:
         return load_async_io()
     except RuntimeError as error:
@@ -30,7 +30,7 @@ def op() -> ModuleType:
 
 
 def make_handle(setting: AioConfig) -> Any:
-    """Return an ``aio_handle`` with these settings; with ``use_gds`` a ``gds_handle``. Raises Unsuitable if that fails."""
+    """Return an ``aio_handle`` with these settings; with ``use_gds`` a ``gds_handle``. Raises NotMeasurable if that fails."""
     try:
         if setting.use_gds:
             from deepnvme.ops.op_builder import GDSBuilder
@@ -45,7 +45,7 @@ def gpu(number: int, in_turn: bool = False) -> torch.device:
     """Return GPU ``number``; with ``in_turn``, numbers beyond the last GPU begin again with the first.
 
     Raises:
-        Unsuitable: If there is no such GPU.
+        NotMeasurable: If there is no such GPU.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
@@ -153,7 +153,7 @@ class TensorMover:
         device_number: Number of the GPU for the tensor, if the job uses GPUs.
 
     Raises:
-        Unsuitable: If this machine or the engine cannot do the job.
+        NotMeasurable: If this machine or the engine cannot do the job.
         MemoryError: If there is not enough memory for the tensor.
         OSError, RuntimeError: From the op.
     """

@@ -85,7 +85,7 @@ class Order:
             settings: Number of settings to choose from.
 
         Raises:
-            Unsuitable: If ``max_writes`` is too little for this number of settings.
+            NotMeasurable: If ``max_writes`` is too little for this number of settings.
         """
         if not self.write:
             return None
@@ -114,7 +114,7 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
         The results of all searches. ``chosen.best.setting`` is the recommended setting.
 
     Raises:
-        Unsuitable: Before anything is transferred, if the order cannot be carried out on this machine.
+        NotMeasurable: Before anything is transferred, if the order cannot be carried out on this machine.
         OSError: If a transfer fails.
     """
     facts = [folder_facts(folder) for folder in order.folders]

@@ -35,7 +35,7 @@ class Worker:
         directory: Directory for the files.
 
     Raises:
-        Unsuitable: If this machine lacks what the job needs.
+        NotMeasurable: If this machine lacks what the job needs.
         MemoryError: If there is not enough memory for the tensor.
     """
 

@@ -41,7 +41,7 @@ def workspace(folder: Path, prefix: str) -> Iterator[Path]:
         prefix: Beginning of the directory's name: "ds_nvme_tune-", "ds_io-" or ".deepnvme-".
 
     Raises:
-        Unsuitable: If the directory cannot be created.
+        NotMeasurable: If the directory cannot be created.
     """
     try:
         directory = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)

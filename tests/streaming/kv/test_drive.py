@@ -59,8 +59,8 @@ def test_what_a_killed_process_has_left_goes(drive: Path, interpreters: Interpre
     killed = interpreters.run(
         f"""
         import os, torch
-        from deepnvme.streaming.kv.drive import KVDrive
-        drive = KVDrive({str(drive)!r}, layers=1, prefetch=1)
+        from deepnvme.streaming.kv.drive import KVChunkStore
+        drive = KVChunkStore({str(drive)!r}, layers=1, prefetch=1)
         drive.write(0, 0, *torch.zeros(2, 1, 1, 100, 8))
         os.kill(os.getpid(), 9)
         """
