@@ -153,6 +153,8 @@ class TrainedModel:
         if self.micro_batches_run + count > self._in_step:
             raise RuntimeError(f"all {self._in_step} micro-batches of this step were run: call step()")
         begins = self._phase is Phase.IDLE
+        if begins:
+            self._rest.check_in_place()
         self._phase = Phase.CHANGING
         if begins:
             self.drive.begin_step()
@@ -408,10 +410,28 @@ class TrainedModel:
         self._phase = Phase.IDLE
 
     def check_absent(self) -> None:
-        """Raise RuntimeError if other code has changed parameters that are on the drive."""
+        """Raise RuntimeError if other code has given values to parameters on the drive, or other memory to those in memory."""
         for block in self.blocks:
-            if not block.parameters.holds:
+            if block.parameters.holds:
+                block.parameters.check_in_place()
+            else:
                 block.parameters.check_absent()
+
+    def write_rest(self) -> None:
+        """Write the parameters that belong to no module's block as they are in memory, as those of the last step. Blocks.
+
+        Raises:
+            RuntimeError: With several processes, which may not all have changed them alike.
+            OSError: From the drive. The parameters have the values of the last step again then.
+        """
+        if self.ranks.several:
+            raise RuntimeError(
+                "parameters that stay in memory were changed between steps: with several processes, load_state_dict() a"
+                " state_dict() that has the values"
+            )
+        with self.undone_if_it_fails():
+            self._by_parameters[self._rest].write_values()
+            self.commit(self.steps)
 
     def check_between_steps(self) -> None:
         """Undo a failed step if that was not possible before, and check that no step is under way.

@@ -36,13 +36,17 @@ class ModelPartition(NamedTuple):
         found = dict(zip(self.modules, blocks, strict=False))
         return {**found, **{module: found[first] for module, first in self.tied.items()}}
 
-    def with_scalars_in_memory(self) -> ModelPartition:
-        """Return a partition in which scalar parameters stay in memory: they have no rows to divide among ranks."""
-        params = [[param for param in some if param.dim()] for some in self.params]
-        scalars = [param for some in self.params for param in some if not param.dim()]
+    def with_single_elements_in_memory(self) -> ModelPartition:
+        """Return a partition in which parameters of one element stay in memory.
+
+        They take none to speak of, have no rows to divide among ranks, and programs change them between steps: CLIP's clamps its
+        ``logit_scale``. Such a write to a parameter on the drive would be lost, since it may leave NaN as it is.
+        """
+        params = [[param for param in some if param.numel() != 1] for some in self.params]
+        single = [param for some in self.params for param in some if param.numel() == 1]
         kept = [index for index, some in enumerate(params) if some]
         return self._replace(
-            modules=[self.modules[index] for index in kept], params=[params[index] for index in kept], rest=self.rest + scalars
+            modules=[self.modules[index] for index in kept], params=[params[index] for index in kept], rest=self.rest + single
         )
 
 

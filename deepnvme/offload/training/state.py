@@ -69,6 +69,7 @@ class TrainingState:
 
     def get(self) -> dict[str, Any]:
         """Return the training's state dict, see :meth:`OffloadedTraining.state_dict`. Raises OSError."""
+        self.keep_rest()
         names = names_of_parameters(self._model)
         values: dict[torch.Tensor, torch.Tensor] = {}
         quantized: dict[str, torch.Tensor] = {}
@@ -95,6 +96,22 @@ class TrainingState:
         if quantized:
             found["quantized"] = quantized
         return found
+
+    def keep_rest(self) -> None:
+        """Write the parameters that stay in memory, if other code has changed them since the last step. Raises OSError.
+
+        Frozen ones that are quantised on the drive are left out.
+        """
+        rest = self._trained.blocks[-1].parameters
+        frozen = rest.frozen
+        parts: list[tuple[Versioned, BlockLayout]] = [(rest, rest.layout)]
+        if frozen is not None and not frozen.quantized:
+            parts.append((frozen, frozen.layout))
+        for of, layout in parts if rest.holds else ():
+            for section in layout.sections:
+                if not _same_bytes(self._mapped(of, section), rest.params[section.piece].detach()):
+                    self._trained.write_rest()
+                    return
 
     def _optimizer_state(self, names: Mapping[torch.Tensor, str]) -> dict[str, dict[str, Any]]:
         """Return the optimizer states of each parameter, by the parameter's name."""
@@ -147,6 +164,7 @@ class TrainingState:
             raise ValueError(f"steps must be a number of steps, at least 0, got {state['steps']!r}")
         options = {name: group for group in optimizer["param_groups"] for name in group["params"]}
         self._check_fits(model, {*optimizer["state"], *options}, names)
+        self._check_groups(options, names)
         missing = [name for param, name in names.items() if param.requires_grad and name not in options]
         if missing:
             raise ValueError(f"the optimizer's param_groups do not have {shorten(missing, 8)}")
@@ -231,6 +249,17 @@ class TrainingState:
         if wrong:
             raise ValueError(f"these are no states to go on from: {shorten(wrong, 8)}")
 
+    def _check_groups(self, options: Mapping[str, Mapping[str, Any]], names: Mapping[torch.Tensor, str]) -> None:
+        """Raise ValueError if parameters of one group here have different options in the state: a group has one set."""
+        for group in self._optimizer.param_groups:
+            found = {names[param]: options[names[param]] for param in group["params"] if names[param] in options}
+            kinds = {repr({key: value for key, value in each.items() if key != "params"}): name for name, each in found.items()}
+            if len(kinds) > 1:
+                raise ValueError(
+                    f"the state has different options for {shorten(list(kinds.values()), 4)}, which are in one parameter group"
+                    " here: make this OffloadedTraining with the param_groups of the one that was saved"
+                )
+
     def _check_fits(self, state: Mapping[str, Any], stepped: Iterable[str], names: Mapping[torch.Tensor, str]) -> None:
         """Raise WeightMismatch if a state has not all parameters of the model, in their shapes, or if it has anything else.
 
@@ -258,6 +287,15 @@ def _check_keys(state: Any, keys: Iterable[str], what: str) -> None:
     missing = [repr(key) for key in keys if key not in state]
     if missing:
         raise ValueError(f"{what} has what state_dict() returns, and this one lacks {', '.join(missing)}")
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether tensors of one dtype, shape and stride have the same bytes, so that NaN is the same as NaN."""
+    return torch.equal(_as_bytes(one), _as_bytes(other))
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _is_like(value: Any, shard: torch.Tensor) -> bool:

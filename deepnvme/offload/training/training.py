@@ -195,12 +195,10 @@ class OffloadedTraining:
         self._owner = DirectoryOwner("OffloadedTraining")
         self._saved_steps = 0  # how many the last state_dict() or load_state_dict() knew of
         self._close_predecessor(has_values=checkpoint is not None)
-        partition = partition_model(model, blocks)
-        sharded = partition.with_scalars_in_memory()
-        self._ranks = TrainingRanks(process_group, max(map(len, (*sharded.params, sharded.rest))))
+        partition = partition_model(model, blocks).with_single_elements_in_memory()
+        self._ranks = TrainingRanks(process_group, max(map(len, (*partition.params, partition.rest))))
         with self._ranks.reporting_failures():
             if self._ranks.several:
-                partition = sharded
                 _check_distributed_options(optimizer_class, quantize)
             initial = InitialValues(model, checkpoint, self._ranks)
             size = _PART if optimizer_class in ELEMENTWISE else _WHOLE
@@ -584,7 +582,10 @@ class OffloadedTraining:
         rest = blocks[-1].parameters
         restored: dict[torch.Tensor, torch.Tensor] = {}
         if restore:
+            self._trained.finish_undo()
             self._trained.check_absent()
+            if not self._trained.micro_batches_run:
+                self._state.keep_rest()
             self._trained.undo()
             with self._ranks.calling_together():
                 for block in blocks:

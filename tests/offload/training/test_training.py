@@ -696,3 +696,84 @@ def test_close_goes_to_its_end_and_then_raises(drive: Path, monkeypatch: pytest.
     training.close()
     assert list(drive.iterdir()) == []
     assert_same_values(model.state_dict(), expected)
+
+
+class Tower(nn.Module):
+    """Blocks with a learned temperature each, and a head outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        for block in self.blocks:
+            block.register_parameter("scale", nn.Parameter(torch.ones(1)))
+        self.head = nn.Linear(WIDTH, 1)
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) * block.scale
+        return self.head(x * self.frozen).square().mean()
+
+
+def change(model: Tower) -> None:
+    with torch.no_grad():
+        model.head.weight.fill_(0.5)
+        model.frozen.data.mul_(2)
+        for block in model.blocks:
+            block.scale.data.clamp_(0, 0.25)
+
+
+@pytest.mark.parametrize("steps_after", [0, 1])
+@pytest.mark.parametrize("how", ["state_dict", "restore"])
+def test_what_is_written_to_parameters_in_memory_between_steps_counts(drive: Path, how: str, steps_after: int) -> None:
+    model, known = Tower(), Tower()
+    optimizer = torch.optim.AdamW(known.parameters(), lr=0.1)
+    batch = torch.ones(4, WIDTH)
+    training = OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, memory_budget=0, lr=0.1)
+    for number in range(1 + steps_after):
+        training.step(batch)
+        optimizer.zero_grad()
+        known(batch).backward()
+        optimizer.step()
+        if number == 0:
+            change(model)
+            change(known)
+    found = training.state_dict()["model"] if how == "state_dict" else {}
+    training.close(restore=how == "restore")
+    assert_same_values(found or model.state_dict(), known.state_dict())
+
+
+@pytest.mark.parametrize("use", ["step", "state_dict", "restore"])
+def test_other_memory_for_a_parameter_outside_of_the_blocks_is_refused(drive: Path, use: str) -> None:
+    model = Tower()
+    training = OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, memory_budget=0, lr=0.1)
+    training.step(torch.ones(4, WIDTH))
+    before = {name: value.clone() for name, value in training.state_dict()["model"].items()}
+    uses: dict[str, Callable[[], object]] = {
+        "step": lambda: training.step(torch.ones(4, WIDTH)),
+        "state_dict": training.state_dict,
+        "restore": lambda: training.close(restore=True),
+    }
+    model.head.weight.data = torch.full((1, WIDTH), 7.0)
+    with pytest.raises(RuntimeError, match=r"shapes \(1, 64\) were changed between steps"):
+        uses[use]()
+    assert_same_values(training.state_dict()["model"], before)
+    training.step(torch.ones(4, WIDTH))
+    training.close(restore=True)
+
+
+def test_a_state_whose_groups_divide_a_group_is_refused(drive: Path) -> None:
+    model = Tower()
+    biases = [param for param in model.parameters() if param.dim() == 1 and param.requires_grad]
+    weights = [param for param in model.parameters() if param.dim() == 2]
+    groups = [{"params": weights}, {"params": biases, "lr": 0.5}]
+    options: dict[str, Any] = {"nvme_path": drive, "memory_budget": 0, "lr": 0.1}
+    with OffloadedTraining(model, torch.optim.AdamW, param_groups=groups, **options) as training:
+        training.step(torch.ones(4, WIDTH))
+        state = copy.deepcopy(training.state_dict())
+    with OffloadedTraining(Tower(), torch.optim.AdamW, **options) as training:
+        with pytest.raises(ValueError, match="different options"):
+            training.load_state_dict(state)
+        assert training.steps == 0
+        training.step(torch.ones(4, WIDTH))

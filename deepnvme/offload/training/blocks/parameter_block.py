@@ -175,11 +175,18 @@ class ParameterBlock(VersionedBlock):
             for _, absent, content in states:
                 _element_bytes(absent).copy_(torch.tensor(content, dtype=torch.uint8))
             self.detach()
-            shapes = ", ".join(str(tuple(param.shape)) for param in changed)
-            raise RuntimeError(
-                f"parameters of the shapes {shapes} were changed between steps, when their values are on the drive: the change is"
-                " dropped. To change values, load_state_dict() a state_dict() of this OffloadedTraining that has them"
-            )
+            raise _changed_error(changed)
+
+    def check_in_place(self) -> None:
+        """Raise RuntimeError if other code has given parameters other memory than the block's. That memory is dropped."""
+        moved = [
+            param
+            for param, place in self.values()
+            if (param.data_ptr(), param.shape, param.stride()) != (place.data_ptr(), place.shape, place.stride())
+        ]
+        if moved:
+            self.attach()
+            raise _changed_error(moved)
 
     def detach(self) -> None:
         """Take the memory from the parameters. Reading one then gives NaN; :meth:`check_absent` finds writes to one."""
@@ -270,6 +277,14 @@ def _absent_shard(param: nn.Parameter, ranks: TrainingRanks) -> nn.Parameter:
 
 def _padded(param: nn.Parameter, ranks: TrainingRanks) -> torch.Tensor:
     return torch.empty(ranks.padded_shape(param), dtype=param.dtype, device="meta")
+
+
+def _changed_error(changed: Iterable[torch.Tensor]) -> RuntimeError:
+    shapes = ", ".join(str(tuple(param.shape)) for param in changed)
+    return RuntimeError(
+        f"parameters of the shapes {shapes} were changed between steps, when their values are on the drive: the change is"
+        " dropped. To change values, load_state_dict() a state_dict() of this OffloadedTraining that has them"
+    )
 
 
 def _element_bytes(absent: torch.Tensor) -> torch.Tensor:

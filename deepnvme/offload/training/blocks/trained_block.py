@@ -297,6 +297,16 @@ class TrainedBlock:
                 frozen.changed(self._drive.versions.next_of(frozen))
             self._drive.cache.release([frozen], changed=frozen_changed)
 
+    def write_values(self) -> None:
+        """Have the cache write the parameters, which are in memory, as they are there. Undo it if it fails. Raises OSError."""
+        self.stepped = True
+        self._write_parameters()
+        frozen = self.parameters.frozen
+        if frozen is not None:
+            self._drive.cache.acquire([frozen])
+            frozen.changed(self._drive.versions.next_of(frozen))
+            self._drive.cache.release([frozen], changed=True)
+
     def _write_parameters(self) -> None:
         self.parameters.changed(self._drive.versions.next_of(self.parameters))
         self._drive.cache.acquire([self.parameters])
