@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 
 from deepnvme.telemetry.descriptions import state_text
@@ -65,3 +66,47 @@ class UsabilityGuard:
         self.check_process()
         if self._closed is not None:
             raise RuntimeError(self._closed())
+
+
+class OneThread:
+    """Lets one thread at a time use a training, with threads that help it."""
+
+    def __init__(self) -> None:
+        self._claims: dict[str, threading.Thread] = {}  # "by": the thread that runs a method
+        self._helpers: set[threading.Thread] = set()
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Refuse other threads in this context, which may be entered again within. Raises RuntimeError if another one has it."""
+        first, this = not self._claims, threading.current_thread()
+        try:
+            self._claims.setdefault("by", this)  # one of two threads that come at the same time gets the other one
+            self.check()
+            yield
+        finally:
+            if first and self._claims.get("by") is this:
+                self._claims.clear()
+
+    @contextlib.contextmanager
+    def helping(self) -> Iterator[None]:
+        """Let the current thread, in this context, use what another one has claimed."""
+        this = threading.current_thread()
+        self._helpers.add(this)
+        try:
+            yield
+        finally:
+            self._helpers.discard(this)
+
+    @property
+    def is_another(self) -> bool:
+        """Whether a thread is in :meth:`claimed`, and the current one neither is it nor helps it."""
+        owner, this = self._claims.get("by"), threading.current_thread()
+        return owner is not None and owner is not this and this not in self._helpers
+
+    def check(self) -> None:
+        """Raise RuntimeError if :attr:`is_another`."""
+        if self.is_another:
+            name = self._claims["by"].name if "by" in self._claims else "another thread"
+            raise RuntimeError(
+                f"this training is used by thread {name!r} now: call its methods, and its model, from one thread at a time"
+            )

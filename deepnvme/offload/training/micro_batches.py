@@ -203,7 +203,7 @@ class SideBySide:
         def function(index: int) -> Callable[[Turn], None]:
             def run(turn: Turn) -> None:
                 self._own.place = _Place(turn)
-                with self._saved_tensors():
+                with self._trained.uses.one_thread.helping(), self._saved_tensors():
                     loss = forwards[index]()
                     losses[index] = loss.detach()
                     loss.backward()  # type: ignore[no-untyped-call]

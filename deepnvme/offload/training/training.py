@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import os
-import threading
 import warnings
 import weakref
 from collections import Counter
@@ -191,7 +190,6 @@ class OffloadedTraining:
         self._optimizer_class, self._memory_budget = optimizer_class, memory_budget
         self._vertical = accumulation == "vertical"
         self._guard = UsabilityGuard("training")
-        self._claims: dict[str, threading.Thread] = {}  # "by": the thread that runs a method
         self._owner = DirectoryOwner("OffloadedTraining")
         self._saved_steps = 0  # how many the last state_dict() or load_state_dict() knew of
         self._close_predecessor(has_values=checkpoint is not None)
@@ -452,17 +450,8 @@ class OffloadedTraining:
         Raises RuntimeError if another thread has claimed it, after :meth:`close`, and in a forked child.
         """
         self._guard.check_open()
-        first, this = not self._claims, threading.current_thread()
-        try:
-            other = self._claims.setdefault("by", this)  # one of two threads that come at the same time gets the other one
-            if other is not this:
-                raise RuntimeError(
-                    f"this training is used by thread {other.name!r} now: call its methods from one thread at a time"
-                )
+        with self._trained.uses.one_thread.claimed():
             yield
-        finally:
-            if first and self._claims.get("by") is this:
-                self._claims.clear()
 
     def _check_between_steps(self) -> None:
         self._guard.check_open()

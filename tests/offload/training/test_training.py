@@ -595,7 +595,7 @@ def test_a_write_to_a_parameter_that_is_on_the_drive_is_an_error(
     training.close(restore=True)
 
 
-@pytest.mark.parametrize("method", ["step", "state_dict", "close"])
+@pytest.mark.parametrize("method", ["step", "state_dict", "close", "model"])
 def test_a_second_thread_is_refused_while_a_step_runs(drive: Path, method: str) -> None:
     model = Model()
     reference = InMemory(model)
@@ -604,6 +604,7 @@ def test_a_second_thread_is_refused_while_a_step_runs(drive: Path, method: str) 
         "step": lambda: training.step(*batch(1)),
         "state_dict": training.state_dict,
         "close": training.close,
+        "model": lambda: torch.no_grad()(model)(*batch(1)),
     }
     errors: list[BaseException] = []
 

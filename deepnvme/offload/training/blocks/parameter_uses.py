@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from deepnvme.cache.block import Block
 from deepnvme.offload.activations.checkpointing import CheckpointedForward, ReplacedForward, is_checkpointed
 from deepnvme.offload.activations.saved_tensor import Packed, View, is_plain
+from deepnvme.states.usability import OneThread
 from deepnvme.states.versions import VersionedBlock
 
 from .blocks_on_drive import BlocksOnDrive
@@ -84,6 +85,8 @@ class ParameterUses:
     ) -> None:
         self.recording = False
         """Whether forwards with gradients are allowed, since their saved tensors go through :meth:`saved`."""
+        self.one_thread = OneThread()
+        """The thread that runs a method of the training. The model is refused to others meanwhile."""
         self._blocks = tuple(blocks)
         self._absent = {address for block in self._blocks for address in block.absent_addresses()}
         self._drive = drive
@@ -244,6 +247,8 @@ class ParameterUses:
         if computed_again and not tile:
             self.use_in_backward(block, computed_again=True)
             return
+        if not computed_again:  # deep in a backward, autograd may go on in a thread of its own
+            self.one_thread.check()
         if torch.is_grad_enabled() and not self.recording:
             raise RuntimeError(
                 "a forward with gradients of a model whose parameters are on the drive has to run in OffloadedTraining.step() or"
@@ -285,6 +290,8 @@ class ParameterUses:
 
     def _end_forward(self, block: ParameterBlock, tile: bool, module: nn.Module, _: object, output: object) -> None:
         computed_again = torch._C._current_graph_task_id() >= 0
+        if not computed_again and self.one_thread.is_another:  # whose use was refused; that of the training's thread goes on
+            return
         if (tile or not computed_again) and block in self._in_forward:  # also called if the use could not begin
             self._in_forward.reverse()
             self._in_forward.remove(block)
