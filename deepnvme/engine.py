@@ -28,7 +28,7 @@ __all__ = ["AnySource", "Backend", "Engine", "File", "FileMode", "Future", "Stat
 __dir__ = public_names(__name__)
 
 Backend = Literal["auto", "io_uring", "libaio", "threads"]
-"""Names of the I/O backends; ``"auto"`` for the first that the kernel accepts."""
+"""Names of the I/O backends, which ``csrc/engine/backend.cpp`` makes; ``"auto"`` for the first that the kernel accepts."""
 FileMode = Literal["r", "r+", "rw", "w", "w+", "x", "x+"]
 """Modes of :meth:`Engine.open`."""
 AnySource: TypeAlias = "str | bytes | os.PathLike[str] | File"

@@ -275,7 +275,7 @@ class BufferPool:
 
 
 def _caller() -> str:
-    """Return which module and thread lease memory, for errors."""
+    """Return the names of the module and thread that ask for a lease, for error messages."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASS_THROUGH_MODULES):
         frame = frame.f_back

@@ -91,7 +91,7 @@ class StoredBlock(Block):
         self._content_bytes = nbytes
 
     def rename(self, name: str) -> None:
-        """Set the tensor name under which the store writes the block next, and reads it from then on."""
+        """Change the block's tensor name in the store from the next write on. Reads use the old name until then."""
         self.name = name
 
 

@@ -208,7 +208,7 @@ class SubGroupPipeline:
 
     def evict(self, sub_group: SubGroup) -> None:
         """Make a sub-group non-resident. Its block is written when a step next needs the memory."""
-        sub_group.decide_residency(False)
+        sub_group.set_residency(False)
         block = self._blocks.get(sub_group)
         if block is not None:
             if block.state is State.DIRTY:

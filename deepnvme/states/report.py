@@ -1,4 +1,4 @@
-"""What a step of an offloaded optimizer, or of a training, did and what it waited for."""
+"""What a step of an offloaded optimizer did and what it waited for; :mod:`deepnvme.offload.training.report` has a training's."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ResidencyPolicy:
         in_memory = sum(self._memory(each) for each in sub_groups if each.in_memory)
         for each in sub_groups:
             if each.in_memory is None and each.layout is not None:
-                each.decide_residency(in_memory + self._memory(each) <= self.dram_budget)
+                each.set_residency(in_memory + self._memory(each) <= self.dram_budget)
                 in_memory += self._memory(each) if each.in_memory else 0
 
     def beyond_budget(self, sub_groups: Sequence[SubGroup]) -> list[SubGroup]:

@@ -50,7 +50,7 @@ from .usability import UsabilityGuard
 from .versions import BlockVersions
 
 
-class Phase(enum.Enum):
+class OptimizerPhase(enum.Enum):
     """State of an optimizer with regard to its steps."""
 
     IDLE = "idle"
@@ -89,7 +89,7 @@ class OptimizerStep:
     ) -> None:
         self._optimizer, self._store, self._residency = optimizer, store, residency
         self._offload_gradients, self._in_backward = offload_gradients, in_backward
-        self.phase = Phase.IDLE
+        self.phase = OptimizerPhase.IDLE
         self.steps = 0
         self._stepped: dict[SubGroup, None] = {}
         self._remaining: dict[SubGroup, set[int]] | None = None
@@ -139,7 +139,7 @@ class OptimizerStep:
             self._on_all_ranks(lambda: self._step_all(closure), lambda _: self._commit(), self._fail)
             return self._loss
         finally:
-            self._loss = self._loss if self.phase is Phase.UNFINISHED else None
+            self._loss = self._loss if self.phase is OptimizerPhase.UNFINISHED else None
 
     def _on_all_ranks(
         self,
@@ -180,7 +180,7 @@ class OptimizerStep:
     def _step_all(self, closure: Callable[[], Any] | None) -> None:
         """Run the optimizer on all sub-groups that this step has not updated yet, and wait until their states are written."""
         # A second Ctrl-C may have come before _fail() was called. With step_in_backward, backward has begun the step.
-        goes_on = self.phase is Phase.UNFINISHED or (self.phase is Phase.STEPPING and not self._in_backward)
+        goes_on = self.phase is OptimizerPhase.UNFINISHED or (self.phase is OptimizerPhase.STEPPING and not self._in_backward)
         if goes_on:
             self._check_gradients_are_there()
             self._pipeline.write_again()
@@ -199,7 +199,7 @@ class OptimizerStep:
             self._pipeline.evict(sub_group)
         if goes_on or not self._stepped:
             self._mark_changes()
-        self.phase = Phase.STEPPING
+        self.phase = OptimizerPhase.STEPPING
         order = self._pipeline.best_order(self._left())
         self._pipeline.expect(order)
         for sub_group in order:
@@ -214,7 +214,7 @@ class OptimizerStep:
             made = self._pipeline.step(sub_group, inputs, self._optimizer.param_groups)
             self._partly_stepped = False
             self._stepped[sub_group] = None  # whatever comes now, it is not stepped again
-            self.phase = Phase.STEPPING
+            self.phase = OptimizerPhase.STEPPING
             self._pipeline.write_behind(sub_group, made)
 
     def _left(self) -> list[SubGroup]:
@@ -263,7 +263,7 @@ class OptimizerStep:
         if self._stepped or self._ranks.several:
             if self._remaining is None:
                 self._remaining = {each: self._gradients.pieces_with_gradients(each) for each in self._left()}
-            self.phase = Phase.UNFINISHED
+            self.phase = OptimizerPhase.UNFINISHED
             self._refuse_backward()
             left = len(self._left())
             said = (
@@ -271,7 +271,7 @@ class OptimizerStep:
                 f" Call step(){' on all ranks' if self._ranks.several else ''} to finish it, or load_state_dict()"
             )
         else:
-            self.phase = Phase.IDLE
+            self.phase = OptimizerPhase.IDLE
             self.io.finish()
             said = f"the optimizer and its parameters are as after step {self.steps}"
         if self._partly_stepped:
@@ -287,7 +287,7 @@ class OptimizerStep:
         """Clear what belongs to the current step, allow backward again, and set the phase to IDLE."""
         self._stepped.clear()
         self._remaining = self._backward_error = None
-        self.phase = Phase.IDLE
+        self.phase = OptimizerPhase.IDLE
         self._allow_backward()
         self._remember_params()
 
@@ -296,14 +296,14 @@ class OptimizerStep:
     def check_idle(self) -> None:
         """Raise RuntimeError if backward has begun a step, a step is unfinished, after :meth:`close`, or in a forked child."""
         self.guard.check_open()
-        if self.phase is Phase.UNFINISHED:
+        if self.phase is OptimizerPhase.UNFINISHED:
             raise RuntimeError(self._unfinished())
-        if self.phase is Phase.STEPPING:
+        if self.phase is OptimizerPhase.STEPPING:
             raise RuntimeError("backward has stepped some of the parameters: call step() first, which ends the step")
 
     def check_before_loading(self) -> None:
         """Raise RuntimeError like :meth:`check_idle`, except for an unfinished step: loading ends that."""
-        if self.phase is not Phase.UNFINISHED:
+        if self.phase is not OptimizerPhase.UNFINISHED:
             self.check_idle()
         self.guard.check_open()
 

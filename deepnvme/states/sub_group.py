@@ -111,7 +111,7 @@ class SubGroup:
         self.index = index
         self.pieces = tuple(pieces)
         self.masters = tuple(masters)
-        self._portions = self._cut(portion)
+        self._portions = self._divide(portion)
         self.layout: BlockLayout | None = None
         self.small: list[dict[str, Any]] = [{} for _ in pieces]
         self.current: int | None = None
@@ -156,7 +156,7 @@ class SubGroup:
         """Record the version number of the block with the current states, on the drive or being written; None: only in memory."""
         self.current = number
 
-    def decide_residency(self, in_memory: bool) -> None:
+    def set_residency(self, in_memory: bool) -> None:
         """Decide whether the block stays in memory between steps."""
         self.in_memory = in_memory
 
@@ -231,7 +231,7 @@ class SubGroup:
         finally:
             self._unbind()
 
-    def _cut(self, portion: int | None) -> list[list[int]]:
+    def _divide(self, portion: int | None) -> list[list[int]]:
         """Divide the indices of the pieces into portions, which are stepped one after the other."""
         portions: list[list[int]] = [[]]
         numel = 0

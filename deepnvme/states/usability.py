@@ -104,7 +104,7 @@ class OneThread:
         return owner is not None and owner is not this and this not in self._helpers
 
     def check(self) -> None:
-        """Raise RuntimeError if :attr:`is_another`."""
+        """Raise RuntimeError if another thread than the current one, or than the one it helps, uses the training."""
         if self.is_another:
             name = self._claims["by"].name if "by" in self._claims else "another thread"
             raise RuntimeError(

@@ -108,7 +108,7 @@ class ReplacedForward:
 
     @property
     def module(self) -> nn.Module:
-        """The module, whose attribute this is."""
+        """The module whose ``forward`` attribute this object replaces."""
         module = self._module()
         assert module is not None
         return module

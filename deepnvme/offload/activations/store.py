@@ -302,7 +302,7 @@ class ActivationStore:
         return tensor
 
     def _read(self, saved: SavedBytes, view: View) -> torch.UntypedStorage:
-        """Begin a use of bytes that are not in memory, and return the storage that they are read into. Blocks."""
+        """Read a saved tensor's bytes from the drive, hold them in memory, and return their storage. Blocks for the drive."""
         if self.closed and not saved.in_memory:
             raise RuntimeError(f"the {view} that autograd has saved is gone: its directory was closed")
         with self._step.waiting_backward:

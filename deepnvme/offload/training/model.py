@@ -49,7 +49,7 @@ _KEPT_FREE = 64 << 20
 """Most bytes of freed memory that the C library may keep between steps. It would keep pieces of freed gradients."""
 
 
-class Phase(enum.Enum):
+class TrainingPhase(enum.Enum):
     """State of a training with regard to its steps."""
 
     IDLE = enum.auto()
@@ -95,7 +95,7 @@ class TrainedModel:
         self._max_norm = max_norm
         self._put_buffers_back: Callable[[], None] | None = None  # within a step
         self._scratch = torch.empty(max((block.scratch_bytes for block in blocks), default=0), dtype=torch.uint8, device="cpu")
-        self._phase = Phase.IDLE
+        self._phase = TrainingPhase.IDLE
         self._running = 0  # micro-batches that run now
         self._norm: torch.Tensor | None = None
         self._waits = (0.0, 0.0, 0.0)  # as _waited() has returned them when the step began
@@ -152,10 +152,10 @@ class TrainedModel:
             self._in_step = self.micro_batches if of is None else of
         if self.micro_batches_run + count > self._in_step:
             raise RuntimeError(f"all {self._in_step} micro-batches of this step were run: call step()")
-        begins = self._phase is Phase.IDLE
+        begins = self._phase is TrainingPhase.IDLE
         if begins:
             self._rest.check_in_place()
-        self._phase = Phase.CHANGING
+        self._phase = TrainingPhase.CHANGING
         if begins:
             self.drive.begin_step()
             self._waits = self._waited()
@@ -177,7 +177,7 @@ class TrainedModel:
                 self._step_or_store(block)
         self.micro_batches_run += count
         self._running = 0
-        self._phase = Phase.STEPPING
+        self._phase = TrainingPhase.STEPPING
 
     def _gradient_arrived(self, param: torch.Tensor) -> None:
         """Count a gradient that a backward has accumulated in ``param.grad``.
@@ -211,7 +211,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def _backward_ends(self, parameters: ParameterBlock) -> None:
-        """Step a block, or store its gradients, since its backward has ended."""
+        """Step a block whose backward has ended; store its gradients instead if further micro-batches or clipping come first."""
         self._step_or_store(self._by_parameters[parameters])
 
     def _step_or_store(self, block: TrainedBlock) -> None:
@@ -256,7 +256,7 @@ class TrainedModel:
             OSError: From the drive.
         """
         self._check_all_were_run()
-        self._phase = Phase.CHANGING
+        self._phase = TrainingPhase.CHANGING
         factor = None
         if self._max_norm is not None:  # as torch.nn.utils.clip_grad_norm_ does
             factor = torch.clamp(self._max_norm / (self.gradient_norm() + 1e-6), max=1.0)
@@ -292,7 +292,7 @@ class TrainedModel:
             self.steps = step
             self._put_buffers_back = None
             self._end_step()
-            self._phase = Phase.IDLE
+            self._phase = TrainingPhase.IDLE
         self.drive.versions.tidy()
 
     def _end_step(self) -> None:
@@ -380,7 +380,7 @@ class TrainedModel:
     @torch.no_grad()
     def finish_undo(self) -> None:
         """Undo a step that could not be undone when it failed. Raises OSError if it still cannot."""
-        if self._phase is Phase.CHANGING:
+        if self._phase is TrainingPhase.CHANGING:
             self.undo()
 
     def abandon_step(self) -> None:
@@ -394,7 +394,7 @@ class TrainedModel:
 
         Raises OSError if the drive cannot be read. After that, or after an interrupt, the next call undoes what is left.
         """
-        self._phase = Phase.CHANGING
+        self._phase = TrainingPhase.CHANGING
         if self._put_buffers_back is not None:
             self._put_buffers_back()
         self._end_step()
@@ -407,7 +407,7 @@ class TrainedModel:
         for block in self.blocks:
             block.undo()
         self.uses.begin(self._rest)
-        self._phase = Phase.IDLE
+        self._phase = TrainingPhase.IDLE
 
     def check_absent(self) -> None:
         """Raise RuntimeError if other code has given values to parameters on the drive, or other memory to those in memory."""

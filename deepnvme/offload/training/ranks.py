@@ -39,7 +39,7 @@ class RankFailed(RuntimeError):
 
 
 class Purpose(IntEnum):
-    """What an exchange is for. All ranks have to send the same."""
+    """Tag sent with each exchange between ranks. All must send the same, so ranks that make different calls are noticed."""
 
     FAILURE = 0
     """The rank has failed. It sends this in place of what the others send."""

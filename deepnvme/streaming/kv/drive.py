@@ -168,17 +168,9 @@ class KVChunkStore:
         self._broken = None
 
     def write(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Start writing positions as the layer's last chunk. Blocks only while memory for the chunk has to be freed.
+        """Start writing the keys and values of consecutive positions, as a new chunk at the end of the layer.
 
-        Args:
-            layer: Number of the layer.
-            start: The first position.
-            keys: Keys of the positions, [batch, heads, positions, dim], on any device. They are copied, and may be changed
-                afterwards.
-            values: Values of the positions, likewise.
-
-        Raises:
-            OSError: ENOSPC, naming the directory; or the error of an earlier write.
+        Blocks only while memory has to be freed for the chunk.
         """
         chunk = KVChunk(f"{layer}/{next(self._names)}", start, start + keys.shape[2], KVShape.of(keys, values), keys.device)
         self.cache.create(chunk)

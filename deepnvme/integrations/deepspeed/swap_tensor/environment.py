@@ -55,6 +55,6 @@ class Timers:
             self.names.add(name)
 
     def log(self) -> None:
-        """Log the timers that were used since the names were last cleared."""
+        """Log all timers used since the list of used timers was last cleared."""
         if self._timers is not None and self.names:
             self._timers.log(sorted(self.names))  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from deepnvme.transfer.gather import Transfers
 
 from .aio_config import SwapSizes, engine_of
 from .environment import Timers, describe, rank
-from .resident_tensors import choose_residents
+from .resident_tensors import choose_resident_tensors
 from .swap_info import OptimizerStateSwapInfo
 from .tile_cache import TileCache
 
@@ -437,7 +437,7 @@ class OptimizerSwapper(SwapSizes):
         states = [info.tiles() for info in self._order]
         gradients = [info.gradient for info in self._order]
         sizes = [[tile.nbytes for tile in group] for group in states]
-        staying, waiting = choose_residents(sizes, [tile.nbytes for tile in gradients], self._cache.memory.limit)
+        staying, waiting = choose_resident_tensors(sizes, [tile.nbytes for tile in gradients], self._cache.memory.limit)
         resident: dict[Block, bool] = {tile: number < staying for number, tile in enumerate(chain.from_iterable(states))}
         self._cache.keep(resident | {tile: number < waiting for number, tile in enumerate(gradients)})
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 
 
-def choose_residents(states: Sequence[Sequence[int]], gradients: Sequence[int], limit: int) -> tuple[int, int]:
+def choose_resident_tensors(states: Sequence[Sequence[int]], gradients: Sequence[int], limit: int) -> tuple[int, int]:
     """Divide ``limit`` bytes of memory between resident tensors and tensors that are read in each step.
 
     A step uses the sub-groups in the same order each time, so dropping the least recently used one would drop the one needed

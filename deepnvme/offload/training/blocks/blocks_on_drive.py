@@ -54,7 +54,7 @@ class BlocksOnDrive:
         self._place = 0  # in the last step, after the use that the newest one corresponds to
 
     def close(self) -> None:
-        """Close the store, and remove its files. Raises OSError; all else is done then."""
+        """Close the store and remove its files. An OSError is raised after all the rest is done."""
         with contextlib.ExitStack() as ending:  # from the last to the first, whether or not one of them raises
             ending.callback(remove_directories, self.directories)
             ending.callback(self._engine.close)
@@ -74,7 +74,10 @@ class BlocksOnDrive:
         self.cache.acquire([block], then=self._upcoming())
 
     def create(self, block: Block) -> None:
-        """Begin a use of a block with new content. Raises like :meth:`BlockCache.create`."""
+        """Give a block memory for new content, without reading the old content, and hold it until it is released.
+
+        Raises like :meth:`BlockCache.create`.
+        """
         self._record_use(block)
         self.cache.create(block)
 
@@ -118,5 +121,8 @@ class ArenaMemory:
         return None if lent is None else OwnMemory(lent)
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
-        """Return memory beside the region. Raises OutOfBuffers if the system has not so much to pin."""
+        """Return new pinned memory for ``block``, outside of the arena. ``held`` is not used.
+
+        Raises OutOfBuffers if the system cannot pin that much.
+        """
         return OwnMemory(self._arena.lend_beyond(block.nbytes))

@@ -157,7 +157,7 @@ def quantizes(scheme: Scheme | None, param: nn.Parameter) -> Scheme | None:
 
 
 def _stored_like(scheme: Scheme | None, param: nn.Parameter) -> torch.Tensor:
-    """Return a tensor with the dtype, shape and strides in which a parameter is stored. Quantised, it has no memory."""
+    """Return a tensor with a parameter's stored dtype, shape and strides; on the meta device if it is stored quantised."""
     if scheme is None:
         return param.detach()
     return torch.empty(QuantizedLayout.of(scheme, param.shape).nbytes, dtype=torch.uint8, device="meta")

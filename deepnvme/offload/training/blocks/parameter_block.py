@@ -237,7 +237,7 @@ class ParameterBlock(VersionedBlock):
         return None
 
     def tensor(self, part: VersionedBlock, view: View) -> torch.Tensor:
-        """Return a new tensor that looks at the parameters' memory, as :meth:`view_of` has found."""
+        """Return a new tensor that shares memory with the parameters of ``part``, laid out as :meth:`view_of` has returned."""
         content = dict(self._contents())[part]
         return view.on(content.untyped_storage(), int(content.storage_offset()))
 

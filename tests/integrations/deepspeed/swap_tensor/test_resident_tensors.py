@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme.integrations.deepspeed.swap_tensor.resident_tensors import choose_residents
+from deepnvme.integrations.deepspeed.swap_tensor.resident_tensors import choose_resident_tensors
 
 ADAM = ((1, 1, 1), 1)
 
@@ -34,7 +34,7 @@ def test_the_first_sub_groups_stay_as_far_as_what_passes_through_leaves_room(
     groups: list[tuple[tuple[int, ...], int]], limit: int, residents: int, gradients: int
 ) -> None:
     states = [states for states, _ in groups]
-    assert choose_residents(states, [gradient for _, gradient in groups], limit) == (residents, gradients)
+    assert choose_resident_tensors(states, [gradient for _, gradient in groups], limit) == (residents, gradients)
 
 
 sizes = st.integers(0, 50)
@@ -43,7 +43,7 @@ sizes = st.integers(0, 50)
 @given(st.lists(st.tuples(st.lists(sizes, max_size=4), sizes), max_size=12), st.integers(0, 600))
 def test_what_stays_and_two_neighbours_passing_fit_into_the_limit(groups: list[tuple[list[int], int]], limit: int) -> None:
     states, gradients = [group for group, _ in groups], [gradient for _, gradient in groups]
-    resident, waiting = choose_residents(states, gradients, limit)
+    resident, waiting = choose_resident_tensors(states, gradients, limit)
     staying = sum(list(chain.from_iterable(states))[:resident])
     if staying:
         passing = []  # of each sub-group, the bytes that do not stay
