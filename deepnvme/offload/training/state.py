@@ -159,7 +159,13 @@ class TrainingState:
         """Replace the training's state, see :meth:`OffloadedTraining.load_state_dict`. Raises ValueError, OSError."""
         _check_keys(state, ("model", "optimizer", "steps"), "a state")
         names, model, optimizer = names_of_parameters(self._model), state["model"], state["optimizer"]
+        _check_keys(model, (), "the model of a state")
         _check_keys(optimizer, ("state", "param_groups"), "the optimizer of a state")
+        _check_keys(optimizer["state"], (), "the states of an optimizer")
+        for group in optimizer["param_groups"]:
+            _check_keys(group, ("params",), "a parameter group of a state")
+        for name, values in optimizer["state"].items():
+            _check_keys(values, (), f"the optimizer's state of {name}")
         if not isinstance(state["steps"], int) or state["steps"] < 0:
             raise ValueError(f"steps must be a number of steps, at least 0, got {state['steps']!r}")
         options = {name: group for group in optimizer["param_groups"] for name in group["params"]}
@@ -244,6 +250,10 @@ class TrainingState:
                 for key, has_shape in kept[like].items():
                     if key not in states[name]:
                         wrong.append(f"{name}: {self._planner.optimizer_class.__name__} needs {key!r}")
+                    elif key == "step" and not _is_count(states[name][key]):
+                        wrong.append(
+                            f"step of {name}: {shorten([repr(states[name][key])], 40)} instead of a tensor of one number"
+                        )
                     elif has_shape and (shape := tuple(getattr(states[name][key], "shape", ()))) != param.shape:
                         wrong.append(f"{key} of {name}: {shape} instead of {tuple(param.shape)}")
         if wrong:
@@ -275,6 +285,7 @@ class TrainingState:
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         found = {name: WeightInfo.of(value) for name, value in tensors.items() if name in wanted or name not in known}
         wrong = differences(wanted, {}, found, {}, dtypes=False)
+        wrong += [f"without a value, on the meta device: {name!r}" for name, value in tensors.items() if value.is_meta]
         wrong += [f"unexpected: {name!r} in the optimizer's state" for name in stepped if name not in names.values()]
         if wrong:
             raise WeightMismatch(f"this is the state of another model than this {type(self._model).__name__}", wrong)
@@ -287,6 +298,11 @@ def _check_keys(state: Any, keys: Iterable[str], what: str) -> None:
     missing = [repr(key) for key in keys if key not in state]
     if missing:
         raise ValueError(f"{what} has what state_dict() returns, and this one lacks {', '.join(missing)}")
+
+
+def _is_count(value: Any) -> bool:
+    """Return whether a value is a tensor of one number, at least 0."""
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex() and value.item() >= 0
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
