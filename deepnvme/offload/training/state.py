@@ -161,7 +161,7 @@ class TrainingState:
         names, model, optimizer = names_of_parameters(self._model), state["model"], state["optimizer"]
         _check_keys(model, (), "the model of a state")
         _check_keys(optimizer, ("state", "param_groups"), "the optimizer of a state")
-        _check_keys(optimizer["state"], (), "the states of an optimizer")
+        _check_keys(optimizer["state"], (), "what the optimizer has as 'state'")
         for group in optimizer["param_groups"]:
             _check_keys(group, ("params",), "a parameter group of a state")
         for name, values in optimizer["state"].items():
@@ -251,9 +251,7 @@ class TrainingState:
                     if key not in states[name]:
                         wrong.append(f"{name}: {self._planner.optimizer_class.__name__} needs {key!r}")
                     elif key == "step" and not _is_count(states[name][key]):
-                        wrong.append(
-                            f"step of {name}: {shorten([repr(states[name][key])], 40)} instead of a tensor of one number"
-                        )
+                        wrong.append(f"step of {name}: {states[name][key]!r:.40} instead of a tensor of one number")
                     elif has_shape and (shape := tuple(getattr(states[name][key], "shape", ()))) != param.shape:
                         wrong.append(f"{key} of {name}: {shape} instead of {tuple(param.shape)}")
         if wrong:

@@ -646,7 +646,7 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     ),
     (lambda state: state["optimizer"]["state"]["blocks.0.wide.weight"].update(step=3), "step of blocks.0.wide.weight: 3 instead"),
     (lambda state: state.update(model=None), "the model of a state is a mapping, got NoneType"),
-    (lambda state: state["optimizer"].update(state=[]), "the states of an optimizer is a mapping, got list"),
+    (lambda state: state["optimizer"].update(state=[]), "has as 'state' is a mapping, got list"),
     (lambda state: state["optimizer"]["state"].update({"blocks.0.wide.weight": 3}), "is a mapping, got int"),
     (lambda state: state["optimizer"]["param_groups"][0].pop("params"), "lacks 'params'"),
     (
