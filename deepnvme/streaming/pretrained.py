@@ -260,6 +260,13 @@ def _offloaded(kind: Any, name: str, options: Mapping[str, Any], folder: Path) -
     try:
         logger.disabled = True  # its warning that weights are on the meta device would mislead: that is only for now
         model = copy_context().run(offloaded)  # in a copy, so that the variable set in there is unset
+    except Exception as error:
+        # safetensors has an error class of its own, and tells of a full disk in its text.
+        failed = re.search(r"^Error while serializing: .*\(os error (\d+)\)$", str(error))
+        if failed is None:
+            raise
+        code = int(failed[1])
+        raise OSError(code, f"{os.strerror(code)}: writing what transformers converts", str(folder)) from error
     finally:
         logger.disabled = before
     index, raw = offload_index_of(model)
