@@ -115,7 +115,8 @@ with recording("gather"), recording("broadcast_from_first"):
 gathered = [place.shape for _, _, places in exchanged["gather"] for place in places]
 single = (torch.distributed.get_world_size(),)  # one element, and the padding of the other ranks
 assert [shape for shape in gathered if shape != single] == [(32, WIDTH)], gathered
-assert all(value.numel() == 1 or value.shape == (32, WIDTH) for values, *_ in exchanged["broadcast_from_first"] for value in values)
+broadcast = [value for values, *_ in exchanged["broadcast_from_first"] for value in values]
+assert all(value.numel() == 1 or value.shape == (32, WIDTH) for value in broadcast)
 assert_same_shards(training.state_dict()["model"], model.state_dict())
 
 # The optimizer as well.
