@@ -69,7 +69,7 @@ class TrainingState:
 
     def get(self) -> dict[str, Any]:
         """Return the training's state dict, see :meth:`OffloadedTraining.state_dict`. Raises OSError."""
-        self.keep_rest()
+        self.write_changed_rest()
         names = names_of_parameters(self._model)
         values: dict[torch.Tensor, torch.Tensor] = {}
         quantized: dict[str, torch.Tensor] = {}
@@ -97,10 +97,10 @@ class TrainingState:
             found["quantized"] = quantized
         return found
 
-    def keep_rest(self) -> None:
+    def write_changed_rest(self) -> None:
         """Write the parameters that stay in memory, if other code has changed them since the last step. Raises OSError.
 
-        Frozen ones that are quantised on the drive are left out.
+        Compares them with their bytes on the drive, which are read for it. Frozen ones that are quantised there are left out.
         """
         rest = self._trained.blocks[-1].parameters
         frozen = rest.frozen

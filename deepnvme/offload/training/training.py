@@ -574,7 +574,7 @@ class OffloadedTraining:
             self._trained.finish_undo()
             self._trained.check_absent()
             if not self._trained.micro_batches_run:
-                self._state.keep_rest()
+                self._state.write_changed_rest()
             self._trained.undo()
             with self._ranks.calling_together():
                 for block in blocks:

@@ -436,5 +436,5 @@ class _PackedByOtherHooks:
         self._packed, self._unpack = packed, unpack
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor."""
+        """Return the tensor that was packed."""
         return self._unpack(self._packed)
