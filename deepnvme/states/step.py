@@ -188,8 +188,6 @@ class OptimizerStep:
         self._raise_backward_error()
         self._offload_the_rest()
         self._gradients.prepare(self._left())
-        for sub_group in self._residency.beyond_budget(self.sub_groups):
-            self._pipeline.evict(sub_group)
         if goes_on or not self._stepped:
             self._mark_changes()
         self.phase = OptimizerPhase.STEPPING
