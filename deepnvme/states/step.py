@@ -202,11 +202,11 @@ class OptimizerStep:
         inputs = self._pipeline.load(sub_group)
         with defer_interrupts():
             self._partly_stepped = True
-            made = self._pipeline.step(sub_group, inputs, self._optimizer.param_groups)
+            self._pipeline.step(sub_group, inputs, self._optimizer.param_groups)
             self._partly_stepped = False
             self._stepped[sub_group] = None  # whatever comes now, it is not stepped again
             self.phase = OptimizerPhase.STEPPING
-            self._pipeline.write_behind(sub_group, made)
+            self._pipeline.write_behind(sub_group)
 
     def _left(self) -> list[SubGroup]:
         """Return the sub-groups that are not stepped yet and have gradients, or had them when the step failed."""
