@@ -153,12 +153,9 @@ class SubGroupPipeline:
         """End the use of a block that was loaded but not stepped, after an exception."""
         self.cache.end_uses()
 
-    def commit(self, sub_groups: Sequence[SubGroup]) -> None:
-        """End a step. The blocks of newly chosen residents are dropped, and get memory of their own when they are read next."""
+    def commit(self) -> None:
+        """End a step. The next one may have more blocks in flight than a first step."""
         self._upcoming.clear()
-        for each in map(self._of, sub_groups):
-            if each.sub_group.in_memory and each.block is not None and not each.block.resident:
-                each.forget()
         self._in_flight = BLOCKS_IN_FLIGHT
 
     # -- outside a step

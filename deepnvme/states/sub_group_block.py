@@ -114,7 +114,7 @@ class SubGroupBlock:
 
     def _new_block(self, nbytes: int) -> StoredBlock:
         """Return a block of the sub-group that neither memory nor the drive has."""
-        resident = bool(self.sub_group.in_memory)
+        resident = self.sub_group.in_memory
         block = StoredBlock("", nbytes, 1 if resident else self._blocks.memory_bytes(self.sub_group))
         block.stored = False
         self._blocks.cache.keep({block: resident})
