@@ -33,7 +33,6 @@ from deepnvme.store.volumes import Directory
 from deepnvme.telemetry.callers import stack_level
 from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people
 from deepnvme.telemetry.drive_wear import WriteEstimate
-from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 _logger = logging.getLogger(__name__)
 
@@ -86,10 +85,7 @@ class OffloadedOptimizer(Optimizer):
             parameter sets the least memory needed.
         offload_gradients: Write gradients to the drive during backward and read them back for the step. ``param.grad`` is None
             after backward; :meth:`clip_grad_norm_` clips the gradients on the drive.
-        step_in_backward: Step each sub-group as soon as its gradients are complete, and free them; :meth:`step` ends the step.
-            Only one backward per step, and no clipping.
         checksum: Verify states when they are read, and when a state_dict is made.
-        verbose: Print a line after each step.
         pool: Buffer pool to lease memory from; by default the process's.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
         **optimizer_kwargs: Passed to ``optimizer_class``.
@@ -115,9 +111,7 @@ class OffloadedOptimizer(Optimizer):
         master_weights: bool = False,
         sub_group_size: int = 1 << 22,
         offload_gradients: bool = False,
-        step_in_backward: bool = False,
         checksum: bool = False,
-        verbose: bool = False,
         pool: BufferPool | None = None,
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
@@ -135,12 +129,10 @@ class OffloadedOptimizer(Optimizer):
             )
         if sub_group_size < 1:
             raise ValueError(f"sub_group_size must be positive, got {sub_group_size}")
-        if offload_gradients and step_in_backward:
-            raise ValueError("step_in_backward frees gradients at once: offload_gradients has nothing to do then; choose one")
         self._planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, sub_group_size)
         self._residency = ResidencyPolicy(self._planner, budget, offload_gradients)
         self._pool = buffer_pool() if pool is None else pool
-        self._checksum, self._offload_gradients, self._step_in_backward = checksum, offload_gradients, step_in_backward
+        self._checksum, self._offload_gradients = checksum, offload_gradients
         super().__init__(params, self._planner.defaults())
         first = self._planner.sub_groups_of(self.param_groups, 0, 0)
         if is_automatic(dram_budget):
@@ -156,15 +148,7 @@ class OffloadedOptimizer(Optimizer):
             if is_automatic(dram_budget):
                 self._residency.limit_budget(first, self._pool.budget - self._pool.in_use)
             self._residency.check_memory(first, self._pool, self._pool.in_use)
-            self._step = OptimizerStep(
-                self,
-                self._store,
-                self._pool,
-                self._residency,
-                offload_gradients=offload_gradients,
-                in_backward=step_in_backward,
-                verbose=verbose,
-            )
+            self._step = OptimizerStep(self, self._store, self._pool, self._residency, offload_gradients=offload_gradients)
             self.state = self._step.states  # type: ignore[assignment]
             self._loading = self.register_load_state_dict_pre_hook(opaque)
             self._step.add(first)
@@ -179,8 +163,7 @@ class OffloadedOptimizer(Optimizer):
         """Step every parameter that has a gradient. Blocks until the states are written.
 
         After an exception the step may be unfinished; the exception says so. The next call finishes it: it steps the sub-groups
-        that are left, and does not call ``closure`` again. It needs their gradients: if backward itself was interrupted with
-        ``step_in_backward``, parameters without a gradient are not stepped.
+        that are left, and does not call ``closure`` again.
 
         If parameters are DTensors, all ranks that share them have to call this, also to finish a step. If one rank fails, all
         raise.
@@ -195,7 +178,7 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: If another rank has failed. Also after :meth:`close`, or in a forked child.
-            OSError: From the drive. With ``step_in_backward`` also an error of the preceding backward.
+            OSError: From the drive. With ``offload_gradients`` also an error of the preceding backward.
         """
         returned = self._step.step(closure)
         if self._sub_groups and self.report().sub_groups == 0 and not self._warned:
@@ -228,26 +211,6 @@ class OffloadedOptimizer(Optimizer):
         """
         return self._residency.estimate_writes(self._sub_groups)
 
-    def measure_limits(self, nbytes: ByteCount = 256 << 20) -> tuple[float, float]:
-        """Measure how fast the drive reads and writes in this optimizer's directories.
-
-        Takes some tenths of a second. The result is kept, and :meth:`report` compares later steps with it.
-
-        Args:
-            nbytes: Bytes to read and to write, or a size such as "1GB"; rounded up to whole rounds of three transfers.
-
-        Returns:
-            Bytes per second read, and bytes per second written.
-
-        Raises:
-            TypeError, ValueError: If ``nbytes`` is not a number of bytes, or less than 1.
-            OSError: From the drive.
-        """
-        wanted = byte_count(nbytes, "nbytes", least=1)
-        self._step.guard.check_open()
-        largest = max(each.numel for each in self._sub_groups)
-        return self._step.io.measure_limits(self._pool, 4 * largest, wanted)
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all parameters like ``torch.nn.utils.clip_grad_norm_``, also those on the drive.
 
@@ -257,11 +220,9 @@ class OffloadedOptimizer(Optimizer):
             The total norm of the gradients before clipping.
 
         Raises:
-            RuntimeError: With ``step_in_backward``, which uses gradients before their norm is known. Also after :meth:`close`.
+            RuntimeError: If a step is unfinished, or after :meth:`close`.
             OSError: From the drive, with ``offload_gradients``.
         """
-        if self._step_in_backward:
-            raise RuntimeError("step_in_backward uses gradients before their norm is known: to clip, set it to False")
         self._step.check_idle()
         params = list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
         if self._offload_gradients:
@@ -269,18 +230,14 @@ class OffloadedOptimizer(Optimizer):
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, those on the drive too.
-
-        Raises RuntimeError if backward has stepped parameters since the last step, or a step is unfinished.
-        """
+        """Clear all gradients, those on the drive too. Raises RuntimeError if a step is unfinished."""
         self._step.zero_grad()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as with any torch optimizer.
 
-        Raises what the constructor raises, and RuntimeError if backward has stepped parameters since the last step or a step is
-        unfinished. Nothing is added then.
+        Raises what the constructor raises, and RuntimeError if a step is unfinished. Nothing is added then.
         """
         if not hasattr(self, "_step"):  # called by torch's constructor
             super().add_param_group(param_group)
@@ -310,7 +267,7 @@ class OffloadedOptimizer(Optimizer):
         all states are read here first, which raises OSError instead.
 
         Raises:
-            RuntimeError: If backward has stepped parameters since the last step, or a step is unfinished.
+            RuntimeError: If a step is unfinished.
             OSError: From the drive; with ``checksum`` if states are damaged.
         """
         self._step.check_idle()
@@ -326,9 +283,10 @@ class OffloadedOptimizer(Optimizer):
 
         ``GradScaler.step`` reads this attribute first, so it is where an unsupported combination is reported.
         """
-        if self._offload_gradients or self._step_in_backward:
-            option = "step_in_backward" if self._step_in_backward else "offload_gradients"
-            raise RuntimeError(f"a GradScaler needs the gradients after backward, and {option} takes them away: set it to False")
+        if self._offload_gradients:
+            raise RuntimeError(
+                "a GradScaler needs the gradients after backward, and offload_gradients takes them away: set it to False"
+            )
         return False
 
     def close(self) -> None:
@@ -392,10 +350,9 @@ class OffloadedOptimizer(Optimizer):
         An unfinished step ends with the call. A RuntimeWarning then says how many parameters still have values from that step:
         load the model too, before or after.
 
-        Raises RuntimeError if backward has stepped parameters since the last step, OSError from the drive, and what torch raises
-        for a state_dict that does not fit.
+        Raises OSError from the drive, and what torch raises for a state_dict that does not fit.
         """
-        self._step.check_before_loading()
+        self._step.guard.check_open()
         self._loading.remove()
         self._loading = self.register_load_state_dict_pre_hook(opaque)  # registered again to run after the user's hooks
         super().load_state_dict(state_dict)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from deepnvme.cache.block import Block
-from deepnvme.memory.pool import BufferPool
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.telemetry.stopwatch import Stopwatch
-from deepnvme.transfer.gather import Transfers
 
 from .report import DriveReport
 
@@ -107,15 +105,13 @@ class CountedIO:
 
     Args:
         store: Where blocks are.
-        verbose: Whether to print each report as a line to stdout.
     """
 
-    def __init__(self, store: TensorStore, verbose: bool = False) -> None:
-        self.store, self._verbose = store, verbose
+    def __init__(self, store: TensorStore) -> None:
+        self.store = store
         self.times = StepTimes()
         self.bytes_written_in_all = 0
         """Bytes of all writes started so far, for any purpose."""
-        self._limits: tuple[float, float] | None = None
         self._last: DriveReport | None = None
         self._ended: float | None = None  # time.perf_counter() at the end of the last step
 
@@ -162,52 +158,6 @@ class CountedIO:
         times, self.times = self.times, StepTimes()
         return times
 
-    def measure_limits(self, pool: BufferPool, chunk: int, nbytes: int) -> tuple[float, float]:
-        """Measure the drive's speed with three transfers in flight, and keep the result for later reports.
-
-        Blocks. The bytes count for ``bytes_written_in_all`` but not for a step.
-
-        Args:
-            pool: Where the memory for the transfers is leased.
-            chunk: Bytes of each transfer, at least 1 MiB.
-            nbytes: Bytes to read and to write, rounded up to a multiple of three chunks.
-
-        Returns:
-            Bytes per second read, and bytes per second written.
-
-        Raises:
-            ValueError: If ``nbytes`` is less than 1.
-            OSError: From the drive.
-        """
-        if nbytes < 1:
-            raise ValueError(f"nbytes must be positive, got {nbytes}")
-        names = [f"limits.{number}" for number in range(3)]
-        with pool.lease(max(chunk, 1 << 20) * len(names)) as lease:
-            parts = lease.buffer.chunk(len(names))
-            rounds = -(-nbytes // lease.nbytes)
-
-            def seconds(move: Callable[[str, torch.Tensor], StoreFuture[Any]]) -> float:
-                """Transfer all parts at once with ``move``, and return the seconds taken. Blocks. Raises the first OSError."""
-                begun = time.perf_counter()
-                transfers = Transfers()
-                try:
-                    transfers.add(map(move, names, parts))
-                    transfers.result()
-                finally:  # also of those before one that could not begin: the memory is lent to others next
-                    transfers.exception()
-                return time.perf_counter() - begun
-
-            with self.aside():
-                try:
-                    seconds(self.put)  # not measured: it allocates the files' blocks
-                    writing, reading = zip(*((seconds(self.put), seconds(self.get)) for _ in range(rounds)), strict=True)
-                finally:
-                    for name in names:
-                        if name in self.store:
-                            self.store.delete(name).result()
-        self._limits = rounds * lease.nbytes / sum(reading), rounds * lease.nbytes / sum(writing)
-        return self._limits
-
     def end_step(self, step: int) -> dict[str, Any]:
         """End a step. All transfers counted since the last step, or the last :meth:`finish`, are attributed to it.
 
@@ -232,20 +182,11 @@ class CountedIO:
             "bytes_written": times.writes.nbytes,
         }
 
-    def share_of_limit(self, bytes_read: int, bytes_written: int, seconds: float) -> float | None:
-        """Return the time that the drive needs for these bytes over ``seconds``; None before :meth:`measure_limits`."""
-        if self._limits is None:
-            return None
-        return (bytes_read / self._limits[0] + bytes_written / self._limits[1]) / seconds
-
     def keep_report(self, report: DriveReport) -> None:
-        """Have :attr:`last` be this report. Logs it with level DEBUG, and prints it if ``verbose``."""
+        """Have :attr:`last` be this report. Logs it with level DEBUG."""
         self._last = report
         if _logger.isEnabledFor(logging.DEBUG):
             _logger.debug("%s", report.line())
-        if self._verbose:
-            with contextlib.suppress(OSError, ValueError):  # the step is made, whatever has become of stdout
-                print(report.line(), flush=True)
 
     @property
     def last(self) -> Any:

@@ -101,7 +101,6 @@ class SubGroupGradients:
 
     def __init__(self, io: CountedIO, pool: BufferPool) -> None:
         self._io = io
-        self._arrived: dict[SubGroup, set[int]] = {}
         self._collected: dict[SubGroup, _Collected] = {}
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
         """2-norms of the whole gradients of parameters that are cut into pieces. A second backward drops a parameter's norm."""
@@ -201,37 +200,6 @@ class SubGroupGradients:
     def any_collected(self) -> bool:
         """Whether any sub-group has offloaded gradients, or memory for them."""
         return any(kept.present or kept.block.users for kept in self._collected.values())
-
-    def record_arrived(self, pieces: Sequence[tuple[SubGroup, int]]) -> list[SubGroup]:
-        """Record that a parameter's gradient has arrived, with ``step_in_backward``.
-
-        Args:
-            pieces: The parameter's pieces, as (sub-group, index in the sub-group's ``pieces``).
-
-        Returns:
-            The sub-groups that this gradient completes: all of their parameters that require a gradient now have one.
-
-        Raises:
-            RuntimeError: If this parameter's gradient arrived before in the same step, in an earlier backward.
-        """
-        complete = []
-        for sub_group, index in pieces:
-            arrived = self._arrived.setdefault(sub_group, set())
-            if index in arrived:
-                raise RuntimeError("step_in_backward takes one backward for each step(): this is a second one")
-            arrived.add(index)
-            if sub_group.has_all_gradients(arrived):
-                complete.append(sub_group)
-        return complete
-
-    @property
-    def any_arrived(self) -> bool:
-        """Whether :meth:`record_arrived` was called since the last step."""
-        return bool(self._arrived)
-
-    def clear_arrived(self) -> None:
-        """Forget which gradients have arrived, since a new step begins."""
-        self._arrived.clear()
 
     # -- for a step
 

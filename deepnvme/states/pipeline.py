@@ -206,15 +206,6 @@ class SubGroupPipeline:
             with self._io.aside():
                 self._cache.flush([block])
 
-    def evict(self, sub_group: SubGroup) -> None:
-        """Make a sub-group non-resident. Its block is written when a step next needs the memory."""
-        sub_group.set_residency(False)
-        block = self._blocks.get(sub_group)
-        if block is not None:
-            if block.state is State.DIRTY:
-                self._place(sub_group, block)
-            self._cache.keep({block: False})
-
     def store(self, sub_group: SubGroup, tensors: BlockTensors) -> None:
         """Write ``tensors`` as the sub-group's next version, beside the current one, and wait for the write. Raises OSError."""
         layout = sub_group.lay_out(tensors)

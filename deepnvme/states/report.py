@@ -18,7 +18,7 @@ class DriveReport(ReportFigures):
     seconds: float
     """Time of the whole step, until ``step()`` returns. All other times but :attr:`period` lie within it.
 
-    A step of :class:`OffloadedOptimizer` begins with the call of ``step()``, the closure included. With ``step_in_backward`` or
+    A step of :class:`OffloadedOptimizer` begins with the call of ``step()``, the closure included. With
     ``offload_gradients`` it begins with the first gradient of a backward. A step of :class:`OffloadedTraining` begins with the
     first forward, and includes what is done between micro-batches."""
     reading: float
@@ -31,9 +31,7 @@ class DriveReport(ReportFigures):
     bytes_read: int
     """Bytes read of states and of gradients on the drive, and with a training of parameters."""
     bytes_written: int
-    """Bytes written of them.
-
-    ``bytes_read`` and ``bytes_written`` do not include checkpoints and ``measure_limits``."""
+    """Bytes written of them. Neither includes checkpoints."""
     period: float
     """Time from the end of the step before to the end of this one, whatever was done in it; of the first step, ``seconds``."""
 
@@ -51,11 +49,6 @@ class StepReport(DriveReport):
 
     computing: float
     """Time in the optimizer's kernels, and for copying gradients and weights for those kernels."""
-    share_of_limit: float | None
-    """Share of ``seconds`` that the drive would need for the step's bytes at its measured speeds, first reading and then writing.
-
-    None if the speeds were not measured: see :meth:`OffloadedOptimizer.measure_limits`.
-    """
     bytes_written_in_all: int
     """Bytes written since the optimizer was created, for any purpose: they wear the drive."""
     resident_bytes: int
@@ -80,10 +73,9 @@ class StepReport(DriveReport):
 
     def line(self) -> str:
         """Return the report as one line of text."""
-        share = "" if self.share_of_limit is None else f", {self.share_of_limit:.0%} of the drive's limit"
         return (
             f"step {self.step}: {self.seconds:.3f} s, computing {self.computing:.3f}, waiting {self.waiting:.3f};"
             f" read {decimal_size(self.bytes_read)} at {self.read_gb_per_second:.2f} GB/s,"
-            f" wrote {decimal_size(self.bytes_written)} at {self.write_gb_per_second:.2f} GB/s{share};"
+            f" wrote {decimal_size(self.bytes_written)} at {self.write_gb_per_second:.2f} GB/s;"
             f" {decimal_size(self.bytes_written_in_all)} written in all, {self.terabytes_per_day:.2f} TB a day"
         )

@@ -35,23 +35,13 @@ class ResidencyPolicy:
     def choose(self, sub_groups: Sequence[SubGroup]) -> None:
         """Decide which sub-groups are resident: in their order, those that fit into the budget. Skips those without a block yet.
 
-        A decision holds until :meth:`beyond_budget` returns the sub-group, or other states are loaded.
+        A decision holds until other states are loaded.
         """
         in_memory = sum(self._memory(each) for each in sub_groups if each.in_memory)
         for each in sub_groups:
             if each.in_memory is None and each.layout is not None:
                 each.set_residency(in_memory + self._memory(each) <= self.dram_budget)
                 in_memory += self._memory(each) if each.in_memory else 0
-
-    def beyond_budget(self, sub_groups: Sequence[SubGroup]) -> list[SubGroup]:
-        """Return the resident sub-groups that must leave memory because states have grown: the last ones in order."""
-        leaving = []
-        staying = [each for each in sub_groups if each.in_memory]
-        too_much = sum(map(self._memory, staying)) - self.dram_budget
-        while too_much > 0:
-            leaving.append(staying.pop())
-            too_much -= self._memory(leaving[-1])
-        return leaving
 
     def check_memory(self, sub_groups: Sequence[SubGroup], pool: BufferPool, leased_by_others: int) -> None:
         """Raise OutOfBuffers if the pool's budget is too small for the blocks and gradients of these sub-groups.
@@ -115,7 +105,8 @@ class ResidencyPolicy:
 
     def _memory(self, sub_group: SubGroup) -> int:
         """Return the bytes of memory that a sub-group takes if it is resident."""
-        return self.planner.block_bytes(sub_group) + (_parameter_bytes(sub_group) if self._offload_gradients else 0)
+        states = max(self.planner.block_bytes(sub_group), self.planner.estimate(sub_group))  # some get states in a later step
+        return states + (_parameter_bytes(sub_group) if self._offload_gradients else 0)
 
 
 def _parameter_bytes(sub_group: SubGroup) -> int:

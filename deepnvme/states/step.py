@@ -2,7 +2,7 @@
 
 The phases, and the methods that lead from one to another:
 
-    IDLE        -- step(), or backward with step_in_backward -->  STEPPING
+    IDLE        -- step()                                    -->  STEPPING
     STEPPING    -- _commit()                                 -->  IDLE
     STEPPING    -- _fail(), if nothing was stepped           -->  IDLE
     STEPPING    -- _fail()                                   -->  UNFINISHED
@@ -56,7 +56,7 @@ class OptimizerPhase(enum.Enum):
     IDLE = "idle"
     """All parameters and states are those of the last step."""
     STEPPING = "stepping"
-    """A step is under way: :meth:`OptimizerStep.step` runs, or backward has stepped sub-groups."""
+    """A step is under way: :meth:`OptimizerStep.step` runs."""
     UNFINISHED = "unfinished"
     """A step has failed after sub-groups were stepped, on this rank or perhaps on another. The next step() finishes it."""
 
@@ -72,8 +72,6 @@ class OptimizerStep:
         pool: The buffer pool that memory is leased from.
         residency: Decides which sub-groups stay in memory.
         offload_gradients: Whether gradients go to the drive during backward.
-        in_backward: Whether sub-groups are stepped during backward.
-        verbose: Whether to print a line after each step.
     """
 
     def __init__(
@@ -84,11 +82,9 @@ class OptimizerStep:
         residency: ResidencyPolicy,
         *,
         offload_gradients: bool,
-        in_backward: bool,
-        verbose: bool,
     ) -> None:
         self._optimizer, self._store, self._residency = optimizer, store, residency
-        self._offload_gradients, self._in_backward = offload_gradients, in_backward
+        self._offload_gradients = offload_gradients
         self.phase = OptimizerPhase.IDLE
         self.steps = 0
         self._stepped: dict[SubGroup, None] = {}
@@ -99,12 +95,10 @@ class OptimizerStep:
         """Return value of the closure in the current step."""
         self._backward_error: OSError | None = None
         """The first OSError of the current backward, which continues despite it. :meth:`step` or :meth:`clip` raises it later."""
-        self._order_in_backward: list[SubGroup] = []
-        """Sub-groups that backward stepped in the previous step, in that order."""
         self.sub_groups: list[SubGroup] = []
         self._pieces: dict[torch.Tensor, list[tuple[SubGroup, int]]] = {}
         self.guard = UsabilityGuard("optimizer")
-        self.io = CountedIO(store, verbose)
+        self.io = CountedIO(store)
         self._gradients = SubGroupGradients(self.io, pool)
         self._versions = BlockVersions(store)
         self._pipeline = SubGroupPipeline(self.io, self._versions, self._gradients, residency.planner, pool)
@@ -126,7 +120,7 @@ class OptimizerStep:
         with defer_interrupts():  # hooks are registered with torch, too: Ctrl-C must not separate the two
             self._pieces.update(pieces)
             self._ranks = ranks
-            if self._in_backward or self._offload_gradients:
+            if self._offload_gradients:
                 self._hooks.add(pieces)
             self.sub_groups += sub_groups
 
@@ -179,8 +173,7 @@ class OptimizerStep:
 
     def _step_all(self, closure: Callable[[], Any] | None) -> None:
         """Run the optimizer on all sub-groups that this step has not updated yet, and wait until their states are written."""
-        # A second Ctrl-C may have come before _fail() was called. With step_in_backward, backward has begun the step.
-        goes_on = self.phase is OptimizerPhase.UNFINISHED or (self.phase is OptimizerPhase.STEPPING and not self._in_backward)
+        goes_on = self.phase is not OptimizerPhase.IDLE  # a second Ctrl-C may have come before _fail() was called
         if goes_on:
             self._check_gradients_are_there()
             self._pipeline.write_again()
@@ -195,8 +188,6 @@ class OptimizerStep:
         self._raise_backward_error()
         self._offload_the_rest()
         self._gradients.prepare(self._left())
-        for sub_group in self._residency.beyond_budget(self.sub_groups):
-            self._pipeline.evict(sub_group)
         if goes_on or not self._stepped:
             self._mark_changes()
         self.phase = OptimizerPhase.STEPPING
@@ -234,14 +225,10 @@ class OptimizerStep:
         self.steps += 1
         for sub_group in self._stepped:
             sub_group.pull(self._optimizer.param_groups)
-        if self._in_backward:
-            self._order_in_backward = list(self._stepped)
-            self._free_gradients()
         self._residency.choose(self.sub_groups)
         self._pipeline.commit(self.sub_groups)
         stepped = len(self._stepped)
         self._end()
-        self._gradients.clear_arrived()
         self._gradients.clear()
         times, fields = self.io.times, self.io.end_step(self.steps)
         self.io.keep_report(
@@ -249,7 +236,6 @@ class OptimizerStep:
                 **fields,
                 computing=times.computing.seconds,
                 waiting=times.waiting.seconds,
-                share_of_limit=self.io.share_of_limit(fields["bytes_read"], fields["bytes_written"], fields["seconds"]),
                 bytes_written_in_all=self.io.bytes_written_in_all,
                 resident_bytes=self._pipeline.resident_bytes,
                 sub_groups=stepped,
@@ -294,18 +280,10 @@ class OptimizerStep:
     # -- calls that are refused during a step
 
     def check_idle(self) -> None:
-        """Raise RuntimeError if backward has begun a step, a step is unfinished, after :meth:`close`, or in a forked child."""
+        """Raise RuntimeError if a step is unfinished, after :meth:`close`, or in a forked child."""
         self.guard.check_open()
-        if self.phase is OptimizerPhase.UNFINISHED:
+        if self.phase is not OptimizerPhase.IDLE:
             raise RuntimeError(self._unfinished())
-        if self.phase is OptimizerPhase.STEPPING:
-            raise RuntimeError("backward has stepped some of the parameters: call step() first, which ends the step")
-
-    def check_before_loading(self) -> None:
-        """Raise RuntimeError like :meth:`check_idle`, except for an unfinished step: loading ends that."""
-        if self.phase is not OptimizerPhase.UNFINISHED:
-            self.check_idle()
-        self.guard.check_open()
 
     def _unfinished(self) -> str:
         """Return the message of the RuntimeError for calls that an unfinished step refuses."""
@@ -363,11 +341,10 @@ class OptimizerStep:
         return total
 
     def zero_grad(self) -> None:
-        """Drop the gradients on the drive. Raises RuntimeError if backward has begun a step or a step is unfinished."""
+        """Drop the gradients on the drive. Raises RuntimeError if a step is unfinished."""
         self.check_idle()
         with self.guard.in_use():
             self._backward_error = None
-            self._gradients.clear_arrived()
             collected = self._gradients.any_collected
             self._gradients.clear()  # also if an interrupted call has left nothing but memory
             if collected:
@@ -381,7 +358,7 @@ class OptimizerStep:
         Args:
             state: What torch's ``load_state_dict`` passes to ``__setstate__``: "state" by parameter, and "param_groups".
         """
-        self.check_before_loading()
+        self.guard.check_open()
         stepped: set[torch.Tensor] = set()
         with self.guard.in_use(), loaded(state, self.sub_groups, self._pipeline, self.io):
             for sub_group in self._stepped:
@@ -393,9 +370,6 @@ class OptimizerStep:
             self._optimizer.param_groups = state["param_groups"]
             self._end()
             self.io.finish()
-            self._gradients.clear_arrived()
-            if stepped and self._in_backward:
-                self._free_gradients()  # of the step that has ended
         if stepped:
             warnings.warn(
                 f"{len(stepped)} parameters are as the unfinished step {self.steps + 1} left them: load the model too",
@@ -420,40 +394,18 @@ class OptimizerStep:
 
     @torch.no_grad()
     def _gradient_arrived(self, param: torch.Tensor) -> None:
-        """Offload a parameter's gradient, or step the sub-groups that it completes. A hook that backward calls per parameter.
+        """Offload a parameter's gradient. A hook that backward calls per parameter.
 
-        After an OSError, gradients not yet offloaded or stepped stay in ``param.grad``; step() then uses them.
+        After an OSError, gradients not yet offloaded stay in ``param.grad``; step() then uses them.
         """
         self.guard.check_open()
         with self.guard.in_use():
             self.io.times.begin()
             self.io.record_ended()
             try:
-                if self._offload_gradients:
-                    self._gradients.take_in(param, self._pieces[param])
-                else:
-                    self._step_complete(param)
+                self._gradients.take_in(param, self._pieces[param])
             except OSError as error:
-                self._pipeline.end_uses()
                 self._backward_error = self._backward_error or error.with_traceback(None)
-            except BaseException as error:
-                with defer_interrupts():
-                    self._fail(error)
-                raise
-
-    def _step_complete(self, param: torch.Tensor) -> None:
-        """Step the sub-groups whose last missing gradient is this parameter's, and free their gradients."""
-        if not self._gradients.any_arrived:
-            self._mark_changes()
-            self._pipeline.expect(self._order_in_backward)
-        complete = self._gradients.record_arrived(self._pieces[param])
-        if self._backward_error is not None:
-            return
-        for sub_group in complete:
-            self._step_one(sub_group)
-            for piece in sub_group.pieces:
-                if all(each in self._stepped for each, _ in self._pieces[piece.param]):
-                    piece.param.grad = None
 
     def _raise_backward_error(self) -> None:
         error, self._backward_error = self._backward_error, None
@@ -477,7 +429,3 @@ class OptimizerStep:
         """Record the current version of each parameter, so that :meth:`_mark_changes` finds changes made by other code."""
         for sub_group in self.sub_groups:
             sub_group.remember_params()
-
-    def _free_gradients(self) -> None:
-        for param in self._pieces:
-            param.grad = None

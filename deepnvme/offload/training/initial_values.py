@@ -79,7 +79,6 @@ class InitialValues:
         self._valued: set[torch.Tensor] = set()  # of what they give values to, what they have
         self._cache: BlockCache
         self._blocks: Mapping[nn.Module, ParameterBlock] = {}
-        self._modules_of: dict[ParameterBlock, list[nn.Module]] = {}
         self._visited: set[nn.Module] = set()
         self._begun: list[ParameterBlock] = []  # in memory, and without all values yet
         self._init_weights = _init_weights_by_module(model)
@@ -184,10 +183,10 @@ class InitialValues:
 
         In memory at a time are ``rest``, one block, the blocks around it, and one weight of a checkpoint with other dtypes.
         Modules are reset in the order in which they were made, provided that every module makes its submodules before its own
-        parameters. A tile that is tied to another one is reset right after it.
+        parameters.
 
         Args:
-            blocks: The block of each module. Tiles that are tied have the same.
+            blocks: The block of each module.
             rest: The block of all other parameters.
             cache: The block cache.
 
@@ -199,8 +198,6 @@ class InitialValues:
             OSError: From the drives.
         """
         self._cache, self._blocks = cache, blocks
-        for module, block in blocks.items():
-            self._modules_of.setdefault(block, []).append(module)
         try:
             distributed = sorted(name for name in self._names.values() if self._is_sharded(name))
             self._ranks.check_alike(distributed, "the names of the checkpoint's DTensors")
@@ -229,10 +226,6 @@ class InitialValues:
                 self._visit(child)
         self._reset_module(module)
         if block is not None:
-            for tied in self._modules_of[block]:
-                if tied not in self._visited:
-                    self._visited.add(tied)
-                    self._reset_module(tied)
             self._end(block)
 
     def _begin(self, block: ParameterBlock) -> None:

@@ -39,7 +39,6 @@ from deepnvme.telemetry.drive_wear import WriteEstimate
 from .blocks.blocks_on_drive import BlocksOnDrive
 from .blocks.parameter_block import ParameterBlock
 from .blocks.parameter_uses import ParameterUses
-from .blocks.tied_gradients import TiedGradients
 from .blocks.trained_block import TrainedBlock
 from .model_partition import ModelPartition
 from .ranks import TrainingRanks
@@ -65,7 +64,7 @@ class TrainedModel:
 
     Args:
         model: The model.
-        partition: Which modules have parameters that come and go. The block of several tiles that are tied is the same.
+        partition: Which modules have parameters that come and go.
         blocks: All blocks. The last one has the parameters outside of these modules, and stays in memory.
         drive: Has blocks in memory.
         ranks: The processes that make each step together.
@@ -101,7 +100,7 @@ class TrainedModel:
         self._waits = (0.0, 0.0, 0.0)  # as _waited() has returned them when the step began
         self._block_of: dict[torch.Tensor, TrainedBlock] = {param: block for block in blocks for param in block.trained}
         self._by_parameters = {block.parameters: block for block in blocks}
-        self.blocks_of_modules = partition.by_module([block.parameters for block in blocks])
+        self.blocks_of_modules = dict(zip(partition.modules, self._by_parameters, strict=False))
         """The block of each module whose parameters come and go."""
         self.uses = ParameterUses(
             self.blocks_of_modules,
@@ -111,12 +110,6 @@ class TrainedModel:
             self._backward_begins,
             self._backward_ends,
             self.finish_undo,
-        )
-        self._tied = TiedGradients(
-            {module: block for module, block in self.blocks_of_modules.items() if module in partition.tiles},
-            drive,
-            self.uses.end_with_next,
-            self._gradient_arrived,
         )
         self._hooks = GradientHooks(self._gradient_arrived)
         self._hooks.add(self._block_of)
@@ -129,7 +122,6 @@ class TrainedModel:
     def remove_hooks(self) -> None:
         """Remove the hooks from the model."""
         self.uses.remove()
-        self._tied.remove()
         self._hooks.remove()
 
     # -- micro-batches
@@ -166,7 +158,6 @@ class TrainedModel:
         self.uses.recording = True
         try:
             yield
-            self._tied.end_backward()
         finally:
             self.uses.recording = False
         self.uses.end_backward()
@@ -204,9 +195,9 @@ class TrainedModel:
     def _backward_begins(self, parameters: ParameterBlock) -> None:
         """Read the gradients that earlier micro-batches have stored of a block, whose backward begins: autograd adds to them.
 
-        Gradients of tied parameters, and those that are averaged over the ranks first, are added when they are stored again.
+        Gradients that are averaged over the ranks first are added when they are stored again.
         """
-        if parameters not in self._tied and (parameters.ranks is not None or not self.ranks.several):
+        if parameters.ranks is not None or not self.ranks.several:
             self._by_parameters[parameters].gradients.load()
 
     @torch.no_grad()
@@ -217,7 +208,7 @@ class TrainedModel:
     def _step_or_store(self, block: TrainedBlock) -> None:
         """Step a block if all micro-batches of the step have run, or store its gradients. Averages them over the ranks."""
         to_average = self.ranks.several and bool(block.trained) and not block.averaged  # also if only others have gradients
-        if block.stepped or not (block.arrived or to_average) or self._tied.is_waiting_for(block.parameters):
+        if block.stepped or not (block.arrived or to_average):
             return
         if self.ranks.several:
             block.average_gradients(self.ranks)
@@ -398,7 +389,6 @@ class TrainedModel:
         if self._put_buffers_back is not None:
             self._put_buffers_back()
         self._end_step()
-        self._tied.reset()
         self.uses.reset()
         for block in self.blocks:
             block.drop_own_gradients()

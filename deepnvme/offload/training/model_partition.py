@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import glob
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from deepnvme.model.structure import ModelBlock, Structure, structure_of, weights_by_name
+from deepnvme.model.structure import Structure, structure_of, weights_by_name
 from deepnvme.offload.activations.saved_tensor import is_distributed
 from deepnvme.offload.tiles.layers import tile_names
-
-T = TypeVar("T")
 
 
 class ModelPartition(NamedTuple):
     """Division of a model's parameters into blocks, and a rest that stays in memory."""
 
     modules: list[nn.Module]
-    """The module of each block; of tied tiles, which are one block, the first tile. A module may be inside of another."""
+    """The module of each block. A module may be inside of another."""
     params: list[list[nn.Parameter]]
     """The parameters of each block: those of its module that belong to no block inside of it. No list is empty."""
     rest: list[nn.Parameter]
     """Parameters that stay in memory, because they are in no block, or several blocks use them."""
-    tied: dict[nn.Module, nn.Module]
-    """For each further tile of a block of tied tiles, the first tile, which is in :attr:`modules`."""
     tiles: set[nn.Module]
-    """The modules in :attr:`modules` and :attr:`tied` that are tiles of a :class:`TiledLayer`."""
-
-    def by_module(self, blocks: Sequence[T]) -> dict[nn.Module, T]:
-        """Map each block's module, and tiles tied to it, to the block's value. ``blocks`` has one value for each block."""
-        found = dict(zip(self.modules, blocks, strict=False))
-        return {**found, **{module: found[first] for module, first in self.tied.items()}}
+    """The modules in :attr:`modules` that are tiles of a :class:`TiledLayer`."""
 
     def with_single_elements_in_memory(self) -> ModelPartition:
         """Return a partition in which parameters of one element stay in memory.
@@ -82,20 +73,17 @@ def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None =
     structure = _structure_with_tiles(model, None if blocks is None else list(blocks))
     weights = weights_by_name(model)
     tiles = {model.get_submodule(name): name for name in tile_names(model)}
-    groups = _tied_groups(structure, set(tiles.values()))
-    needed = [{name for block in group for name in block.weights} for group in groups]
-    users = Counter([*structure.rest, *(name for names in needed for name in names)])
+    users = Counter([*structure.rest, *(name for block in structure.blocks for name in set(block.weights))])
     alone = {name for name, number in users.items() if number == 1} - set(structure.rest)
-    found = ModelPartition([], [], [], {}, set())
-    for group in groups:
-        names = dict.fromkeys(name for block in group for name in block.weights if name in alone)
+    found = ModelPartition([], [], [], set())
+    for block in structure.blocks:
+        names = dict.fromkeys(name for name in block.weights if name in alone)
         own = [weight for name in names if isinstance(weight := weights[name], nn.Parameter)]
         if own:
-            first, *others = (model.get_submodule(block.name) for block in group)
-            found.modules.append(first)
+            module = model.get_submodule(block.name)
+            found.modules.append(module)
             found.params.append(own)
-            found.tied.update(dict.fromkeys(others, first))
-            found.tiles.update(each for each in (first, *others) if each in tiles)
+            found.tiles.update({module} & tiles.keys())
     in_blocks = {param for params in found.params for param in params}
     found.rest.extend(param for param in model.parameters() if param not in in_blocks)
     return found
@@ -115,18 +103,3 @@ def _structure_with_tiles(model: nn.Module, blocks: list[nn.Module | str] | None
             raise ValueError(f"blocks: a {type(module).__name__} is no module of the model")
     with_parameters = [module for module in modules if next(module.parameters(), None) is not None]
     return structure_of(model, [glob.escape(inside[module]) for module in with_parameters], find=False)
-
-
-def _tied_groups(structure: Structure, tiles: set[str]) -> list[list[ModelBlock]]:
-    """Return the blocks in groups: each block by itself, and tiles that share a weight together, since they are one block."""
-    groups: list[list[ModelBlock]] = []
-    group_of: dict[str, list[ModelBlock]] = {}
-    for block in structure.blocks:
-        tied = [group_of[name] for name in block.weights if name in group_of] if block.name in tiles else []
-        group = tied[0] if tied else []
-        group.append(block)
-        if block.name in tiles:
-            group_of.update((name, group) for name in block.weights if name not in structure.rest)
-        if not tied:
-            groups.append(group)
-    return groups

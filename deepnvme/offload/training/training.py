@@ -42,7 +42,6 @@ from .absent_values import AbsentValues
 from .blocks.blocks_on_drive import BlocksOnDrive
 from .blocks.limits import limit_of_blocks
 from .blocks.parameter_block import ParameterBlock
-from .blocks.tied_gradients import tied_parameters
 from .blocks.trained_block import TrainedBlock
 from .initial_values import Checkpoint, InitialValues
 from .micro_batches import MicroBatch, SideBySide, draw_seeds, micro_batches_of, restoring_random_state
@@ -211,8 +210,7 @@ class OffloadedTraining:
             sub_groups = _sub_groups(parameter_blocks, self.optimizer.param_groups, self._planner)
             stay = parameters == "memory"
             budget = memory_budget - _values_bytes(parameter_blocks) - activation_bytes
-            tied = tied_parameters(partition.tiles)
-            limit = limit_of_blocks(sub_groups, parameter_blocks, self._planner, budget, stay, self._ranks.several, tied)
+            limit = limit_of_blocks(sub_groups, parameter_blocks, self._planner, budget, stay, self._ranks.several)
             given = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else nvme_path
             paths = [Path(os.path.abspath(os.fsdecode(each))) for each in given]
             self._drive = BlocksOnDrive(paths, config, self._owner, limit)

@@ -149,46 +149,18 @@ def test_an_untiled_model_in_memory_has_the_same_results(drive: Path) -> None:
             assert torch.equal(loss, expected) if step == 0 else torch.isclose(loss, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_tied_tiles_may_be_used_in_part(drive: Path, micro_batches: int) -> None:
-    """The embedding alone, the head alone, or the head before the embedding."""
-
-    class Parts(Model):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            if self.part == "embedding":
-                return self.embedding(ids).square().mean()
-            if self.part == "head":
-                return self.head(torch.ones(2, WIDTH)).square().mean() + ids.sum() * 0.0
-            logits = self.head(torch.ones(len(ids), WIDTH))
-            return (logits.softmax(-1) @ torch.ones(WORDS, 9) * self.embedding(ids).mean(-1)).mean()
-
-    torch.manual_seed(3)
-    model = Parts(tied=True)
-    model.layers = None
-    tile_large_layers(model, TILE)
-    model.part = "both"
-    reference = InMemory(model, micro_batches=micro_batches)
-    with training_of(model, drive, micro_batches=micro_batches) as training:
-        for step, part in enumerate(["both", "embedding", "head", "both"]):
-            model.part = reference.model.part = part
-            train_both(training, reference, [batch(step)])
-
-
 # Memory
 
 
 @shares_are_counted
 @pytest.mark.parametrize(("activations", "checkpointed"), [("memory", False), ("memory", True), ("recompute", False)])
-@pytest.mark.parametrize("tied", [False, True])
-def test_tiles_and_their_gradients_are_in_memory_one_after_the_other(
-    drive: Path, tied: bool, activations: str, checkpointed: bool
-) -> None:
+def test_tiles_and_their_gradients_are_in_memory_one_after_the_other(drive: Path, activations: str, checkpointed: bool) -> None:
     """The head with its gradient and states takes several times the budget, a tile of it with these a half."""
     gc.collect()
     before = pinned_bytes()
     tile = 2 * TILE
     budget = 10 * tile if activations == "memory" else 14 * tile  # with a quarter for activations
-    model = Large(tied, checkpointed)
+    model = Large(checkpointed=checkpointed)
     assert tile_large_layers(model, tile)
     assert 4 * sum(param.nbytes for param in model.head.parameters()) > (4 if activations == "memory" else 2.5) * budget
     pinned, gradients = [], []
@@ -214,11 +186,9 @@ def test_tiles_and_their_gradients_are_in_memory_one_after_the_other(
 
 
 class Large(Model):
-    def __init__(self, tied: bool, checkpointed: bool) -> None:
-        super().__init__(tied, checkpointed)
-        self.embedding, self.head = nn.Embedding(5 * WORDS, WIDTH), nn.Linear(WIDTH, 5 * WORDS, bias=tied)
-        if tied:
-            self.head.weight = self.embedding.weight
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__(checkpointed=checkpointed)
+        self.embedding, self.head = nn.Embedding(5 * WORDS, WIDTH), nn.Linear(WIDTH, 5 * WORDS, bias=False)
         for layer in self.layers:
             layer.wide, layer.narrow = nn.Linear(WIDTH, 5 * HIDDEN), nn.Linear(5 * HIDDEN, WIDTH)
 
@@ -227,8 +197,8 @@ class Large(Model):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_step_of_tied_tiles_that_fails_is_undone(drive: Path, micro_batches: int) -> None:
-    model = tiled(tied=True)
+def test_a_step_of_tiles_that_fails_is_undone(drive: Path, micro_batches: int) -> None:
+    model = tiled()
     reference = InMemory(model, micro_batches=micro_batches)
     with training_of(model, drive, micro_batches=micro_batches) as training:
         train_and_evaluate_both(training, reference, steps=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -20,7 +20,6 @@ def limit_of_blocks(
     budget: int,
     parameters_stay: bool,
     several_ranks: bool,
-    tied: Collection[nn.Parameter] = (),
 ) -> int:
     """Return the most bytes of blocks in memory: what the budget leaves, but at least what a single block needs.
 
@@ -31,14 +30,10 @@ def limit_of_blocks(
         budget: Bytes for blocks, arriving gradients and scratch memory together.
         parameters_stay: Whether all parameters stay in memory.
         several_ranks: Whether other processes have shards of the blocks.
-        tied: Parameters that several tiles share, whose whole gradients are summed on the drive.
     """
     parameters = [sum(padded(part.nbytes) for part in block.parts) for block in blocks]
     gradients = [_trained_bytes(block.params) for block in blocks]
-    stored = [
-        _trained_bytes([param if param in tied else shard for param, shard in zip(block.params, block.shards, strict=True)])
-        for block in blocks
-    ]
+    stored = [_trained_bytes(block.shards) for block in blocks]
     states = [[planner.estimate(each) for each in some] for some in sub_groups]
     largest_states = [max(some, default=0) for some in states]
     # In torch's memory: gradients of a block and the one before, of what is in no block, and those converted to float32. With

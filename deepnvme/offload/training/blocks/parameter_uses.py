@@ -307,7 +307,6 @@ class ParameterUses:
 
     def _begin_backward_of_embedding(self, block: ParameterBlock, _: torch.Tensor) -> None:
         if self.recording:
-            self._call_before_use(block, in_backward=False)  # also if a tied tile has used it in this backward already
             self.use_in_backward(block)
 
     # -- backward
@@ -354,10 +353,6 @@ class ParameterUses:
     def completed(self, block: ParameterBlock) -> None:
         """Record that all gradients of a block have arrived, so that its use ends when another block is used."""
         self._end_complete(block)
-        self.end_with_next(block)
-
-    def end_with_next(self, block: ParameterBlock) -> None:
-        """Have the block's use in the backward, if there is one, end when another block is used."""
         if block in self._in_backward:
             self._complete.add(block)
 
