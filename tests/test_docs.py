@@ -45,7 +45,6 @@ os.chdir({directory!r})
 torch.set_num_threads(1)  # many threads for models this small do nothing but wait for one another
 warnings.simplefilter("ignore")
 warnings.simplefilter("error", RuntimeWarning)
-warnings.filterwarnings("ignore", "the drive sets the pace", RuntimeWarning)
 namespace = {{"__name__": "__main__"}}
 for block in json.loads({blocks!r}):
     if block["language"] == "python":

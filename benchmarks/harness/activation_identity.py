@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 
 import deepnvme
-from deepnvme.offload import checkpoint_on_disk
 from deepnvme.tools.tune.figures import Spread
 from harness.activation_models import GPT, Checkpointing, GPTShape
 from harness.command_line import Progress
@@ -24,7 +22,6 @@ _SHAPE = {"width": 64, "layers": 3, "sequences": 4, "tokens": 32}
 _CHECKPOINTING: tuple[tuple[Checkpointing, str], ...] = (
     ("none", "no checkpointing"),
     ("torch", "torch's checkpointing"),
-    ("on disk", "checkpoint_on_disk"),
 )
 
 
@@ -81,9 +78,7 @@ def train(case: Case, checkpointing: Checkpointing, steps: int, directory: Path 
     torch.manual_seed(0)
     shape = GPTShape(**_SHAPE, dropout=case.dropout)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "the drive sets the pace")  # with no budget, and so little to compute
-        model = GPT(shape, checkpointed=checkpointing == "torch" or (checkpointing == "on disk" and directory is None))
+        model = GPT(shape, checkpointed=checkpointing == "torch")
         model.to(case.dtype)
         offloading: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         offloader: deepnvme.save_on_disk | None = None
@@ -91,10 +86,7 @@ def train(case: Case, checkpointing: Checkpointing, steps: int, directory: Path 
             own = stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
             offloader = deepnvme.save_on_disk(own, memory_budget=0, min_bytes=1)
             stack.callback(offloader.close)
-            if checkpointing == "on disk":
-                model.blocks = torch.nn.ModuleList(checkpoint_on_disk(block, offloader) for block in model.blocks)
-            else:
-                offloading = offloader
+            offloading = offloader
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         generator = torch.Generator().manual_seed(1)
         losses, written = [], []

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
-Checkpointing = Literal["none", "torch", "on disk"]
+Checkpointing = Literal["none", "torch"]
 
 
 @dataclass(frozen=True)

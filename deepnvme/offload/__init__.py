@@ -3,14 +3,14 @@
 from deepnvme._lazy import public_names
 from deepnvme.states import StepReport
 
-from .activations import ActivationReport, checkpoint_on_disk, save_on_disk
+from .activations import ActivationReport, save_on_disk
 from .optimizer import OffloadedOptimizer
 from .tiles import TiledEmbedding, TiledLinear, tile_large_layers, untiled_state_dict
 from .training import OffloadedTraining, TrainingReport, WriteEstimate
 
 __all__ = [
     "ActivationReport", "OffloadedOptimizer", "OffloadedTraining", "StepReport", "TiledEmbedding", "TiledLinear",
-    "TrainingReport", "WriteEstimate", "checkpoint_on_disk", "save_on_disk", "tile_large_layers",
+    "TrainingReport", "WriteEstimate", "save_on_disk", "tile_large_layers",
     "untiled_state_dict",
 ]  # fmt: skip
 

@@ -84,7 +84,6 @@ def test_deepspeed_trains_the_same_model_from_the_drive(
     assert list(benchmarked.iterdir()) == []
 
 
-@pytest.mark.filterwarnings("ignore:the drive sets the pace of save_on_disk:RuntimeWarning")  # which is no matter here
 @pytest.mark.parametrize("case", training_identity.CASES, ids=str)
 def test_bits_are_compared(case: training_identity.Case, drive: Path) -> None:
     assert training_identity.differences(case, drive, steps=2) == 0

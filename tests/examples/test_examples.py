@@ -70,8 +70,7 @@ def test_long_sequences_are_trained_alike_in_every_way(drive: Path, tmp_path: Pa
     pytest.importorskip("matplotlib", reason="needs matplotlib, to plot: pip install matplotlib")
     plot = tmp_path / "memory.png"
     given = ("--tokens", 1024, "--width", 256, "--layers", 3, "--steps", 2, "--budget", 4, "--plot", plot)
-    # That the drive sets the pace of so small a model is warned of.
-    interpreter = (sys.executable, "-W", "error", "-W", "ignore:the drive sets the pace")
+    interpreter = (sys.executable, "-W", "error")
     printed = run("train_long_sequences.py", "--dir", drive, *given, interpreter=interpreter)
     assert "2 losses, every one the same in all ways" in printed
     rows = re.findall(rf"^│ (.{{19}}) │ (\d+) +│ {SPREAD} +│ (\d+) +│ ([\d.]+) +│ ([\d.]+) +│$", printed, re.MULTILINE)

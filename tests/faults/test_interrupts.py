@@ -26,7 +26,6 @@ from .torture import streams
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
-    pytest.mark.filterwarnings("ignore:the drive sets the pace"),
 ]
 
 TENSORS = {"weight": torch.arange(300_000), "bias": torch.arange(10)}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepnvme.offload import checkpoint_on_disk, save_on_disk
+from deepnvme.offload import save_on_disk
 
 pytestmark = pytest.mark.gpu
 
@@ -92,11 +92,3 @@ def test_a_forward_on_a_stream_of_its_own(device: torch.device, activations: sav
 
     for _ in range(5):
         assert all(map(torch.equal, gradients(activations), gradients(contextlib.nullcontext())))
-
-
-def test_checkpointed_modules(device: torch.device, activations: save_on_disk) -> None:
-    net = model(device)
-    theirs = trained(net, device, contextlib.nullcontext())
-    for layer in net:
-        checkpoint_on_disk(layer, activations)
-    assert all(map(torch.equal, trained(net, device, contextlib.nullcontext()), theirs))

@@ -21,8 +21,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of packages that it imports
     import transformers
 
-pytestmark = pytest.mark.filterwarnings("ignore:the drive sets the pace:RuntimeWarning")  # the tensors are small
-
 BATCH, LENGTH, HIDDEN, LAYERS = 4, 32, 64, 6
 INPUT_BYTES = 4 * BATCH * LENGTH * HIDDEN
 """Of a layer's input."""

@@ -59,7 +59,7 @@ class Training:
             assert same_bits(one, other), f"the gradient of parameter {index} differs"
 
     def check_nothing_is_held(self) -> None:
-        """Of any graph: no memory, no name in the store, no context open."""
+        """Of any graph: no memory, no name in the store."""
         gc.collect()
         until(lambda: not held_by(self.activations), "that nothing is held")  # transfers of what was dropped end by themselves
 
@@ -91,7 +91,6 @@ def _holdings(store: ActivationStore) -> dict[str, Any]:
         "live": store._live,
         "bytes that may be written": store._write_behind.candidate_bytes,
         "dropped": len(store._dropped) + len(store._ending),
-        "contexts": list(store._contexts),
     }
 
 

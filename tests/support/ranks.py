@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 torch.set_num_threads(1)
-warnings.filterwarnings("ignore", "the drive sets the pace")
 warnings.filterwarnings("ignore", "this OffloadedTraining is closed without restore")  # most programs throw it away
 drive = Path({drive!r})
 ranks = {count}

@@ -76,7 +76,6 @@ def test_a_training_report_has_the_numbers_of_its_activations() -> None:
     )  # fmt: skip
     figures = report.as_dict()
     assert figures["activations_waiting"] == 0.75
-    assert figures["activations_kept_bytes"] == 4
     assert figures["bytes_written"] == 24
     assert figures["terabytes_per_day"] == pytest.approx((24 + 6) / 2 * 86400 / 1e12)
 

@@ -2,10 +2,9 @@
 
 from deepnvme._lazy import public_names
 
-from .checkpointing import checkpoint_on_disk
 from .report import ActivationReport
 from .saving import save_on_disk
 
-__all__ = ["ActivationReport", "checkpoint_on_disk", "save_on_disk"]
+__all__ = ["ActivationReport", "save_on_disk"]
 
 __dir__ = public_names(__name__)

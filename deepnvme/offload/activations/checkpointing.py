@@ -1,12 +1,10 @@
-"""Activation checkpointing of modules whose inputs are saved on a drive."""
+"""Activation checkpointing of modules, whose inputs are saved by the hooks in force."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,60 +12,26 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from deepnvme.drives.profiles import AnyPath
-
-from .saving import save_on_disk
-
-
-def checkpoint_on_disk(module: nn.Module, path: AnyPath | Iterable[AnyPath] | save_on_disk, **options: Any) -> nn.Module:
-    """Checkpoint a module's activations: save only its inputs, on a drive, and compute the rest again in the backward.
-
-    >>> for block in model.blocks:
-    ...     deepnvme.offload.checkpoint_on_disk(block, "/mnt/nvme/activations", memory_budget=1 << 30)
-
-    If gradients are enabled, the module's ``forward`` then runs by
-    ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` under :class:`save_on_disk`. When it is computed again, random
-    numbers, as of dropout, are the same, and buffers, such as the statistics of a BatchNorm, are not changed a second time.
-
-    Args:
-        module: Changed in place: it gets a ``forward`` of its own. Its parameters keep their names. If this function has changed
-            the module before, only the directories and options are replaced.
-        path: One or several directories; or a :class:`save_on_disk`, which several modules may share.
-        **options: Options of :class:`save_on_disk`, if ``path`` is not one already.
-
-    Returns:
-        The module.
-
-    Raises:
-        TypeError: If options are given along with a :class:`save_on_disk`.
-    """
-    if isinstance(path, save_on_disk) and options:
-        raise TypeError(f"a save_on_disk has its options already: {', '.join(options)} cannot be given with it")
-    saver = path if isinstance(path, save_on_disk) else save_on_disk(path, **options)
-    _checkpoint(module, saver)
-    return module
-
 
 def recompute_on_backward(module: nn.Module) -> None:
-    """Checkpoint a module's activations: save only its inputs, by the hooks in force, and compute the rest again."""
-    _checkpoint(module, None)
+    """Checkpoint a module's activations: save only its inputs, by the hooks in force, and compute the rest again.
+
+    If gradients are enabled, the module's ``forward`` runs by ``torch.utils.checkpoint`` with ``use_reentrant=False``. When it is
+    computed again, random numbers, as of dropout, are the same, and buffers, such as the statistics of a BatchNorm, are not
+    changed a second time.
+    """
+    module.forward = CheckpointedForward(module)
 
 
 def keep_for_backward(module: nn.Module) -> None:
-    """Undo :func:`recompute_on_backward` or :func:`checkpoint_on_disk`: restore the module's earlier ``forward``."""
+    """Undo :func:`recompute_on_backward`: restore the module's earlier ``forward``."""
     checkpointed: CheckpointedForward = vars(module)["forward"]
     checkpointed.remove()
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether :func:`checkpoint_on_disk` or :func:`recompute_on_backward` has changed the module."""
+    """Return whether :func:`recompute_on_backward` has changed the module."""
     return isinstance(vars(module).get("forward"), CheckpointedForward)
-
-
-def _checkpoint(module: nn.Module, saver: save_on_disk | None) -> None:
-    before = vars(module).get("forward")
-    own = before.own if isinstance(before, CheckpointedForward) else before
-    module.forward = CheckpointedForward(module, own, saver)
 
 
 def copy_buffers(module: nn.Module) -> Callable[[], None]:
@@ -99,11 +63,11 @@ class ReplacedForward:
 
     Args:
         module: The module. Not kept alive.
-        own: The ``forward`` that the module had as its attribute; None for that of its class.
     """
 
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
-        self.own = own
+    def __init__(self, module: nn.Module) -> None:
+        self.own: Callable[..., Any] | None = vars(module).get("forward")
+        """The ``forward`` that the module had as its attribute; None for that of its class."""
         self._module = weakref.ref(module)
 
     @property
@@ -128,21 +92,19 @@ class ReplacedForward:
             if self.own is not None:
                 module.forward = self.own
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a model that an OffloadedTraining trains cannot be copied or pickled: use the training's state_dict()")
+
 
 class CheckpointedForward(ReplacedForward):
     """The ``forward`` of a module, run under ``torch.utils.checkpoint``.
 
-    An object and not a function, so that a deep copy of the module gets one for its own weights.
-
     Args:
         module: The module. Not kept alive.
-        own: The ``forward`` that was set as the module's attribute before; None if the module used that of its class.
-        saver: Saves the module's inputs; None if they are saved by the hooks in force, like other saved tensors.
     """
 
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, saver: save_on_disk | None) -> None:
-        super().__init__(module, own)
-        self._saver = saver
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         self._before_recomputing: Callable[[], None] | None = None
         self.__signature__ = inspect.signature(self.original())  # transformers' Trainer chooses a dataset's columns by it
 
@@ -166,15 +128,8 @@ class CheckpointedForward(ReplacedForward):
             finally:
                 put_buffers_back()  # what a forward changes in them was changed by the first one
 
-        with contextlib.nullcontext() if self._saver is None else self._saver:
-            return checkpoint(compute, *leaves, use_reentrant=False)
+        return checkpoint(compute, *leaves, use_reentrant=False)
 
     def call_before_recomputing(self, function: Callable[[], None] | None) -> None:
         """Set a function to call in a backward before the forward is computed again. The module's hooks are not called then."""
         self._before_recomputing = function
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:
-        return CheckpointedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.own, memo), self._saver)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CheckpointedForward, (self.module, self.own, self._saver)

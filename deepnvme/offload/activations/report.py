@@ -34,11 +34,6 @@ class ActivationReport(ReportFigures):
     """Seconds that the backward waited for reads."""
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of saved tensors that stayed in memory and were never written."""
-        return max(self.saved_bytes - self.bytes_written, 0)
-
-    @property
     def waiting(self) -> float:
         """Seconds that the computation waited for the drive."""
         return self.waiting_forward + self.waiting_backward

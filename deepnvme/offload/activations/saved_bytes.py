@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from deepnvme.memory.lease import Transfer
 from deepnvme.memory.pool import OutOfBuffers
 from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.offload.pinned_arena import PinnedArena
-from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
 
 from .saved_tensor import live_storage, version_of
@@ -36,7 +34,7 @@ class SavedBytes(Block):
         number: Number of storages saved before. It identifies the block, also in the store.
         storage: The storage.
         span: First byte to save, and end of the bytes to save.
-        versioned: The tensor whose version counter shows changes in place.
+        tensor: The tensor whose version counter shows changes in place.
     """
 
     __slots__ = (
@@ -44,7 +42,7 @@ class SavedBytes(Block):
         "unpack_count", "version",
     )  # fmt: skip
 
-    def __init__(self, number: int, storage: torch.UntypedStorage, span: tuple[int, int], versioned: torch.Tensor) -> None:
+    def __init__(self, number: int, storage: torch.UntypedStorage, span: tuple[int, int], tensor: torch.Tensor) -> None:
         super().__init__(str(number), span[1] - span[0])
         source = flat_bytes(storage)[span[0] : span[1]]
         # A part would keep all of its storage in memory.
@@ -62,10 +60,10 @@ class SavedBytes(Block):
         """Weak references to the saved tensors over the block's bytes that autograd still keeps."""
         self.unpack_count = 0
         """Number of tensors over the block's bytes that autograd has unpacked since the bytes were read."""
-        self.version = versioned._version
+        self.version = tensor._version
         self.read_back_version: int | None = None
         """Version of new tensors over the storage that the bytes were read into; None before the first read."""
-        self._probe = version_of(versioned)
+        self._probe = version_of(tensor)
         self._computed = torch.cuda.current_stream(storage.device).record_event() if storage.is_cuda else None
 
     def wait_until_computed(self) -> None:
@@ -87,11 +85,11 @@ class SavedBytes(Block):
         """Return the storage that has the block's bytes, or None if the storage is gone."""
         return live_storage(self.storage_reference)
 
-    def has_bytes_of(self, versioned: torch.Tensor) -> bool:
+    def has_bytes_of(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor over the same storage still has the saved bytes, unchanged."""
         if self.read_back_version is not None:
-            return versioned._version == self.read_back_version
-        return versioned._version == self.version == self.current_version
+            return tensor._version == self.read_back_version
+        return tensor._version == self.version == self.current_version
 
     def refer_to(self, storage: torch.UntypedStorage, begin: int, version: int) -> None:
         """Record the storage that the bytes were read into, their offset in it, and the version of tensors over it."""
@@ -122,21 +120,15 @@ class SavedMemory:
         self.limit = self.forward_limit
         """Most bytes of blocks in memory at present, in a forward or a backward."""
         self._budget = budget
-        self._limited = True
         self._other_bytes = 0  # of blocks that are not in the arena
-
-    def set_limited(self, limited: bool) -> None:
-        """Set whether the budget limits the memory of blocks. It does not after a failed write, until the next step."""
-        self._limited = limited
-        self.begin_saving()
 
     def begin_saving(self) -> None:
         """Set the limit that applies during a forward."""
-        self.limit = self.forward_limit if self._limited else sys.maxsize
+        self.limit = self.forward_limit
 
     def begin_unpacking(self) -> None:
         """Set the limit that applies during a backward."""
-        self.limit = self._budget if self._limited else sys.maxsize
+        self.limit = self._budget
 
     @property
     def allocated(self) -> int:
@@ -158,13 +150,13 @@ class SavedMemory:
                 return OwnMemory(lent)
         if block.nbytes > self._arena.nbytes:
             self._arena.trim()
-        if self._limited and self.allocated + block.nbytes > self._budget:
+        if self.allocated + block.nbytes > self._budget:
             return None
         return self._make(block)
 
     def _lend(self, nbytes: int) -> torch.Tensor | None:
         """Return a part of the arena; None if the arena is full, cannot be pinned, or does not fit into the budget."""
-        if self._limited and not self._arena.allocated and self._other_bytes + self._arena.nbytes > self._budget:
+        if not self._arena.allocated and self._other_bytes + self._arena.nbytes > self._budget:
             return None
         with contextlib.suppress(OutOfBuffers):  # the system has not so much memory to pin
             return self._arena.lend(nbytes)
@@ -209,22 +201,6 @@ class _CountedMemory(OwnMemory):
         self._count(-self.nbytes)
 
 
-class WriteFailed(OSError):
-    """An error of writing a saved block. Errors of reading are other OSErrors.
-
-    Args:
-        error: The error of the drive.
-        block: The block that could not be written. Its bytes are still in memory.
-    """
-
-    def __init__(self, error: OSError, block: SavedBytes) -> None:
-        super().__init__(error.errno, error.strerror, error.filename)
-        self.block = block
-
-    def __copy__(self) -> WriteFailed:  # OSError's own would be made of errno, text and file
-        return WriteFailed(self, self.block)
-
-
 class SavedBytesBacking:
     """Reads saved bytes from a store and writes them to it, for a block cache."""
 
@@ -236,28 +212,9 @@ class SavedBytesBacking:
         return self._store.get(block.name, out=buffer)
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
-        """Start writing the buffer to the store. Raises WriteFailed."""
+        """Start writing the buffer to the store. Raises OSError."""
         assert isinstance(block, SavedBytes)
         if buffer.untyped_storage().nbytes() < buffer.nbytes:  # as FSDP does with what it gathers again for the backward
-            raise WriteFailed(OSError(errno.EFAULT, "the storage of a saved tensor was resized"), block)
+            raise OSError(errno.EFAULT, "the storage of a saved tensor was resized")
         block.wait_until_computed()
-        try:
-            return _Writing(self._store.put(block.name, buffer), block)
-        except OSError as error:
-            raise WriteFailed(error, block) from None
-
-
-class _Writing:
-    """A write to a store that reports its error as a WriteFailed with the block."""
-
-    def __init__(self, future: StoreFuture[Any], block: SavedBytes) -> None:
-        self._future, self._block = future, block
-
-    def done(self) -> bool:
-        """Return whether the write has ended. Never blocks."""
-        return self._future.done()
-
-    def exception(self, timeout: float | None = None) -> OSError | None:
-        """Wait until the write has ended, and return its error as a WriteFailed, or None."""
-        error = self._future.exception(timeout)
-        return error and WriteFailed(error, self._block)
+        return self._store.put(block.name, buffer)

@@ -127,9 +127,6 @@ class UserHeldStorages:
 def version_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor that shares the version counter of ``tensor``, but not its memory."""
     probe = tensor.detach()
-    if is_distributed(probe):
-        probe._local_tensor = torch.empty(0)
-        return probe
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe
 
@@ -182,31 +179,3 @@ class Packed(Protocol):
 def unpack_saved(packed: Packed) -> torch.Tensor:
     """Return the tensor that the pack hook was given: the unpack hook for autograd."""
     return packed.unpack()
-
-
-class SavedDTensor:
-    """A saved DTensor, of which the local tensor is kept.
-
-    Tensors of other subclasses stay in memory: torch does not say how a change in place shows in their inner tensors, and a
-    tensor rebuilt from these may differ (a jagged tensor gets a new symbolic size).
-
-    Args:
-        tensor: The DTensor.
-        local: Its local tensor, as saved.
-    """
-
-    __slots__ = ("_kind", "_local", "_mesh", "_placements", "_shape", "_stride")
-
-    def __init__(self, tensor: DTensor, local: Packed) -> None:
-        self._kind, self._local = type(tensor), local
-        self._mesh, self._placements = tensor.device_mesh, tensor.placements
-        self._shape, self._stride = tensor.size(), tensor.stride()
-
-    def unpack(self) -> torch.Tensor:
-        """Return the DTensor. Raises what unpacking the local tensor raises."""
-        local = self._local.unpack()
-        with torch.no_grad():
-            made: torch.Tensor = self._kind.from_local(
-                local, self._mesh, self._placements, run_check=False, shape=self._shape, stride=self._stride
-            )
-        return made

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -24,7 +21,7 @@ from deepnvme.telemetry.descriptions import path_list, representation, size_for_
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .report import ActivationReport, StepCounts
-from .saved_tensor import KeptTensor, Packed, SavedDTensor, is_distributed, is_kept_by_user, is_plain, unpack_saved
+from .saved_tensor import KeptTensor, Packed, is_kept_by_user, is_plain, unpack_saved
 from .store import ActivationStore
 
 Parameters = ParamSpec("Parameters")
@@ -48,13 +45,13 @@ class save_on_disk:
     without it.
 
     These tensors are not written: parameters and views of them; tensors that their user keeps in memory (from the second time
-    they are saved on); tensors of fewer than ``min_bytes`` bytes; sparse, quantized and nested tensors, and those of a subclass
-    other than DTensor; and tensors that are saved while a backward runs inside of the context, such as those of layers that
+    they are saved on); tensors of fewer than ``min_bytes`` bytes; sparse, quantized and nested tensors, and those of a subclass;
+    and tensors that are saved while a backward runs inside of the context, such as those of layers that
     ``torch.utils.checkpoint`` with ``use_reentrant=True`` computes again.
 
     A storage that several saved tensors share is written once. A tensor that was changed in place after it was saved is an error
-    in the backward, as without hooks. Bytes are freed when autograd drops the tensor: at the end of a backward, or when a graph
-    whose backward never runs is dropped.
+    in the backward, as without hooks. When autograd has dropped a tensor, at the end of a backward or with a graph whose backward
+    never runs, the next save, backward or :meth:`close` frees its bytes.
 
     For tensors on a CUDA device, the budget limits the memory that they take on the device.
 
@@ -63,9 +60,7 @@ class save_on_disk:
     a directory of the process's own below each path. They are removed by :meth:`close` and at exit; those of a killed process are
     removed by the next process that uses the path.
 
-    If the drive fails a write, or is full, tensors stay in memory for the rest of the step, with a RuntimeWarning. If it fails a
-    read, the backward raises OSError with errno and file. If the computation waits for the drive for a quarter of several steps,
-    a RuntimeWarning says so, once.
+    If the drive fails, or is full, the forward or the backward raises OSError with errno and file. The next step tries again.
 
     Args:
         path: Directory, created if it is missing; or several, on several drives, over which large tensors are striped.
@@ -105,41 +100,31 @@ class save_on_disk:
             lambda: f"min_bytes={size_for_people(self._min_bytes)}",
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the constructor's arguments. Objects made with the same arguments share their files."""
-        make = functools.partial(save_on_disk, memory_budget=self._memory_budget, min_bytes=self._min_bytes, config=self._config)
-        return make, (self._paths,)
-
     def __enter__(self) -> save_on_disk:
         """Enter the context. Raises OSError if the files cannot be created."""
         store = _uncompiled(self._shared_store)()
-        pack, unpack = _uncompiled(lambda tensor: self._pack(store, tensor)), _uncompiled(unpack_saved)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        context = _Context(store, hooks)
+        pack = _uncompiled(lambda tensor: self._pack(store, tensor))
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _uncompiled(unpack_saved))
         try:
-            slow = _uncompiled(store.enter)(context)
-            if slow is not None:
-                self._warn_of(slow)
             with defer_interrupts():
                 hooks.__enter__()
-                self._open.contexts.append(context)
+                self._open.hooks.append(hooks)
         except BaseException:
-            self._leave(context)
+            self._leave(hooks)
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._open.contexts:
+        if not self._open.hooks:
             raise RuntimeError("save_on_disk is left in another thread than it was entered in")
-        _uncompiled(self._leave)(self._open.contexts[-1])
+        _uncompiled(self._leave)(self._open.hooks[-1])
 
-    def _leave(self, context: _Context) -> None:
+    def _leave(self, hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
         """Leave a context, also one that was only partly entered."""
         with defer_interrupts():
-            if context in self._open.contexts:
-                self._open.contexts.remove(context)
-                context.hooks.__exit__()
-        context.store.leave(context)
+            if hooks in self._open.hooks:
+                self._open.hooks.remove(hooks)
+                hooks.__exit__()
 
     def report(self) -> ActivationReport:
         """Return the report of the newest step so far. A step is a forward in this context and the backward that follows."""
@@ -149,8 +134,8 @@ class save_on_disk:
     def close(self) -> None:
         """Wait for transfers, and remove the files. Idempotent; the object can be used again afterwards.
 
-        A later backward that needs tensors on the drive raises RuntimeError, also if another object with the same paths and
-        options has saved them.
+        A later backward that needs saved tensors raises RuntimeError, also if another object with the same paths and options
+        has saved them.
         """
         key = self._key()
         with _sharing:
@@ -163,23 +148,11 @@ class save_on_disk:
 
     def _pack(self, store: ActivationStore, tensor: torch.Tensor) -> Packed:
         in_backward = torch._C._current_graph_task_id() >= 0  # and wants at once what it saves
-        saved: Packed | None = None
-        if in_backward or is_kept_by_user(tensor):
-            pass
-        elif is_plain(tensor):
-            saved = store.pack(tensor, tensor, self._min_bytes)
-        elif is_distributed(tensor) and is_plain(local := tensor.to_local()):
-            saved = store.pack(local, tensor, self._min_bytes)
-            saved = saved and SavedDTensor(tensor, saved)
-        return KeptTensor(tensor) if saved is None else saved
-
-    def _warn_of(self, slow: ActivationReport) -> None:
-        text = (
-            f"the drive sets the pace of save_on_disk: {slow.line()}. A larger memory_budget (now {self._memory_budget}) keeps"
-            f" more in memory, a larger min_bytes (now {self._min_bytes}) leaves small tensors there, activation checkpointing"
-            f" (checkpoint_on_disk) saves less"
-        )
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        if not (in_backward or is_kept_by_user(tensor)) and is_plain(tensor):
+            saved = store.pack(tensor, self._min_bytes)
+            if saved is not None:
+                return saved
+        return KeptTensor(tensor)
 
     def _key(self) -> tuple[object, ...]:
         return os.getpid(), self._paths, self._memory_budget, self._config
@@ -194,19 +167,11 @@ class save_on_disk:
             return _stores[key]
 
 
-@dataclass(eq=False)
-class _Context:
-    """An open ``with`` statement of :class:`save_on_disk`."""
-
-    store: ActivationStore
-    hooks: torch.autograd.graph.saved_tensors_hooks
-
-
 class _OpenContexts(threading.local):
-    """The contexts that a thread has entered and not left, the innermost last."""
+    """The hooks of the contexts that a thread has entered and not left, the innermost last."""
 
     def __init__(self) -> None:
-        self.contexts: list[_Context] = []
+        self.hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 
 
 def _uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

@@ -7,7 +7,6 @@ import functools
 import itertools
 import os
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.store.own_directory import open_own_store, remove_directories
 
 from .report import ActivationReport, StepCounts
-from .saved_bytes import SavedBytes, SavedBytesBacking, SavedMemory, WriteFailed
+from .saved_bytes import SavedBytes, SavedBytesBacking, SavedMemory
 from .saved_tensor import UserHeldStorages, View, check_version, span_of, view_of
 from .unpack_order import UnpackOrder
 from .write_behind import WriteBehindPolicy
@@ -34,12 +33,6 @@ _MOST_READ_AHEAD = 128
 """Most saved storages to read ahead at a time. Listing more takes longer than reading a small one."""
 _MOST_SAVES_EXAMINED = 512
 """Most numbers of saves to examine when storages to read ahead are looked for: some were dropped, or are in memory."""
-_SLOW = 0.25
-"""Share of a step's time above which waiting for the drive makes it a slow step."""
-_SLOW_STEPS = 3
-"""Number of slow steps in a row that lead to a warning. One alone may be slow because it creates the files."""
-_FREE_SECONDS = 0.05
-"""Seconds after which a thread frees dropped tensors, if no call has freed them before."""
 _PREFIX = "deepnvme-activations"
 
 
@@ -86,7 +79,7 @@ def _locked(
     The method raises RuntimeError in a forked child, where a thread of the parent may hold the lock forever.
 
     This is no generator-based context manager: a Ctrl-C could leave the generator suspended, and its traceback would keep the
-    lock, which :meth:`ActivationStore.leave` takes while the KeyboardInterrupt propagates.
+    lock.
     """
 
     def locked(self: ActivationStore, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -108,7 +101,7 @@ class ActivationStore:
     unpacks a tensor, bytes that it will want next are read ahead, as far as there is room.
 
     A tensor that autograd drops is only recorded at first, since autograd may drop it in the middle of any method. The next call
-    that takes the lock frees its bytes. If no call comes, a thread does so, which runs as long as any bytes are kept.
+    that takes the lock frees its bytes. A step begins when something is saved and nothing else is.
 
     Args:
         paths: Directories, on one or several drives.
@@ -129,16 +122,10 @@ class ActivationStore:
         self._live: dict[int, SavedBytes] = {}  # number -> what was not dropped yet, in the order of saving
         self._order = UnpackOrder()
         self._write_behind = WriteBehindPolicy()
-        self._slow_steps = 0  # in a row
         self._dropped: deque[_SavedTensorReference] = deque()
         self._ending: deque[SavedBytes] = deque()  # dropped, and perhaps in transfer
-        self._helper: threading.Thread | None = None  # frees what is dropped
-        self._ended = threading.Event()  # the helper is to end
         self._saves = 0
-        self._suspended = False
-        self._contexts: weakref.WeakSet[object] = weakref.WeakSet()  # that are open: an interrupted one may never be left
         self._step = StepCounts()
-        self._unpacked = True  # something, in this step: the next context begins a new one
         self._engine = engine_for(list(paths), config)
         try:
             self._store, self._directories = open_own_store(paths, _PREFIX, self._engine, DirectoryOwner("save_on_disk"))
@@ -150,44 +137,12 @@ class ActivationStore:
 
     # Steps
 
-    @_locked
-    def enter(self, context: object) -> ActivationReport | None:
-        """Record that a context is open, until it is left or garbage-collected.
-
-        A new step begins if no other context is open and, of the last step, a tensor was unpacked or none is left.
-
-        Returns:
-            The report of the last step, if it was the last of several slow ones in a row and the user must be warned; else None.
-        """
-        self._contexts.add(context)
-        return self._begin_step() if len(self._contexts) == 1 and (self._unpacked or not self._live) else None
-
-    def _begin_step(self) -> ActivationReport | None:
-        """Begin a step, and return a report to warn of, like :meth:`enter`."""
-        last = self.report()
-        self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
-        self._unpacked = False
-        self._suspended = False
-        self._memory.set_limited(True)
+    def _begin_step(self) -> None:
+        """Begin a step. Forget errors of writes that nobody needs any more."""
+        self._cache.clear()
+        self._write_behind.begin_step(self._step.saved_bytes)
         self._order.begin_step(self._saves)
-        self._write_behind.begin_step(last.saved_bytes)
-        if not last.saved_bytes:  # of an evaluation, for instance
-            return None
-        if self._slow_steps < _SLOW_STEPS:
-            slow = last.seconds >= 0.1 and last.waiting >= _SLOW * last.seconds
-            self._slow_steps = self._slow_steps + 1 if slow else 0
-            return last if self._slow_steps == _SLOW_STEPS else None
-        return None
-
-    def leave(self, context: object) -> None:
-        """Record that a context was left. Idempotent."""
-        if os.getpid() == self._process:
-            self._leave(context)
-
-    @_locked
-    def _leave(self, context: object) -> None:
-        self._contexts.discard(context)
-        self._cache.poll()
+        self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
 
     def report(self) -> ActivationReport:
         """Return the report of the newest step so far. Takes no lock, so that signal handlers can call it."""
@@ -195,40 +150,38 @@ class ActivationStore:
 
     # Saving
 
-    def pack(self, tensor: torch.Tensor, versioned: torch.Tensor, min_bytes: int) -> SavedTensor | None:
+    def pack(self, tensor: torch.Tensor, min_bytes: int) -> SavedTensor | None:
         """Save a tensor: take over its bytes. May block until older bytes are written.
 
         Args:
             tensor: A plain tensor, see :func:`is_plain`.
-            versioned: The tensor whose version counter shows changes of the bytes: the same one, or a tensor that wraps it.
             min_bytes: Tensors that span fewer bytes are not taken over.
 
         Returns:
             What autograd keeps in place of the tensor; None if the tensor has to stay in memory, since it has fewer than
-            ``min_bytes`` bytes, its user keeps it in memory anyway, or the drive cannot be written.
+            ``min_bytes`` bytes, or its user keeps it in memory anyway.
 
         Raises:
             RuntimeError: In a forked child, or after :meth:`close`.
+            OSError: From writing.
         """
         storage = tensor.untyped_storage()
         span = span_of(tensor, storage)
-        return None if span[1] - span[0] < max(min_bytes, 1) else self._pack(tensor, storage, span, versioned)
+        return None if span[1] - span[0] < max(min_bytes, 1) else self._pack(tensor, storage, span)
 
     @_locked
-    def _pack(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, span: tuple[int, int], versioned: torch.Tensor
-    ) -> SavedTensor | None:
+    def _pack(self, tensor: torch.Tensor, storage: torch.UntypedStorage, span: tuple[int, int]) -> SavedTensor | None:
         if self.closed:
             raise RuntimeError("activations cannot be saved: their directory was closed")
         saved = self._known.get((storage._cdata, *span))
-        new = saved is None or not saved.has_bytes_of(versioned)
-        if self._unpacked and not self._live:  # the context has stayed open since the last step
-            self._begin_step()
-        if new and (self._suspended or storage in self._user_held):
+        new = saved is None or not saved.has_bytes_of(tensor)
+        if new and storage in self._user_held:
             return None
+        if not self._live:
+            self._begin_step()
         with defer_interrupts():
             if new:
-                saved = SavedBytes(self._saves, storage, span, versioned)
+                saved = SavedBytes(self._saves, storage, span, tensor)
                 self._saves += 1
             assert saved is not None
             packed = SavedTensor(self, saved, view_of(tensor, saved.begin))
@@ -236,39 +189,25 @@ class ActivationStore:
             reference.saved = saved
             saved.tensors.add(reference)
             self._live[saved.number] = saved
-            self._start_helper()
-        try:
-            if new:
-                self._take_over(saved)
-        except WriteFailed as error:
-            self._suspend(error)
-            return None
+        if new:
+            self._take_over(saved)
         return packed
 
     def _take_over(self, saved: SavedBytes) -> None:
         """Add saved bytes to the cache as a block in memory, as soon as there is room. May block."""
         self._memory.begin_saving()
         with self._step.waiting_forward:
-            self._write_excess(saved.nbytes)
-            self._obtain(lambda: self._cache.create(saved))
+            for oldest in self._write_behind.due(saved.nbytes, self._step.saved_bytes, self._memory.limit):
+                self._cache.write(oldest)
+            try:
+                self._cache.create(saved)
+            except OSError as error:
+                raise OSError(error.errno, f"{error.strerror}: activations cannot be written", error.filename) from error
         with defer_interrupts():
             self._cache.release([saved], changed=True, write=False)
             self._known[saved.key] = saved
             self._write_behind.add(saved)
         self._step.saved(saved.nbytes, self._memory.allocated)
-
-    def _write_excess(self, nbytes: int) -> None:
-        """Start writing the oldest bytes if there is no room for ``nbytes`` more."""
-        for saved in self._write_behind.due(nbytes, self._step.saved_bytes, self._memory.limit):
-            self._cache.write(saved)
-
-    def _suspend(self, error: OSError) -> None:
-        """Stop writing until the next step, after a failed write: all tensors stay in memory, without a limit."""
-        if not self._suspended:
-            self._suspended = True
-            self._memory.set_limited(False)
-            text = f"activations stay in memory for the rest of this step, since they cannot be written: {error}"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     # Unpacking
 
@@ -278,38 +217,35 @@ class ActivationStore:
         """Return a tensor as it was saved. Blocks until its bytes are in memory.
 
         Raises:
-            RuntimeError: If the tensor was changed in place since; in a forked child; or if it is on the drive and the store is
-                closed.
-            OSError: From reading.
+            RuntimeError: If the tensor was changed in place since; in a forked child; or after :meth:`close`.
+            OSError: From reading, or from a write that had to make room.
         """
         check_version(saved.current_version, saved.version, lambda: str(view))
+        if self.closed:
+            raise RuntimeError(f"the {view} that autograd has saved is gone: its directory was closed")
         in_memory = saved.storage()
         self._memory.begin_unpacking()
         try:
             storage = self._read(saved, view) if in_memory is None else in_memory
             saved.unpack_count += 1
             self._order.note(saved.number)
-            if not self.closed:
-                self._cache.expect(self._upcoming(saved))
+            self._cache.expect(self._upcoming(saved))
         finally:
             if in_memory is None:
                 self._cache.release([saved], write=False)
         tensor = view.on(storage, saved.begin)
         if saved.read_back_version is not None and tensor.is_cuda:  # another stream than this one's may have allocated it
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        self._unpacked = True
         self._step.unpacked(self._memory.allocated)
         return tensor
 
     def _read(self, saved: SavedBytes, view: View) -> torch.UntypedStorage:
         """Read a saved tensor's bytes from the drive, hold them in memory, and return their storage. Blocks for the drive."""
-        if self.closed and not saved.in_memory:
-            raise RuntimeError(f"the {view} that autograd has saved is gone: its directory was closed")
         with self._step.waiting_backward:
             try:
-                self._acquire(saved)
+                self._cache.acquire([saved])
             except OSError as error:
-                text = f"{error.strerror}: the {view} that autograd has saved cannot be read back"
+                text = f"{error.strerror}: the {view} that autograd has saved cannot be brought back from the drive"
                 raise OSError(error.errno, text, error.filename) from error
         with defer_interrupts():
             buffer = saved.memory.buffer
@@ -320,25 +256,6 @@ class ActivationStore:
             if saved.uses > 1:
                 self._partly_unpacked.append(saved)
         return storage
-
-    def _acquire(self, saved: SavedBytes) -> None:
-        """Bring a block into memory. If writing another one to make room fails, that one stays in memory, too."""
-        while True:
-            try:
-                return self._obtain(lambda: self._cache.acquire([saved]))
-            except WriteFailed as error:
-                self._suspend(error)
-
-    def _obtain(self, begin_use: Callable[[], None]) -> None:
-        """Begin a use of a block. Raises WriteFailed if a block that autograd still keeps could not be written."""
-        while True:
-            try:
-                return begin_use()
-            except WriteFailed as error:
-                with defer_interrupts():
-                    self._free_dropped()  # which gives up the memory that was to be written, if nobody wants it
-                if error.block.uses:
-                    raise
 
     def _upcoming(self, saved: SavedBytes) -> list[Use]:
         """Return the blocks that the backward wants next: first partly unpacked ones, then those to read from the drive."""
@@ -357,23 +274,6 @@ class ActivationStore:
         return uses
 
     # Freeing
-
-    def _start_helper(self) -> None:
-        """Start the thread that frees dropped tensors, unless it runs. If the system has no thread left, callers free them."""
-        if self._helper is None and not self._ended.is_set():
-            helper = threading.Thread(target=self._free_behind, name=_PREFIX, daemon=True)
-            with contextlib.suppress(RuntimeError):
-                helper.start()
-                self._helper = helper
-
-    def _free_behind(self) -> None:
-        """Free dropped tensors while nobody calls a method, until no bytes are left. Runs in a thread."""
-        while not self._ended.wait(_FREE_SECONDS):
-            with self._lock:
-                self._free()
-                if not self._live and not self._ending:
-                    self._helper = None
-                    return
 
     def _free(self) -> None:
         """Free the bytes of tensors that autograd has dropped. Never waits for a transfer. Call with the lock held."""
@@ -417,14 +317,10 @@ class ActivationStore:
     # The end
 
     def close(self) -> None:
-        """Wait for transfers, and remove the files. Tensors in memory can still be unpacked. Idempotent."""
+        """Wait for transfers, free all memory, and remove the files. Idempotent."""
         if os.getpid() != self._process:
             return
         self._end_transfers()
-        self._ended.set()
-        helper = self._helper
-        if helper is not None:
-            helper.join()
         with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
             self._store.close()
         self._engine.close()
@@ -434,5 +330,5 @@ class ActivationStore:
     @_locked
     def _end_transfers(self) -> None:
         if not self.closed:
-            self._cache.drain()
+            self._cache.clear()
             self.closed = True

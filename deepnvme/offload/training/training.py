@@ -23,7 +23,7 @@ from deepnvme.drives.profiles import AnyPath
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.model.quantization import SCHEMES, Scheme
-from deepnvme.offload.activations.checkpointing import is_checkpointed, keep_for_backward, recompute_on_backward
+from deepnvme.offload.activations.checkpointing import keep_for_backward, recompute_on_backward
 from deepnvme.offload.activations.saved_tensor import KeptTensor, Packed, unpack_saved
 from deepnvme.offload.activations.saving import save_on_disk
 from deepnvme.offload.activations.store import ActivationStore
@@ -219,7 +219,7 @@ class OffloadedTraining:
             ]
             self._recomputed: list[nn.Module] = []
             if activations == "recompute":  # a tile is one operation, of which only the input is saved anyway
-                self._recomputed += (each for each in partition.modules if not (is_checkpointed(each) or each in partition.tiles))
+                self._recomputed += (each for each in partition.modules if each not in partition.tiles)
             for module in self._recomputed:
                 recompute_on_backward(module)
             self._trained = TrainedModel(

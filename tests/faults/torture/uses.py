@@ -517,7 +517,7 @@ def _train(
 
 
 def activations(drive: FailingDrive, random: randoms.Random) -> None:
-    """save_on_disk: steps whose gradients are those in memory. A failed write is a warning, a failed read an error."""
+    """save_on_disk: steps whose gradients are those in memory. A failed transfer is an error."""
     paths = [drive.path / name for name in random.choice((["one"], ["one", "two"]))]
     nbytes = random.choice((8, 64, 512)) << 10
     training = Training(paths, nbytes, memory_budget=random.randrange(4) * nbytes)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepnvme.offload import checkpoint_on_disk, save_on_disk
+from deepnvme.offload import save_on_disk
 
 pytestmark = [
     pytest.mark.slow,
@@ -161,37 +161,6 @@ def test_graphs_for_any_length_are_the_same_bits(activations: save_on_disk) -> N
     assert_same_bits(ours, compiled(None))
 
 
-class UnknownContext:
-    """Divides a compiled function as save_on_disk does, and nothing else."""
-
-    def __enter__(self) -> UnknownContext:
-        torch._dynamo.graph_break()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        torch._dynamo.graph_break()
-
-
-def test_a_function_compiled_by_inductor_may_enter_it_for_a_part(backend: CountingBackend, activations: save_on_disk) -> None:
-    """What it calls there is compiled."""
-
-    def compiled(context: Any) -> list[torch.Tensor]:
-        layers = blocks()
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            x = layers[0](x)
-            with context:
-                x = layers[1](x)
-            return layers[2](x).sin()  # type: ignore[no-any-return]
-
-        return trained(layers, torch.compile(forward, backend=backend))
-
-    ours = compiled(activations)
-    assert backend.graphs > 1
-    assert_was_on_disk(activations)
-    assert_same_bits(ours, compiled(UnknownContext()))
-
-
 def test_a_function_compiled_in_one_graph_cannot_enter_it(activations: save_on_disk) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         with activations:
@@ -204,18 +173,13 @@ def test_a_function_compiled_in_one_graph_cannot_enter_it(activations: save_on_d
     loss.backward()
 
 
-@pytest.mark.parametrize("way", ["torch's checkpoint", "checkpoint_on_disk"])
-def test_checkpointed_blocks_that_were_compiled_before_are_the_same_bits(backend: CountingBackend, drive: Path, way: str) -> None:
+def test_checkpointed_blocks_that_were_compiled_before_are_the_same_bits(backend: CountingBackend, drive: Path) -> None:
     def compiled(activations: save_on_disk | None) -> list[torch.Tensor]:
         layers = blocks()
         for layer in layers:
             layer.forward = torch.compile(layer.forward, backend=backend)  # type: ignore[method-assign]
-        if activations is None:
-            return trained(layers, in_turn(layers))
-        if way == "checkpoint_on_disk":
-            return trained(layers, in_turn([checkpoint_on_disk(layer, activations) for layer in layers]))
         checkpointed = [lambda x, layer=layer: checkpoint(layer, x, use_reentrant=False) for layer in layers]
-        return trained(layers, in_turn(checkpointed), activations)
+        return trained(layers, in_turn(layers if activations is None else checkpointed), activations)
 
     with contextlib.closing(save_on_disk(drive / "activations", memory_budget=0, min_bytes=KIB)) as activations:
         ours = compiled(activations)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepnvme.offload import checkpoint_on_disk
 from deepnvme.offload.activations.saved_tensor import may_share_memory
 from deepnvme.offload.training import OffloadedTraining
 from deepnvme.offload.training.micro_batches import Turn, take_turns
@@ -233,22 +232,6 @@ def test_a_part_of_a_block_may_be_checkpointed(drive: Path, model: Model, micro_
         block.checkpointed = True
     with training_of(model, drive, micro_batches=micro_batches) as training:
         train_both(training, InMemory(reference, micro_batches=micro_batches), map(batch, range(3)))
-
-
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_blocks_may_be_checkpointed_on_disk(drive: Path, tmp_path: Path, micro_batches: int) -> None:
-    torch.manual_seed(0)
-    model = Model()
-    for block in model.blocks:
-        block.batch_norm = nn.Identity()  # type: ignore[assignment]
-    reference = InMemory(model, micro_batches=micro_batches)
-    for block in model.blocks:
-        checkpoint_on_disk(block, tmp_path / "inputs", memory_budget=0, min_bytes=0)
-    with training_of(model, drive, micro_batches=micro_batches) as training:
-        train_both(training, reference, map(batch, range(3)))
-        training.close(restore=True)
-    with torch.no_grad():
-        model(batch(0))  # the module is as before
 
 
 def test_recomputed_modules_get_their_forward_back(drive: Path, model: Model) -> None:

@@ -393,7 +393,7 @@ class TileForward(ReplacedForward):
     """
 
     def __init__(self, module: nn.Module, pack_param: Callable[[torch.Tensor], Packed | None]) -> None:
-        super().__init__(module, vars(module).get("forward"))
+        super().__init__(module)
         self._pack_param = pack_param
         module.forward = self
 
