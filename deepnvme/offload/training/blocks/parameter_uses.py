@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from deepnvme.cache.block import Block
-from deepnvme.offload.activations.checkpointing import CheckpointedForward, ReplacedForward, is_checkpointed
 from deepnvme.offload.activations.saved_tensor import Packed, View, is_plain
 from deepnvme.states.usability import OneThread
 from deepnvme.states.versions import VersionedBlock
@@ -98,7 +98,6 @@ class ParameterUses:
         self._complete: set[ParameterBlock] = set()  # of these, those whose gradients have all arrived
         self._before_use: Callable[[ParameterBlock, bool], None] | None = None
         self._used_last: ParameterBlock | None = None  # in a forward, and in memory for the next micro-batch
-        self._checkpointed: list[CheckpointedForward] = []
         self._handles: list[RemovableHandle | TileForward] = []
         self._around: dict[ParameterBlock, set[ParameterBlock]] = {}  # of a block, those with frozen parameters around it
         for module, block in modules.items():
@@ -106,30 +105,20 @@ class ParameterUses:
                 for inner in module.modules():
                     if inner is not module and inner in modules:
                         self._around.setdefault(modules[inner], set()).add(block)
-            tile = module in tiles and TileForward.is_supported() and not is_checkpointed(module)
+            tile = module in tiles and TileForward.is_supported()
             begin, end = (functools.partial(each, block, tile) for each in (self._begin_forward, self._end_forward))
             self._handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
             if tile:
                 self._handles.append(TileForward(module, self.saved))
-            for each in module.modules():
-                if is_checkpointed(each):
-                    self._follow_recomputing(each, block)
             params = set(block.params)
             for inner in module.modules():
                 if inner is not module and not params.isdisjoint(inner.parameters(recurse=False)):
                     self._handles.append(inner.register_forward_pre_hook(functools.partial(self._begin_inner_forward, block)))
 
-    def _follow_recomputing(self, module: nn.Module, block: ParameterBlock) -> None:
-        forward: CheckpointedForward = vars(module)["forward"]
-        forward.call_before_recomputing(functools.partial(self.use_in_backward, block, computed_again=True))
-        self._checkpointed.append(forward)
-
     def remove(self) -> None:
-        """Remove the hooks from the modules, and the functions that checkpointed modules call before recomputing."""
+        """Remove the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
-        for checkpointed in self._checkpointed:
-            checkpointed.call_before_recomputing(None)
 
     @contextlib.contextmanager
     def calling_before_use(self, function: Callable[[ParameterBlock, bool], None]) -> Iterator[None]:
@@ -260,7 +249,7 @@ class ParameterUses:
         if not self.recording and not self._in_forward:
             self._begins_between_steps()
         ranks = None if self.recording else block.ranks  # a step tells the others of any failure
-        with contextlib.nullcontext() if ranks is None else ranks.reporting_new_failures():
+        with contextlib.nullcontext() if ranks is None else ranks.reporting_failures():
             self.begin(block)
         self._in_forward.append(block)
 
@@ -381,7 +370,7 @@ _top_hooks: Callable[[bool], tuple[Callable[[torch.Tensor], Any], Callable[[Any]
 """Returns the hooks for saved tensors that are in force. Older versions of torch do not have it."""
 
 
-class TileForward(ReplacedForward):
+class TileForward:
     """The ``forward`` of a module that takes tensors over parameters away from the hooks for saved tensors that are in force.
 
     All others are left to these hooks. A checkpoint counts what a forward saves, and what it saves when it is computed again, so
@@ -393,9 +382,21 @@ class TileForward(ReplacedForward):
     """
 
     def __init__(self, module: nn.Module, pack_param: Callable[[torch.Tensor], Packed | None]) -> None:
-        super().__init__(module)
+        self._own: Callable[..., Any] | None = vars(module).get("forward")  # None for that of its class
+        self._module = weakref.ref(module)
         self._pack_param = pack_param
         module.forward = self
+
+    def remove(self) -> None:
+        """Give the module back the forward that it had, if the module is still there."""
+        module = self._module()
+        if module is not None:
+            vars(module).pop("forward")
+            if self._own is not None:
+                module.forward = self._own
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a model that an OffloadedTraining trains cannot be copied or pickled: use the training's state_dict()")
 
     @staticmethod
     def is_supported() -> bool:
@@ -404,7 +405,9 @@ class TileForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        forward = self.original()
+        module = self._module()
+        assert module is not None
+        forward = self._own or functools.partial(type(module).forward, module)
         assert _top_hooks is not None
         hooks = _top_hooks(False) if torch.is_grad_enabled() else None
         if hooks is None:
