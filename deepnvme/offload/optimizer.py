@@ -74,8 +74,8 @@ class OffloadedOptimizer(Optimizer):
             directory. Locked while the optimizer is open. With ``torch.distributed``, each rank makes and locks its own directory
             in them. Twice the bytes of the states are reserved there at once.
         dram_budget: Bytes of states that stay in memory, and of their gradients with ``offload_gradients``; or "8GB", or "25%" of
-            the available memory, or "auto" for half of that, though no more than the pool has room for. Their first step and
-            checkpoints go through the drive nevertheless. Further memory is needed for three sub-groups in flight (one read, one
+            the available memory, or "auto" for half of that, though no more than the pool has room for. Checkpoints
+            go through the drive nevertheless. Further memory is needed for three sub-groups in flight (one read, one
             stepped, one written): their states and master weights; and with ``offload_gradients`` the gradients of four
             sub-groups.
         master_weights: Keep float32 weights of bfloat16 and float16 parameters with the states, and step these weights.

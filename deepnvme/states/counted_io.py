@@ -83,11 +83,6 @@ class StoredBlock(Block):
         """The tensor's bytes in memory. Raises RuntimeError if the block has no memory."""
         return self.memory.buffer[: self._content_bytes]
 
-    def set_content_bytes(self, nbytes: int) -> None:
-        """Set the size of the block's tensor, in bytes. It must fit into the block's memory."""
-        assert nbytes <= self.nbytes
-        self._content_bytes = nbytes
-
     def rename(self, name: str) -> None:
         """Change the block's tensor name in the store from the next write on. Reads use the old name until then."""
         self.name = name

@@ -347,7 +347,7 @@ class SubGroupGradients:
         block = kept.block
         if not block.users:
             self._memory.set_limit(GRADIENTS_IN_FLIGHT * self._largest)
-            self._cache.keep({block: bool(kept.sub_group.in_memory)})
+            self._cache.keep({block: kept.sub_group.in_memory})
             used = [each for each in self._collected.values() if each.block.users and not each.block.resident]
             if len(used) == GRADIENTS_IN_FLIGHT:
                 self._write(used[0])

@@ -32,9 +32,6 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 MASTERABLE_DTYPES = (*LOW_PRECISION, torch.float32)
 """Dtypes that may have float32 master weights: float32 holds their values without loss."""
 
-PORTION = 1 << 22
-"""Most elements with master weights that are stepped at a time, so that their float32 gradients take at most 16 MiB."""
-
 
 class SubGroupPlanner:
     """Divides parameters into sub-groups, and estimates the size of their blocks.
@@ -88,12 +85,10 @@ class SubGroupPlanner:
         del self._states_per_element[first_group:]
         self._states_per_element += [self._estimated_states_an_element(group) for group in groups]
         cut = partition(groups, self._size, self._may_be_cut, first_group)
-        # Other classes may count steps over all parameters, so each of their steps has to include all.
-        portion = PORTION if self._class in ELEMENTWISE else None
         found = []
         for number, pieces in enumerate(cut, first):
             masters = [self._is_mastered(piece.param) for piece in pieces]
-            found.append(SubGroup(number, pieces, masters, self._make, portion))
+            found.append(SubGroup(number, pieces, masters, self._make))
         return found
 
     def estimate(self, sub_group: SubGroup) -> int:

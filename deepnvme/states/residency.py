@@ -32,16 +32,11 @@ class ResidencyPolicy:
         """Lower the budget so that residents and the sub-groups in flight fit into ``free`` bytes. Call before :meth:`choose`."""
         self.dram_budget = max(0, min(self.dram_budget, free * 8 // 9 - self._in_flight_bytes(sub_groups)))
 
-    def choose(self, sub_groups: Sequence[SubGroup]) -> None:
-        """Decide which sub-groups are resident: in their order, those that fit into the budget. Skips those without a block yet.
-
-        A decision holds until other states are loaded.
-        """
-        in_memory = sum(self._memory(each) for each in sub_groups if each.in_memory)
+    def choose(self, sub_groups: Iterable[SubGroup]) -> None:
+        """Decide which sub-groups are resident: in their order, those whose states and gradients fit into the budget."""
+        staying = self._staying(sub_groups)
         for each in sub_groups:
-            if each.in_memory is None and each.layout is not None:
-                each.set_residency(in_memory + self._memory(each) <= self.dram_budget)
-                in_memory += self._memory(each) if each.in_memory else 0
+            each.set_residency(each in staying)
 
     def check_memory(self, sub_groups: Sequence[SubGroup], pool: BufferPool, leased_by_others: int) -> None:
         """Raise OutOfBuffers if the pool's budget is too small for the blocks and gradients of these sub-groups.
@@ -51,7 +46,7 @@ class ResidencyPolicy:
             pool: The buffer pool to lease from.
             leased_by_others: Bytes of the pool's budget that other users have leased.
         """
-        staying = sum(map(self._memory, self._expected_to_stay(sub_groups)))
+        staying = sum(map(self._memory, self._staying(sub_groups)))
         wanted = (staying + self._in_flight_bytes(sub_groups)) * 9 // 8  # a lease may take up to an eighth more than it asks for
         if wanted > pool.budget - leased_by_others:
             largest = max(each.numel for each in sub_groups)
@@ -62,7 +57,7 @@ class ResidencyPolicy:
             )
 
     def _in_flight_bytes(self, sub_groups: Sequence[SubGroup]) -> int:
-        """Return the most bytes that the sub-groups in flight lease, residents in their first step included."""
+        """Return the most bytes that sub-groups in flight lease."""
         most = 0
         for each in sub_groups:
             gradients = each.full_gradient_bytes
@@ -77,36 +72,33 @@ class ResidencyPolicy:
         A non-resident sub-group has two versions of its block on the drive. A resident one has a single version, from which state
         dicts are mapped. Offloaded gradients are added.
         """
-        staying = self._expected_to_stay(sub_groups)
+        staying = self._staying(sub_groups)
         return sum(
             (1 if each in staying else 2) * self.planner.block_bytes(each) + self._offload_gradients * _parameter_bytes(each)
             for each in sub_groups
         )
 
     def estimate_writes(self, sub_groups: Sequence[SubGroup]) -> WriteEstimate:
-        """Return how many bytes steps will write. The block of a sub-group that stays in memory is written by its first step."""
-        staying = self._expected_to_stay(sub_groups)
-        leaving = [each for each in sub_groups if each not in staying]
+        """Return how many bytes steps will write: the blocks of the sub-groups that are not resident, and their gradients."""
+        leaving = [each for each in sub_groups if not each.in_memory]
         each_step = sum(map(self.planner.block_bytes, leaving))
         if self._offload_gradients:
             each_step += sum(map(_parameter_bytes, leaving))
-        once = sum(self._memory(each) for each in staying if each.in_memory is None)
-        return WriteEstimate(bytes_per_step=each_step, most_bytes_per_step=each_step, bytes_once=once)
+        return WriteEstimate(bytes_per_step=each_step, most_bytes_per_step=each_step, bytes_once=0)
 
-    def _expected_to_stay(self, sub_groups: Iterable[SubGroup]) -> set[SubGroup]:
-        """Return the sub-groups that will stay in memory, as far as their states' sizes can be estimated."""
+    def _staying(self, sub_groups: Iterable[SubGroup]) -> set[SubGroup]:
+        """Return the sub-groups that fit into the budget, with the estimates of their sizes: the same whenever it is asked."""
         staying: set[SubGroup] = set()
         nbytes = 0
         for each in sub_groups:
-            if each.in_memory is not False and nbytes + self._memory(each) <= self.dram_budget:
+            if nbytes + self._memory(each) <= self.dram_budget:
                 nbytes += self._memory(each)
                 staying.add(each)
         return staying
 
     def _memory(self, sub_group: SubGroup) -> int:
         """Return the bytes of memory that a sub-group takes if it is resident."""
-        states = max(self.planner.block_bytes(sub_group), self.planner.estimate(sub_group))  # some get states in a later step
-        return states + (_parameter_bytes(sub_group) if self._offload_gradients else 0)
+        return self.planner.estimate(sub_group) + (_parameter_bytes(sub_group) if self._offload_gradients else 0)
 
 
 def _parameter_bytes(sub_group: SubGroup) -> int:

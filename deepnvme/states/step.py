@@ -114,6 +114,7 @@ class OptimizerStep:
 
     def add(self, sub_groups: Sequence[SubGroup]) -> None:
         """Add sub-groups and reserve space for their blocks. Raises OSError, and adds none, if the drive has no room."""
+        self._residency.choose([*self.sub_groups, *sub_groups])
         self._store.reserve(self._residency.drive_bytes([*self.sub_groups, *sub_groups]))
         pieces = pieces_of(sub_groups)
         ranks = ParamRanks([*self._pieces, *pieces])
@@ -202,11 +203,11 @@ class OptimizerStep:
         inputs = self._pipeline.load(sub_group)
         with defer_interrupts():
             self._partly_stepped = True
-            made = self._pipeline.step(sub_group, inputs, self._optimizer.param_groups)
+            self._pipeline.step(sub_group, inputs, self._optimizer.param_groups)
             self._partly_stepped = False
             self._stepped[sub_group] = None  # whatever comes now, it is not stepped again
             self.phase = OptimizerPhase.STEPPING
-            self._pipeline.write_behind(sub_group, made)
+            self._pipeline.write_behind(sub_group)
 
     def _left(self) -> list[SubGroup]:
         """Return the sub-groups that are not stepped yet and have gradients, or had them when the step failed."""
@@ -221,12 +222,11 @@ class OptimizerStep:
             raise RuntimeError(f"the gradients of {gone} sub-groups that are left to be stepped are gone: call load_state_dict()")
 
     def _commit(self) -> None:
-        """End a completed step: choose residents, drop gradients, make the report. Called with interrupts deferred."""
+        """End a completed step: drop gradients, make the report. Called with interrupts deferred."""
         self.steps += 1
         for sub_group in self._stepped:
             sub_group.pull(self._optimizer.param_groups)
-        self._residency.choose(self.sub_groups)
-        self._pipeline.commit(self.sub_groups)
+        self._pipeline.commit()
         stepped = len(self._stepped)
         self._end()
         self._gradients.clear()
@@ -366,7 +366,6 @@ class OptimizerStep:
                 stepped |= {piece.param for index, piece in enumerate(sub_group.pieces) if index not in changed}
             for sub_group in self.sub_groups:
                 sub_group.states_were_loaded()
-            self._residency.choose(self.sub_groups)
             self._optimizer.param_groups = state["param_groups"]
             self._end()
             self.io.finish()

@@ -96,7 +96,6 @@ class SubGroup:
         pieces: Sequence[ParamSlice],
         masters: Sequence[bool],
         make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-        portion: int | None = None,
     ) -> None:
         """Describe a sub-group that has not been stepped yet.
 
@@ -105,13 +104,10 @@ class SubGroup:
             pieces: The parameters or slices.
             masters: For each piece, whether it has a float32 master weight.
             make_optimizer: Makes the torch optimizer that steps the sub-group, from parameter groups.
-            portion: Most elements with master weights that are stepped at a time (a larger piece is stepped alone), to bound
-                the memory for their float32 gradients. None to step all at once.
         """
         self.index = index
         self.pieces = tuple(pieces)
         self.masters = tuple(masters)
-        self._portions = self._divide(portion)
         self.layout: BlockLayout | None = None
         self.small: list[dict[str, Any]] = [{} for _ in pieces]
         self.current: int | None = None
@@ -119,8 +115,8 @@ class SubGroup:
 
         None before the first step, and while those states are only in memory.
         """
-        self.in_memory: bool | None = None
-        """Whether the sub-group's block stays in memory between steps; None until ResidencyPolicy has decided."""
+        self.in_memory = False
+        """Whether the sub-group's block stays in memory between steps."""
         self.stale: set[int] = set()
         """Indices of pieces whose parameter was changed by other code, so that the master weight has to be updated."""
         self._versions: list[tuple[int, int]] = []
@@ -136,8 +132,8 @@ class SubGroup:
 
     @property
     def full_gradient_bytes(self) -> int:
-        """Most bytes of float32 gradients that are needed at a time: those of the largest portion."""
-        return max(sum(_padded_gradient(self.pieces[each]) for each in part if self.masters[each]) for part in self._portions)
+        """Bytes of float32 gradients for the pieces with master weights."""
+        return sum(_padded_gradient(piece) for piece, master in zip(self.pieces, self.masters, strict=True) if master)
 
     def has_all_gradients(self, arrived: set[int]) -> bool:
         """Return whether ``arrived``, indices of pieces, covers all pieces whose parameter requires a gradient."""
@@ -165,9 +161,8 @@ class SubGroup:
         self.small, self.layout = small, None
 
     def states_were_loaded(self) -> None:
-        """Reset the residency decision and the stale pieces, which belonged to the states before loading."""
+        """Reset the stale pieces, which belonged to the states before loading."""
         self.stale.clear()
-        self.in_memory = None
 
     def remember_params(self) -> None:
         """Record the parameters' current versions, against which :meth:`changed_pieces` compares."""
@@ -223,35 +218,18 @@ class SubGroup:
         views = self._views(block)
         try:
             optimizer = self._bind(views, groups)
-            for portion in self._portions:
-                self._step_portion(optimizer, portion, self._gradients_of(portion, collected, scratch))
+            self._step_stand_ins(optimizer, self._gradients_of(collected, scratch))
             held = self._settle(block, self._held(block, optimizer))
             self.stale.clear()
             return held
         finally:
             self._unbind()
 
-    def _divide(self, portion: int | None) -> list[list[int]]:
-        """Divide the indices of the pieces into portions, which are stepped one after the other."""
-        portions: list[list[int]] = [[]]
-        numel = 0
-        for index, piece in enumerate(self.pieces):
-            more = piece.numel if self.masters[index] else 0
-            if portion is not None and portions[-1] and numel + more > portion:
-                portions.append([])
-                numel = 0
-            portions[-1].append(index)
-            numel += more
-        return portions
-
-    def _gradients_of(
-        self, portion: Sequence[int], collected: Mapping[int, torch.Tensor], scratch: torch.Tensor
-    ) -> list[torch.Tensor | None]:
-        """Return the gradients of a portion's pieces, in float32 for pieces with master weights. Valid until the next portion."""
+    def _gradients_of(self, collected: Mapping[int, torch.Tensor], scratch: torch.Tensor) -> list[torch.Tensor | None]:
+        """Return the gradients of the pieces, in float32 for pieces with master weights."""
         found = []
         end = 0
-        for index in portion:
-            piece = self.pieces[index]
+        for index, piece in enumerate(self.pieces):
             gradient = collected.get(index)
             gradient = piece.gradient if gradient is None else gradient
             if gradient is not None and self.masters[index]:
@@ -260,14 +238,13 @@ class SubGroup:
             found.append(gradient)
         return found
 
-    def _step_portion(
-        self, optimizer: torch.optim.Optimizer, portion: Sequence[int], gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        stepped = [index for index, gradient in zip(portion, gradients, strict=True) if gradient is not None]
+    def _step_stand_ins(self, optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Step those stand-ins that have a gradient, and copy what the optimizer has made of them to the parameters."""
+        stepped = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if not stepped:
             return
-        for index, gradient in zip(portion, gradients, strict=True):
-            self._stand_ins[index].grad = gradient
+        for stand_in, gradient in zip(self._stand_ins, gradients, strict=True):
+            stand_in.grad = gradient
         step_without_global_hooks(optimizer)
         for index in stepped:
             stand_in, piece = self._stand_ins[index], self.pieces[index]

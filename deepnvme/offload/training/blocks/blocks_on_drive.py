@@ -15,6 +15,7 @@ from deepnvme.drives.profiles import engine_for
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.offload.pinned_arena import PinnedArena
 from deepnvme.states.counted_io import CountedIO
+from deepnvme.states.sub_group import SubGroup
 from deepnvme.states.versions import BlockVersions
 from deepnvme.store.own_directory import open_own_store, remove_directories
 
@@ -80,6 +81,10 @@ class BlocksOnDrive:
         """
         self._record_use(block)
         self.cache.create(block)
+
+    def memory_bytes(self, sub_group: SubGroup) -> int:
+        """Return 1: blocks of any size are parts of one region."""
+        return 1
 
     def _record_use(self, block: Block) -> None:
         """Record a use. One that the last step did not have changes nothing in what is expected."""

@@ -9,20 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepnvme.memory.host import trim_heap
 from deepnvme.offload.training.ranks import TrainingRanks
 from deepnvme.states.counted_io import StoredBlock
 from deepnvme.states.state_dict import block_tensors_of
-from deepnvme.states.sub_group import BlockTensors, SubGroup, lay_out
+from deepnvme.states.sub_group import SubGroup, lay_out
+from deepnvme.states.sub_group_block import SubGroupBlock
 from deepnvme.states.versions import block_name
 
 from .blocks_on_drive import BlocksOnDrive
 from .parameter_block import ParameterBlock
 
 Groups = Sequence[dict[str, Any]]
-
-_KEPT_FREE = 32 << 20
-"""Most bytes of freed memory that the C library may keep after a first step has moved a block's states to pinned memory."""
 
 
 class BlockGradients:
@@ -117,75 +114,34 @@ class BlockGradients:
             self._drive.cache.release([self.block], changed=changed, write=False)
 
 
-class BlockStates:
-    """The optimizer states of some parameters of a block, as a block on the drive of their own, and what steps them.
-
-    Args:
-        sub_group: Steps the parameters.
-        drive: Has blocks in memory.
-    """
+class TrainedStates(SubGroupBlock):
+    """The optimizer states of some parameters of a block. A change is undone or committed with the step that it belongs to."""
 
     def __init__(self, sub_group: SubGroup, drive: BlocksOnDrive) -> None:
-        self.sub_group = sub_group
-        self.block: StoredBlock | None = None
-        """The block with the states; None before the first step."""
-        self._drive = drive
+        super().__init__(sub_group, drive)
         self._undo: Callable[[], None] | None = None
 
-    def step(self, groups: Groups, scratch: torch.Tensor) -> None:
-        """Step the parameters with the gradients in ``param.grad``. Parameters must be in memory; states are read and written.
-
-        Raises OSError, and whatever the optimizer raises. Call :meth:`undo` then.
-        """
-        self._begin_change()
-        if self.block is not None:
-            self._drive.acquire(self.block)
-        held = self.sub_group.step(None if self.block is None else self.block.content, {}, scratch, groups)
-        if held is not None:
-            self._lay_out(held)
-            held.clear()
-            trim_heap(_KEPT_FREE)
-        self._write()
-
-    def load(self, states: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:
-        """Replace the states by those of the sub-group's parameters in ``states``. Raises OSError. Call :meth:`undo` then."""
-        self._begin_change()
-        held = block_tensors_of(self.sub_group, states, groups)
-        self.block = None
-        if held:
-            self._lay_out(held)
-            self._write()
-
-    def _begin_change(self) -> None:
+    def begin_change(self) -> None:
+        """Keep what :meth:`undo` goes back to. Call it before the states are loaded or replaced."""
         block, bring_back = self.block, self.sub_group.snapshot()
 
         def undo() -> None:
             bring_back()
-            self.block = block
+            self.block, self.unplaced = block, None
             if block is not None:
                 block.rename(block_name(self.sub_group))
 
         self._undo = undo
 
-    def _lay_out(self, held: BlockTensors) -> None:
-        """Copy these state tensors, which may lie in the current block, to a new block with a layout for them."""
-        before = self.block
-        layout = self.sub_group.lay_out(held)
-        self.block = StoredBlock("", layout.nbytes)
-        self.block.stored = False
-        self._drive.create(self.block)
-        layout.fill(self.block.content, [tensor for _, _, tensor in held])
-        if before is not None:
-            self._drive.cache.reject([before])
-
-    def _write(self) -> None:
-        assert self.block is not None
-        self.sub_group.set_current_block(self._drive.versions.next_of(self.sub_group))
-        self.block.rename(block_name(self.sub_group))
-        self._drive.cache.release([self.block], changed=True)
+    def replace(self, states: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:
+        """Replace the states by those of the sub-group's parameters in ``states``. Raises OSError."""
+        self.unplaced = block_tensors_of(self.sub_group, states, groups) or None
+        self.block = None
+        if self.unplaced is not None:
+            self.write()
 
     def commit(self, groups: Groups) -> None:
-        """Make the stepped states those of the last completed step. Their writes must have ended."""
+        """Make the changed states those of the last completed step. Their writes must have ended."""
         if self._undo is not None:
             self.sub_group.pull(groups)
             self._undo = None
@@ -209,7 +165,7 @@ class TrainedBlock:
 
     def __init__(self, parameters: ParameterBlock, sub_groups: Iterable[SubGroup], drive: BlocksOnDrive) -> None:
         self.parameters = parameters
-        self.states = tuple(BlockStates(each, drive) for each in sub_groups)
+        self.states = tuple(TrainedStates(each, drive) for each in sub_groups)
         self.trained = tuple(param for param in parameters.params if param.requires_grad)
         self.trained_shards = tuple(shard for shard in parameters.shards if shard.requires_grad)
         """What is stepped of each trained parameter: the parameter itself, or this process's shard of it."""
@@ -257,7 +213,10 @@ class TrainedBlock:
         """
         self.stepped = True
         for states in self.states:
-            states.step(groups, scratch)
+            states.begin_change()
+            states.load()
+            states.step({}, scratch, groups)
+            states.write()
         self._write_parameters()
 
     @property
@@ -290,7 +249,8 @@ class TrainedBlock:
             self._drive.cache.acquire([frozen])
         frozen_changed = self.parameters.fill(values, quantized)
         for each in self.states:
-            each.load(states, groups)
+            each.begin_change()
+            each.replace(states, groups)
         self._write_parameters()
         if frozen is not None:
             if frozen_changed:
