@@ -21,6 +21,7 @@ from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Weights, p
 from deepnvme.memory.host import empty_aligned
 from deepnvme.model.structure import weights_by_name
 from deepnvme.model.weight_differences import WeightInfo, WeightMismatch, described, differences
+from deepnvme.offload.activations.saved_tensor import is_plain
 from deepnvme.offload.tiles.tiling import cut_into_tiles
 from deepnvme.telemetry.descriptions import shorten
 
@@ -302,7 +303,10 @@ def _is_absent(tensor: torch.Tensor) -> bool:
 
 def _is_unset(tensor: torch.Tensor) -> bool:
     """Return whether a tensor still has only ``_UNSET`` bytes."""
-    return bool(tensor.numel()) and bool((_bytes_of(tensor.detach()) == _UNSET).all())
+    if not tensor.numel():
+        return False
+    low, high = _bytes_of(tensor.detach()).aminmax()
+    return int(low) == int(high) == _UNSET
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -326,7 +330,8 @@ def leave_on_meta(model: nn.Module) -> None:
 
     def on_meta(tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor on the meta device for one without a value."""
-        gone = _is_absent(tensor) if isinstance(tensor, nn.Parameter) else tensor.is_contiguous() and _is_unset(tensor)
+        plain = is_plain(tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
+        gone = _is_absent(tensor) if isinstance(tensor, nn.Parameter) else plain and _is_unset(tensor)
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if gone else None
 
     if replace_tensors(model, on_meta):
