@@ -190,13 +190,14 @@ def train_on_drive(job: Job) -> None:
     model = empty_model(job)
     if job.mode == "lora":
         add_lora(model, job.rank)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     with deepnvme.offload.OffloadedTraining(
         model,
         torch.optim.AdamW,
         nvme_path=Path(job.directory) / "training",
         checkpoint=job.checkpoint,
         memory_budget=(job.limit or 0) * 2 // 5,  # beside it: what a layer computes with, stacks of threads, rests of malloc
-        activations="recompute",
+        activations="nvme",
         quantize=job.quantize,
         **ADAMW,
     ) as training:

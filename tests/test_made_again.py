@@ -378,8 +378,9 @@ def test_a_second_training_of_a_model_names_the_first(notebook: Notebook) -> Non
     assert notebook["training"].steps == 1
 
 
-def test_a_second_training_of_a_model_takes_the_place_of_the_first_if_it_has_values(notebook: Notebook) -> None:
-    notebook.run("values = {name: value.clone() for name, value in Model().state_dict().items()}\nmodel = Model()")
+def test_a_second_training_of_a_model_takes_the_place_of_the_first_if_it_has_values(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.names["values"] = tmp_path / "values.pt"
+    notebook.run("torch.save(Model().state_dict(), values)\nmodel = Model()")
     cell = TRAINING.replace("model = Model()", "").replace("lr=", "checkpoint=values, lr=")
     notebook.run(cell)
     old = notebook["training"]

@@ -49,7 +49,22 @@ class PinnedArena:
             OutOfBuffers: If the system has not so much memory to pin.
         """
         with defer_interrupts():
-            return self._lend(nbytes)
+            self._take_back()
+            length = padded(nbytes)
+            if not 0 < length <= self.nbytes:
+                return None
+            if self._region is None:
+                self._region = pinned(self.nbytes)
+            offset = self._extents.take(length)
+            if offset + length > self.nbytes:
+                self._extents.give_back(offset, length)
+                return None
+            part = memoryview(self._region)[offset : offset + nbytes]
+            loan = _Loan(part, self._ended.append)
+            loan.extent = offset, length
+            self._loans[offset] = loan
+            with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
+                return torch.frombuffer(part, dtype=torch.uint8)
 
     def lend_beyond(self, nbytes: int) -> torch.Tensor:
         """Return memory as :meth:`lend` does, and if there is no room, a region of its own. Raises OutOfBuffers."""
@@ -58,24 +73,6 @@ class PinnedArena:
             lent = PinnedArena(padded(nbytes)).lend(nbytes)
             assert lent is not None
         return lent
-
-    def _lend(self, nbytes: int) -> torch.Tensor | None:
-        self._take_back()
-        length = padded(nbytes)
-        if not 0 < length <= self.nbytes:
-            return None
-        if self._region is None:
-            self._region = pinned(self.nbytes)
-        offset = self._extents.take(length)
-        if offset + length > self.nbytes:
-            self._extents.give_back(offset, length)
-            return None
-        part = memoryview(self._region)[offset : offset + nbytes]
-        loan = _Loan(part, self._ended.append)
-        loan.extent = offset, length
-        self._loans[offset] = loan
-        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
-            return torch.frombuffer(part, dtype=torch.uint8)
 
     def trim(self) -> None:
         """Unpin the region if nothing of it is lent."""

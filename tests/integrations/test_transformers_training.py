@@ -136,7 +136,7 @@ def test_the_last_step_of_an_epoch_may_have_fewer_batches(drive: Path, tmp_path:
 
 @pytest.mark.parametrize(
     ("activations", "checkpointing", "accumulation"),
-    [("nvme", None, 2), ("nvme", False, 1), ("nvme", True, 2), ("recompute", None, 1), ("recompute", False, 2)],
+    [("nvme", None, 2), ("nvme", False, 1), ("nvme", True, 2)],
 )
 def test_layers_that_are_computed_again(
     drive: Path, tmp_path: Path, activations: str, checkpointing: bool | None, accumulation: int

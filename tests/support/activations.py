@@ -89,7 +89,7 @@ def _holdings(store: ActivationStore) -> dict[str, Any]:
         "names in the store": store._store.names(),
         "storages known": len(store._known),
         "live": store._live,
-        "bytes that may be written": store._write_behind.candidate_bytes,
+        "bytes that may be written": store._unwritten_bytes,
         "dropped": len(store._dropped) + len(store._ending),
     }
 

@@ -16,7 +16,7 @@ import deepnvme
 from deepnvme.checkpoint import SaveFuture
 from deepnvme.memory import BufferPool
 from deepnvme.nn import EmbeddingOnDisk
-from deepnvme.offload import OffloadedTraining, save_on_disk
+from deepnvme.offload import OffloadedTraining
 from deepnvme.store import TensorStore
 from deepnvme.store.futures import StoreFuture
 from deepnvme.streaming import Streaming, WeightStore, stream
@@ -148,11 +148,6 @@ def test_of_a_training_the_model_the_optimizer_and_the_budget(drive: Path) -> No
     assert repr(training).endswith(" 0 steps made, closed>")
 
 
-def test_of_saved_activations_their_directory_and_budget(drive: Path) -> None:
-    activations = save_on_disk(drive, memory_budget=4 * MIB)
-    assert repr(activations) == f"<save_on_disk in '{drive}', memory_budget=4 MiB, min_bytes=1 MiB>"
-
-
 def test_of_a_streamed_model_its_store_and_budget(drive: Path) -> None:
     model = a_model()
     store = WeightStore.build(model, drive / "store", blocks=["0", "1"])
@@ -192,7 +187,7 @@ def test_of_a_table_its_file_shape_and_budget(drive: Path) -> None:
 
 HALF_BUILT = [
     deepnvme.Engine, deepnvme.CheckpointManager, deepnvme.OffloadedOptimizer, BufferPool, TensorStore, StoreFuture, SaveFuture,
-    OffloadedTraining, save_on_disk, WeightStore, Streaming, Table,
+    OffloadedTraining, WeightStore, Streaming, Table,
 ]  # fmt: skip
 
 

@@ -21,8 +21,6 @@ from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.offload.pinned_arena import PinnedArena
 from deepnvme.store.tensor_store import TensorStore
 
-from .saved_tensor import live_storage, version_of
-
 _MOST_PINNED = 2 << 30
 """Most bytes of pinned memory to read into: enough for several tensors of any size, and pinned in less than a second."""
 
@@ -63,7 +61,8 @@ class SavedBytes(Block):
         self.version = tensor._version
         self.read_back_version: int | None = None
         """Version of new tensors over the storage that the bytes were read into; None before the first read."""
-        self._probe = version_of(tensor)
+        self._probe = tensor.detach()  # shares the version counter, but not the memory
+        self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._computed = torch.cuda.current_stream(storage.device).record_event() if storage.is_cuda else None
 
     def wait_until_computed(self) -> None:
@@ -82,8 +81,12 @@ class SavedBytes(Block):
         return self._probe._version
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage that has the block's bytes, or None if the storage is gone."""
-        return live_storage(self.storage_reference)
+        """Return the storage that has the block's bytes, or None if the storage is gone.
+
+        No other storage has its address as long as the reference is there.
+        """
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.storage_reference.cdata)
+        return found
 
     def has_bytes_of(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor over the same storage still has the saved bytes, unchanged."""

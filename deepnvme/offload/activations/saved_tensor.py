@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
 
 import torch
 
@@ -91,44 +91,6 @@ def view_of(tensor: torch.Tensor, start: int) -> View:
     """Return the view by which a tensor is found in bytes that begin at byte ``start`` of its storage."""
     offset = int(tensor.storage_offset()) * tensor.element_size() - start
     return View(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
-
-
-def live_storage(reference: Any) -> torch.UntypedStorage | None:
-    """Return the storage that a ``StorageWeakRef`` refers to; None if it is gone.
-
-    No other storage has its address as long as the reference is there.
-    """
-    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return found
-
-
-class UserHeldStorages:
-    """Storages that have outlived the tensors that autograd saved over them, such as weights. Writing them frees no memory."""
-
-    def __init__(self) -> None:
-        self._references: dict[int, Any] = {}  # by the address of the storage
-        self._most = 1000
-
-    def add(self, reference: Any) -> None:
-        """Add a storage by a ``StorageWeakRef``. References to those that have gone are dropped every now and then."""
-        self._references[reference.cdata] = reference
-        if len(self._references) > self._most:
-            self._references = {key: each for key, each in self._references.items() if not each.expired()}
-            self._most = max(1000, 2 * len(self._references))
-
-    def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        reference = self._references.get(storage._cdata)
-        if reference is not None and reference.expired():  # only then can another storage have its address
-            del self._references[storage._cdata]
-            return False
-        return reference is not None
-
-
-def version_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor that shares the version counter of ``tensor``, but not its memory."""
-    probe = tensor.detach()
-    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return probe
 
 
 def check_version(now: int, saved: int, description: Callable[[], str]) -> None:

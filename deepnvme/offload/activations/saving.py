@@ -17,7 +17,6 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import AnyPath
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
-from deepnvme.telemetry.descriptions import path_list, representation, size_for_people
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .report import ActivationReport, StepCounts
@@ -91,14 +90,8 @@ class save_on_disk:
         self._paths = tuple(Path(os.path.abspath(os.fsdecode(each))) for each in paths)
         self._config = config
         self._open = _OpenContexts()
-
-    def __repr__(self) -> str:
-        return representation(
-            self,
-            lambda: f"in {path_list(self._paths)}",
-            lambda: f"memory_budget={size_for_people(self._memory_budget)}",
-            lambda: f"min_bytes={size_for_people(self._min_bytes)}",
-        )
+        self._saved_elsewhere: Callable[[torch.Tensor], Packed | None] = lambda tensor: None
+        """Returns what autograd keeps in place of a tensor that is on a drive anyway, as a parameter of a training."""
 
     def __enter__(self) -> save_on_disk:
         """Enter the context. Raises OSError if the files cannot be created."""
@@ -147,12 +140,13 @@ class save_on_disk:
                     del _stores[key]
 
     def _pack(self, store: ActivationStore, tensor: torch.Tensor) -> Packed:
+        saved = self._saved_elsewhere(tensor)
+        if saved is not None:
+            return saved
         in_backward = torch._C._current_graph_task_id() >= 0  # and wants at once what it saves
         if not (in_backward or is_kept_by_user(tensor)) and is_plain(tensor):
             saved = store.pack(tensor, self._min_bytes)
-            if saved is not None:
-                return saved
-        return KeptTensor(tensor)
+        return saved or KeptTensor(tensor)
 
     def _key(self) -> tuple[object, ...]:
         return os.getpid(), self._paths, self._memory_budget, self._config

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -25,14 +25,15 @@ from deepnvme.store.own_directory import open_own_store, remove_directories
 
 from .report import ActivationReport, StepCounts
 from .saved_bytes import SavedBytes, SavedBytesBacking, SavedMemory
-from .saved_tensor import UserHeldStorages, View, check_version, span_of, view_of
+from .saved_tensor import View, check_version, span_of, view_of
 from .unpack_order import UnpackOrder
-from .write_behind import WriteBehindPolicy
 
 _MOST_READ_AHEAD = 128
 """Most saved storages to read ahead at a time. Listing more takes longer than reading a small one."""
 _MOST_SAVES_EXAMINED = 512
 """Most numbers of saves to examine when storages to read ahead are looked for: some were dropped, or are in memory."""
+_AHEAD_BYTES = 128 << 20
+"""Bytes to write before their memory is needed, at most half of the limit: enough to keep a drive busy meanwhile."""
 _PREFIX = "deepnvme-activations"
 
 
@@ -97,8 +98,8 @@ def _locked(
 class ActivationStore:
     """Keeps the bytes of saved tensors, in memory and on drives. Thread-safe.
 
-    When memory is needed, the oldest bytes are written; the newest, which a backward wants first, stay in memory. When a backward
-    unpacks a tensor, bytes that it will want next are read ahead, as far as there is room.
+    When memory is needed soon, the oldest bytes are written; the newest, which a backward wants first, stay in memory. When a
+    backward unpacks a tensor, bytes that it will want next are read ahead, as far as there is room.
 
     A tensor that autograd drops is only recorded at first, since autograd may drop it in the middle of any method. The next call
     that takes the lock frees its bytes. A step begins when something is saved and nothing else is.
@@ -117,11 +118,12 @@ class ActivationStore:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._known: dict[tuple[int, int, int], SavedBytes] = {}  # storage, first byte and end -> the newest bytes saved of it
-        self._user_held = UserHeldStorages()
+        self._user_held: dict[int, Any] = {}  # by address, weak references to storages that outlive what autograd saved of them
         self._partly_unpacked: list[SavedBytes] = []  # read for the first of their tensors, the others of which are still wanted
         self._live: dict[int, SavedBytes] = {}  # number -> what was not dropped yet, in the order of saving
         self._order = UnpackOrder()
-        self._write_behind = WriteBehindPolicy()
+        self._unwritten: dict[SavedBytes, None] = {}  # in memory only, and not chosen to be written, the oldest first
+        self._unwritten_bytes = 0
         self._dropped: deque[_SavedTensorReference] = deque()
         self._ending: deque[SavedBytes] = deque()  # dropped, and perhaps in transfer
         self._saves = 0
@@ -140,7 +142,7 @@ class ActivationStore:
     def _begin_step(self) -> None:
         """Begin a step. Forget errors of writes that nobody needs any more."""
         self._cache.clear()
-        self._write_behind.begin_step(self._step.saved_bytes)
+        self._user_held = {key: each for key, each in self._user_held.items() if not each.expired()}
         self._order.begin_step(self._saves)
         self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
 
@@ -150,6 +152,7 @@ class ActivationStore:
 
     # Saving
 
+    @_locked
     def pack(self, tensor: torch.Tensor, min_bytes: int) -> SavedTensor | None:
         """Save a tensor: take over its bytes. May block until older bytes are written.
 
@@ -167,15 +170,13 @@ class ActivationStore:
         """
         storage = tensor.untyped_storage()
         span = span_of(tensor, storage)
-        return None if span[1] - span[0] < max(min_bytes, 1) else self._pack(tensor, storage, span)
-
-    @_locked
-    def _pack(self, tensor: torch.Tensor, storage: torch.UntypedStorage, span: tuple[int, int]) -> SavedTensor | None:
+        if span[1] - span[0] < max(min_bytes, 1):
+            return None
         if self.closed:
             raise RuntimeError("activations cannot be saved: their directory was closed")
         saved = self._known.get((storage._cdata, *span))
         new = saved is None or not saved.has_bytes_of(tensor)
-        if new and storage in self._user_held:
+        if new and storage._cdata in self._user_held:  # nothing else has the address while the weak reference is there
             return None
         if not self._live:
             self._begin_step()
@@ -197,8 +198,11 @@ class ActivationStore:
         """Add saved bytes to the cache as a block in memory, as soon as there is room. May block."""
         self._memory.begin_saving()
         with self._step.waiting_forward:
-            for oldest in self._write_behind.due(saved.nbytes, self._step.saved_bytes, self._memory.limit):
+            room = self._memory.limit - min(self._memory.limit // 2, _AHEAD_BYTES) - saved.nbytes
+            while self._unwritten and self._unwritten_bytes > room:
+                oldest = next(iter(self._unwritten))
                 self._cache.write(oldest)
+                self._forget_unwritten(oldest)
             try:
                 self._cache.create(saved)
             except OSError as error:
@@ -206,7 +210,8 @@ class ActivationStore:
         with defer_interrupts():
             self._cache.release([saved], changed=True, write=False)
             self._known[saved.key] = saved
-            self._write_behind.add(saved)
+            self._unwritten[saved] = None
+            self._unwritten_bytes += saved.nbytes
         self._step.saved(saved.nbytes, self._memory.allocated)
 
     # Unpacking
@@ -288,7 +293,7 @@ class ActivationStore:
             saved.tensors.discard(reference)
             saved.unpack_count = max(saved.unpack_count - 1, 0)
             if saved.uses == 0:
-                self._write_behind.remove(saved)
+                self._forget_unwritten(saved)
                 self._unlink_storage(saved)
                 self._live.pop(saved.number, None)
                 self._ending.append(saved)
@@ -300,6 +305,11 @@ class ActivationStore:
                 self._free_bytes(self._ending[0])
                 self._ending.popleft()
 
+    def _forget_unwritten(self, saved: SavedBytes) -> None:
+        if saved in self._unwritten:
+            del self._unwritten[saved]
+            self._unwritten_bytes -= saved.nbytes
+
     def _unlink_storage(self, saved: SavedBytes) -> None:
         """Forget which storage the bytes belong to, so that the storage is saved anew when autograd saves it next."""
         if self._known.get(saved.key) is saved:
@@ -310,7 +320,7 @@ class ActivationStore:
         self._cache.discard(saved)
         saved.source = None
         if saved.read_back_version is None and not saved.storage_reference.expired():
-            self._user_held.add(saved.storage_reference)
+            self._user_held[saved.storage_reference.cdata] = saved.storage_reference
         if not self.closed and saved.name in self._store:
             self._store.delete(saved.name)
 
@@ -320,15 +330,12 @@ class ActivationStore:
         """Wait for transfers, free all memory, and remove the files. Idempotent."""
         if os.getpid() != self._process:
             return
-        self._end_transfers()
+        with self._lock:
+            if not self.closed:
+                self._cache.clear()
+                self.closed = True
         with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
             self._store.close()
         self._engine.close()
         self._memory.trim()
         remove_directories(self._directories)
-
-    @_locked
-    def _end_transfers(self) -> None:
-        if not self.closed:
-            self._cache.clear()
-            self.closed = True

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from deepnvme.model.weight_differences import WeightMismatch
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
-from .layers import Part, TiledEmbedding, TiledLayer, TiledLinear, check_replaceable, shape_of, splits_within
+from .layers import Part, Taken, TiledEmbedding, TiledLayer, TiledLinear, check_replaceable, tile_sizes
 
 
 def tile_large_layers(model: nn.Module, max_bytes: ByteCount) -> list[str]:
@@ -25,7 +23,7 @@ def tile_large_layers(model: nn.Module, max_bytes: ByteCount) -> list[str]:
     afterwards.
 
     Args:
-        model: The model. Subclasses of the two classes are left as they are, with a warning if they are large.
+        model: The model. Subclasses of the two classes, also those of parametrizations, are left as they are.
         max_bytes: Most bytes of a tile's weight, or a size such as "256MiB". A layer with a larger weight is tiled. The bias is
             not counted.
 
@@ -33,21 +31,21 @@ def tile_large_layers(model: nn.Module, max_bytes: ByteCount) -> list[str]:
         The names of the layers that were replaced, in the order of ``model.named_modules()``.
 
     Raises:
-        ValueError: If one row of a large weight has more than ``max_bytes``; if a large layer has hooks, parametrizations,
-            ``max_norm`` or gradients; if its weight is tied to a parameter outside of the layers to be tiled; if it is the
-            model itself. The model is unchanged then.
-        TypeError: If a parameter of a large layer is of a subclass, such as DTensor. The model is unchanged then.
+        ValueError: If one row of a large weight has more than ``max_bytes``; if a large layer has hooks, ``max_norm``,
+            gradients or parameters of a subclass, such as DTensor; if its weight is tied to a parameter outside of
+            the layers to be tiled; if it is the model itself; if the model has tiled layers already. The model is unchanged then.
     """
     max_bytes = byte_count(max_bytes, "max_bytes")
+    if any(isinstance(module, TiledLayer) for module in model.modules()):
+        raise ValueError("the model has tiled layers already: make it anew to tile it in another way")
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    large = _large_layers(names, max_bytes)
-    taken: dict[tuple[int, str], nn.Parameter] = {}
-    tiled = {layer: _tiled(layer, names[layer][0], max_bytes) for layer in large}
+    layers: list[nn.Module] = [each for each in names if type(each) in (nn.Linear, nn.Embedding)]
+    large = [each for each in layers if each.get_parameter("weight").nbytes > max_bytes]
+    taken: Taken = {}
+    tiled = {layer: _tiled(layer, names[layer][0], max_bytes, taken) for layer in large}
     _check_ties(names, tiled)
-    for layer, replacement in tiled.items():
-        replacement.take_over(layer, taken)
     for layer, replacement in tiled.items():
         for name in names[layer]:
             parent, _, attribute = name.rpartition(".")
@@ -71,8 +69,7 @@ def untiled_state_dict(model: nn.Module, state: Mapping[str, Any] | None = None)
     # The parameters themselves show what is tied.
     state = model.state_dict(keep_vars=True) if state is None else dict(state)
     joined: dict[tuple[int, ...], torch.Tensor] = {}
-    modules = list(model.named_modules(remove_duplicate=False))
-    for path, module in reversed(modules):  # a tile may be tiled itself
+    for path, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, TiledLayer):
             continue
         prefix = f"{path}." if path else ""
@@ -80,7 +77,7 @@ def untiled_state_dict(model: nn.Module, state: Mapping[str, Any] | None = None)
             tensors = [state.pop(f"{prefix}tiles.{part.tile}.{name}") for part in parts]
             key = tuple(map(id, tensors))
             if key not in joined:
-                joined[key] = _join_parts(tensors, parts)
+                joined[key] = torch.cat([each.detach() for each in tensors])
             state[prefix + name] = joined[key]
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -114,7 +111,6 @@ def cut_into_tiles(
         WeightMismatch: If a whole weight has another shape than the layer.
     """
     found = dict(weights)
-    wrong = []
     for path, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, TiledLayer):
             continue
@@ -123,37 +119,26 @@ def cut_into_tiles(
             if prefix + name not in found:
                 continue
             whole = found.pop(prefix + name)
-            if shape(whole) != shape_of(parts):
-                wrong.append(f"shape: '{prefix}{name}' should be {list(shape_of(parts))}, found {list(shape(whole))}")
-            else:
-                found.update({f"{prefix}tiles.{each.tile}.{name}": part(whole, each.slices) for each in parts})
-    if wrong:
-        raise WeightMismatch(what, wrong)
+            wanted = (parts[-1].rows.stop, *getattr(module.tiles[0], name).shape[1:])
+            if shape(whole) != wanted:
+                raise WeightMismatch(what, [f"shape: '{prefix}{name}' should be {list(wanted)}, found {list(shape(whole))}"])
+            for tile, rows in parts:
+                found[f"{prefix}tiles.{tile}.{name}"] = part(whole, [rows, *map(slice, wanted[1:])])
     return found
 
 
-def _large_layers(names: dict[nn.Module, list[str]], max_bytes: int) -> list[nn.Module]:
-    """Return the layers to be tiled, among the modules that are the keys of ``names``. Warns of large layers of a subclass."""
-    layers = [each for each in names if isinstance(each, nn.Linear | nn.Embedding) and each.weight.nbytes > max_bytes]
-    left = [each for each in layers if type(each) not in (nn.Linear, nn.Embedding) and not is_parametrized(each)]
-    if left:
-        listed = ", ".join(f"{names[each][0]} ({type(each).__name__})" for each in left)
-        warnings.warn(f"larger than {max_bytes} bytes, but of a subclass and not tiled: {listed}", stacklevel=3)
-    return [each for each in layers if each not in left]
-
-
-def _tiled(layer: nn.Module, name: str, max_bytes: int) -> TiledLayer:
-    """Return a tiled layer without memory, to take the place of a whole one. Raises ValueError if the layer cannot be tiled."""
+def _tiled(layer: nn.Module, name: str, max_bytes: int, taken: Taken) -> TiledLayer:
+    """Return a tiled layer to take the place of a whole one. Raises ValueError if the layer cannot be tiled."""
     if not name:
-        raise ValueError(f"the model is a large layer itself: use Tiled{type(layer).__name__} instead")
-    check_replaceable(layer, nn.Linear if isinstance(layer, nn.Linear) else nn.Embedding, name)
+        raise ValueError("the model is a large layer itself: put it into a module, and tile that")
+    check_replaceable(layer, name)
     assert isinstance(layer, nn.Linear | nn.Embedding)
     rows, columns = layer.weight.shape
     row_bytes = columns * layer.weight.element_size()
     if row_bytes > max_bytes:
         raise ValueError(f"max_bytes must be at least the {row_bytes} bytes of a row of {name}.weight, got {max_bytes}")
-    splits = splits_within(rows, max_bytes // row_bytes)
-    return TiledLinear._like(layer, splits) if isinstance(layer, nn.Linear) else TiledEmbedding._like(layer, splits)
+    sizes = tile_sizes(rows, max_bytes // row_bytes)
+    return TiledLinear(layer, sizes, taken) if isinstance(layer, nn.Linear) else TiledEmbedding(layer, sizes, taken)
 
 
 def _check_ties(names: dict[nn.Module, list[str]], tiled: dict[nn.Module, TiledLayer]) -> None:
@@ -172,12 +157,3 @@ def _check_ties(names: dict[nn.Module, list[str]], tiled: dict[nn.Module, TiledL
                     f"{cuts[parameter][0]} is tied to {names[module][0]}.{name}, which is not in a torch.nn.Linear or Embedding"
                     " that can be tiled: untie them, or raise max_bytes"
                 )
-
-
-def _join_parts(tensors: list[torch.Tensor], parts: list[Part]) -> torch.Tensor:
-    """Return the whole tensor, joined from its parts."""
-    with torch.no_grad():
-        whole = tensors[0].new_empty(shape_of(parts))
-        for tensor, part in zip(tensors, parts, strict=True):
-            whole[part.slices] = tensor
-    return whole

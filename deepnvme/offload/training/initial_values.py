@@ -6,8 +6,10 @@ Values are made one block at a time, in the memory from which the block is writt
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -17,9 +19,9 @@ from deepnvme.cache.block_cache import BlockCache
 from deepnvme.checkpoint.file_io import shared_engine
 from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Weights, part_of, weights_in
 from deepnvme.memory.host import empty_aligned
-from deepnvme.model.structure import find_ties, weights_by_name
+from deepnvme.model.structure import weights_by_name
 from deepnvme.model.weight_differences import WeightInfo, WeightMismatch, described, differences
-from deepnvme.offload.activations.saved_tensor import is_distributed
+from deepnvme.offload.activations.saved_tensor import is_plain
 from deepnvme.offload.tiles.tiling import cut_into_tiles
 from deepnvme.telemetry.descriptions import shorten
 
@@ -27,12 +29,15 @@ from .blocks.parameter_block import ParameterBlock, absent_like
 from .model_partition import ModelPartition
 from .ranks import TrainingRanks
 
-Checkpoint = str | os.PathLike[str] | Mapping[str, torch.Tensor]
+Checkpoint = str | os.PathLike[str]
 
 _SHOWN = 8
 """Most names that an error's message lists."""
 _UNSET = 0xA5
-"""Byte that fills integer tensors that have no value yet. Floating-point tensors are filled with NaN."""
+"""Byte that fills tensors that have no value yet."""
+
+_left_on_meta: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose values have gone with their training: new ones in their place would be no surprise that anybody wants."""
 
 
 class InitialValues:
@@ -49,10 +54,8 @@ class InitialValues:
 
     Args:
         model: On the CPU, on the meta device, or in part on either.
-        checkpoint: As :func:`deepnvme.checkpoint.weight_locations.weights_in` takes it, or a mapping of names to tensors, such as
-            ``torch.load(path, mmap=True)``. Values are converted to the dtypes of the model. It may be of the model before layers
-            were tiled: each tile then reads its part. DTensors in a mapping must be sharded as the training is, and cannot be
-            weights of tiled layers.
+        checkpoint: As :func:`deepnvme.checkpoint.weight_locations.weights_in` takes it. Values are converted to the dtypes of the
+            model. It may be of the model before layers were tiled: each tile then reads its part.
         ranks: The processes that train the model together.
 
     Raises:
@@ -64,13 +67,13 @@ class InitialValues:
         self._model, self._ranks = model, ranks
         self._names: dict[torch.Tensor, str] = {}  # in the checkpoint, of what is read
         self._infos: Mapping[str, WeightInfo] = {}
-        self._in_memory: Mapping[str, torch.Tensor] = {}
         self._weights: Weights | None = None
         self._files: OpenFiles | None = None
         if checkpoint is not None:
             self._look_into(checkpoint)
         self._all_names: dict[torch.Tensor, str] = {}  # the first of each
-        for name, tensor in _tensors(model):
+        every = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+        for name, tensor in itertools.chain(*every):
             self._all_names.setdefault(tensor, name)
         self._check_in_memory()
         self._reset = {tensor for tensor in self._all_names if tensor.is_meta and tensor not in self._names}
@@ -82,25 +85,15 @@ class InitialValues:
         self._visited: set[nn.Module] = set()
         self._begun: list[ParameterBlock] = []  # in memory, and without all values yet
         self._init_weights = _init_weights_by_module(model)
-        self._check_resets()
 
     def _look_into(self, checkpoint: Checkpoint) -> None:
         """Find the model's weights in a checkpoint. Raises WeightMismatch if the checkpoint is of another model."""
-        given = "state" if isinstance(checkpoint, Mapping) else f"checkpoint '{os.fspath(checkpoint)}'"
-        what = f"the {given} is not of this {type(self._model).__name__}"
-        if isinstance(checkpoint, Mapping):
-            self._in_memory = cut_into_tiles(self._model, checkpoint, lambda weight: weight.shape, _slice, what)
-            for name, value in self._in_memory.items():
-                if is_distributed(value):
-                    self._ranks.rows_in(value, name)  # raises for another placement
-            self._infos = {name: WeightInfo.of(value) for name, value in self._in_memory.items()}
-            found_ties = find_ties(self._in_memory)
-        else:
-            found = cut_into_tiles(self._model, weights_in(checkpoint), _shape_of, part_of, what)
-            self._files = OpenFiles(shared_engine(Path(checkpoint)))
-            self._weights = Weights(found, self._files)
-            self._infos = {name: self._weights.info(name) for name in found}
-            found_ties = dict(self._weights.ties())
+        what = f"the checkpoint '{os.fspath(checkpoint)}' is not of this {type(self._model).__name__}"
+        found = cut_into_tiles(self._model, weights_in(checkpoint), _shape_of, part_of, what)
+        self._files = OpenFiles(shared_engine(Path(checkpoint)))
+        self._weights = Weights(found, self._files)
+        self._infos = {name: self._weights.info(name) for name in found}
+        found_ties = dict(self._weights.ties())
         wanted, ties = described(self._model)
         weights = weights_by_name(self._model)
         if any(weight.is_meta for weight in weights.values()):
@@ -116,10 +109,11 @@ class InitialValues:
                 self._names.setdefault(tensor, name)
 
     def _check_in_memory(self) -> None:
+        left = self._model in _left_on_meta
         gone = [
             name
             for tensor, name in self._all_names.items()
-            if tensor not in self._names and tensor.device.type == "cpu" and _is_absent(tensor)
+            if tensor not in self._names and (_is_absent(tensor) or (left and tensor.is_meta))
         ]
         if gone:
             raise ValueError(
@@ -127,51 +121,27 @@ class InitialValues:
                 " restore=True, or could not be begun: make the model anew, or give a checkpoint"
             )
 
-    def _check_resets(self) -> None:
-        """Raise ValueError if a parameter or buffer on the meta device cannot get a value from any module."""
-        able = {
-            tensor
-            for module in self._model.modules()
-            if _reset_of(module) is not None or module in self._init_weights
-            for tensor in _own(module)
-        }
-        unable = [self._all_names[tensor] for tensor in self._all_names if tensor in self._reset - able]
-        if unable:
-            self._raise_unset(unable)
-
-    def _raise_unset(self, names: Iterable[str]) -> None:
-        raise ValueError(
-            "on the meta device, without values: neither reset_parameters() of their modules nor a checkpoint gives them to"
-            f" {shorten(map(repr, names), _SHOWN)}"
-        )
+    def _check_set(self, tensors: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Raise ValueError if modules have given no values to some tensors, each of which is given with its value in memory."""
+        unset = [self._all_names[tensor] for tensor, value in tensors if tensor in self._reset and _is_unset(value)]
+        if unset:
+            raise ValueError(
+                "on the meta device, without values: neither reset_parameters() of their modules nor a checkpoint gives them to"
+                f" {shorten(map(repr, unset), _SHOWN)}"
+            )
 
     def place(self, partition: ModelPartition) -> ModelPartition:
         """Replace parameters and buffers on the meta device by new ones on the CPU, and return the partition with the new ones.
 
         The new parameters take no memory, and have no values. After an error the model cannot be used again.
         """
-        placed: dict[torch.Tensor, torch.Tensor] = {}
-        for module in self._model.modules():
-            for name, param in list(module._parameters.items()):
-                if param is not None and param.is_meta:
-                    if param not in placed:
-                        new = nn.Parameter(absent_like(param), requires_grad=param.requires_grad)
-                        new.__dict__.update(param.__dict__)
-                        placed[param] = new
-                    setattr(module, name, placed[param])  # and not in _parameters alone: an LSTM has lists of them
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None and buffer.is_meta:
-                    if buffer not in placed:
-                        placed[buffer] = torch.empty_like(buffer, device="cpu")
-                        _mark_unset(placed[buffer])
-                    module._buffers[name] = placed[buffer]
+        placed = replace_tensors(self._model, _placed)
         self._names = {placed.get(tensor, tensor): name for tensor, name in self._names.items()}
         self._all_names = {placed.get(tensor, tensor): name for tensor, name in self._all_names.items()}
         self._reset = {placed.get(tensor, tensor) for tensor in self._reset}
 
         def of(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-            found = [placed.get(param, param) for param in params]
-            return [each for each in found if isinstance(each, nn.Parameter)]
+            return [each for param in params if isinstance(each := placed.get(param, param), nn.Parameter)]
 
         return partition._replace(params=[of(some) for some in partition.params], rest=of(partition.rest))
 
@@ -179,7 +149,7 @@ class InitialValues:
     def write(self, blocks: Mapping[nn.Module, ParameterBlock], rest: ParameterBlock, cache: BlockCache) -> None:
         """Fill all blocks with the initial values. The cache starts writing a block when it has all of its values. Blocks.
 
-        With several processes, all get the first process's values, also of buffers. Of a DTensor, each process has its own rows.
+        With several processes, all get the first process's values, also of buffers.
 
         In memory at a time are ``rest``, one block, the blocks around it, and one weight of a checkpoint with other dtypes.
         Modules are reset in the order in which they were made, provided that every module makes its submodules before its own
@@ -192,19 +162,16 @@ class InitialValues:
 
         Raises:
             RuntimeError: If another process has failed or ended.
-            ValueError: If modules have left something without a value, or replaced a parameter; or if a value cannot be
-                quantised.
+            ValueError: If modules have left something without a value, or if a value cannot be quantised.
             CorruptCheckpoint: If the checkpoint is damaged, or was changed meanwhile.
             OSError: From the drives.
         """
         self._cache, self._blocks = cache, blocks
         try:
-            distributed = sorted(name for name in self._names.values() if self._is_sharded(name))
-            self._ranks.check_alike(distributed, "the names of the checkpoint's DTensors")
             self._begin(rest)
             self._read((name, buffer, None) for buffer, name in self._names.items() if not isinstance(buffer, nn.Parameter))
             self._visit(self._model)
-            self._check_set((name, each) for name, each in _tensors(self._model) if not isinstance(each, nn.Parameter))
+            self._check_set((buffer, buffer) for buffer in self._model.buffers())
             self._end(rest)
             self._ranks.broadcast_from_first([each for _, each in self._model.named_buffers()])
             if self._weights is not None:
@@ -234,15 +201,12 @@ class InitialValues:
             self._cache.create(part)
         block.begin_values()
         to_read = []
-        own_rows = self._own_rows(block)
         for param, value in block.values():
-            if param in own_rows:
-                continue
             if param in self._names:
                 place = _bytes_of(value) if value.is_contiguous() else None
                 to_read.append((self._names[param], value, place))
             elif param in self._reset:
-                _mark_unset(value)
+                _bytes_of(value).fill_(_UNSET)
             else:
                 value.copy_(param.detach())
         self._read(to_read)
@@ -251,14 +215,10 @@ class InitialValues:
 
     def _end(self, block: ParameterBlock) -> None:
         """Check that a block has all of its values, and let the cache write it."""
-        for param, value in block.values():
-            if param.data_ptr() != value.data_ptr():  # a module has set its data to another tensor
-                value.copy_(param.detach())
-        self._check_set((self._all_names[param], param) for param in block.params)
-        own_rows = self._own_rows(block)
-        self._ranks.broadcast_from_first([value for param, value in block.values() if param not in own_rows], block.number)
+        self._check_set(block.values())
+        self._ranks.broadcast_from_first([value for _, value in block.values()], block.number)
         if block.ranks is not None:
-            block.keep_own_shards(own_rows)
+            block.keep_own_shards()
         elif block.frozen is not None:
             block.frozen.quantize()
         block.detach()
@@ -272,40 +232,17 @@ class InitialValues:
         init_weights = self._init_weights.get(module)
         if not self._reset.isdisjoint(own):
             kept = [(each, each.detach().clone()) for each in own if each not in self._reset or each in self._valued]
-            reset = _reset_of(module)
-            if reset is not None:
-                reset()
+            name = "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
+            getattr(module, name, lambda: None)()
             if init_weights is not None:
                 init_weights(module)
             for tensor, value in kept:
                 tensor.copy_(value)
-            replaced = [self._all_names[each] for each in set(own) - set(_own(module)) if isinstance(each, nn.Parameter)]
-            if replaced:
-                raise ValueError(
-                    f"reset_parameters() of a {type(module).__name__} has made other parameters in place of"
-                    f" {shorten(map(repr, sorted(replaced)), _SHOWN)}: it has to give values to those that are there"
-                )
             self._valued.update(own)
         elif init_weights is not None and not own and self._all_reset:
             init_weights(module)  # of some transformers models those around others change the values once more
 
-    def _check_set(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raise ValueError if modules have given no values to some of these tensors, which are given with their names."""
-        unset = [name for name, tensor in tensors if tensor in self._reset and _is_unset(tensor)]
-        if unset:
-            self._raise_unset(unset)
-
     # -- from the checkpoint
-
-    def _is_sharded(self, name: str) -> bool:
-        return name in self._in_memory and is_distributed(self._in_memory[name])
-
-    def _own_rows(self, block: ParameterBlock) -> dict[torch.Tensor, torch.Tensor]:
-        """Return this rank's rows of a sharded block's parameters for which the checkpoint has DTensors."""
-        if block.ranks is None:
-            return {}
-        values = {param: self._in_memory[name] for param in block.params if self._is_sharded(name := self._names.get(param, ""))}
-        return {param: self._ranks.local_shard(value, param) for param, value in values.items()}
 
     def _read(self, wanted: Iterable[tuple[str, torch.Tensor, torch.Tensor | None]]) -> None:
         """Read weights from the checkpoint. Blocks.
@@ -317,10 +254,11 @@ class InitialValues:
         reads = []
         try:
             for name, value, place in wanted:
-                if self._weights is not None and place is not None and self._infos[name].dtype == value.dtype:
+                assert self._weights is not None
+                if place is not None and self._infos[name].dtype == value.dtype:
                     reads.append(self._weights.read_into(name, place))
                 else:
-                    to_convert.append((name, value))
+                    to_convert.append((name, value, self._weights))
             while reads:
                 reads[0].result()
                 reads.pop(0)
@@ -328,34 +266,15 @@ class InitialValues:
             for each in reads:  # nothing may be read any more into memory that others will have
                 with contextlib.suppress(Exception):
                     each.result()
-        for name, value in to_convert:
-            if self._weights is None:
-                value.copy_(self._ranks.whole_of(self._in_memory[name], 0))
-                continue
+        for name, value, weights in to_convert:
             dtype, shape = self._infos[name]
             raw = empty_aligned(self._infos[name].nbytes)
-            self._weights.read_into(name, raw).result()
+            weights.read_into(name, raw).result()
             value.copy_(raw.view(dtype).view(shape))
-
-
-def _slice(weight: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
-    """Return a part of a weight. Raises ValueError for a DTensor, whose rows are divided among the ranks."""
-    if is_distributed(weight):
-        raise ValueError(
-            "the checkpoint has a DTensor for a tiled layer, whose tiles have other rows on each rank: save it with"
-            " deepnvme.save(state, path, group=group), and give the file as the checkpoint"
-        )
-    return weight[tuple(slices)]
 
 
 def _shape_of(weight: torch.Tensor | Location) -> tuple[int, ...]:
     return tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.info.shape)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's parameters and buffers, also non-persistent ones, by name; a tied one under each of its names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _own(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -365,13 +284,6 @@ def _own(module: nn.Module) -> Iterator[torch.Tensor]:
     for child in module.children():
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield from _own(child)
-
-
-def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """Return the function that resets a module's own parameters; None if there is none."""
-    name = "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
-    reset = getattr(module, name, None)
-    return reset if callable(reset) else None
 
 
 def _init_weights_by_module(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], object]]:
@@ -385,28 +297,67 @@ def _init_weights_by_module(model: nn.Module) -> dict[nn.Module, Callable[[nn.Mo
 
 
 def _is_absent(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() < tensor.nbytes
-
-
-def _mark_unset(tensor: torch.Tensor) -> None:
-    if tensor.is_floating_point():
-        tensor.fill_(torch.nan)
-    else:
-        _bytes_of(tensor).fill_(_UNSET)
+    dense = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return dense and tensor.untyped_storage().nbytes() < tensor.nbytes
 
 
 def _is_unset(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor still has no value: a floating-point one has NaN in it, any other has only ``_UNSET`` bytes."""
+    """Return whether a tensor still has only ``_UNSET`` bytes."""
     if not tensor.numel():
         return False
-    if not tensor.is_floating_point():
-        low, high = _bytes_of(tensor.detach()).aminmax()
-        return int(low) == int(high) == _UNSET
-    if tensor.itemsize == 1:  # there are few operations on floats of 8 bits
-        return bool(tensor.detach().float().isnan().any())
-    return bool(tensor.detach().min().isnan())
+    low, high = _bytes_of(tensor.detach()).aminmax()
+    return int(low) == int(high) == _UNSET
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor that has no gaps as bytes, whatever its strides."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _placed(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor on the CPU, without a value, for one on the meta device."""
+    if not tensor.is_meta:
+        return None
+    if isinstance(tensor, nn.Parameter):
+        return absent_like(tensor)
+    buffer = torch.empty_like(tensor, device="cpu")
+    _bytes_of(buffer).fill_(_UNSET)
+    return buffer
+
+
+def leave_on_meta(model: nn.Module) -> None:
+    """Put what has no value on the meta device: parameters without memory, and buffers that nothing has given a value."""
+
+    def on_meta(tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor on the meta device for one without a value."""
+        plain = is_plain(tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
+        gone = _is_absent(tensor) if isinstance(tensor, nn.Parameter) else plain and _is_unset(tensor)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if gone else None
+
+    if replace_tensors(model, on_meta):
+        _left_on_meta.add(model)
+
+
+def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[torch.Tensor, torch.Tensor]:
+    """Replace parameters and buffers of a model. Tied ones stay tied, and parameters keep their attributes.
+
+    Args:
+        model: The model.
+        make: Returns what a parameter or buffer is replaced by; None to leave it.
+
+    Returns:
+        The new parameters and buffers by the ones that they have replaced.
+    """
+    made: dict[torch.Tensor, torch.Tensor | None] = {}
+    for module in model.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None:
+                continue
+            if tensor not in made:
+                new = made[tensor] = make(tensor)
+                if new is not None and isinstance(tensor, nn.Parameter):
+                    made[tensor] = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                    vars(made[tensor]).update(vars(tensor))
+            if made[tensor] is not None:
+                setattr(module, name, made[tensor])  # and not in _parameters alone: an LSTM has lists of them
+    return {tensor: new for tensor, new in made.items() if new is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -57,16 +57,6 @@ def draw_seeds(count: int) -> list[int]:
     With a seed each, micro-batches draw the same random numbers whether they run one after the other or side by side.
     """
     return torch.randint(1 << 62, (count,), device="cpu").tolist()
-
-
-@contextlib.contextmanager
-def restoring_random_state() -> Iterator[None]:
-    """Restore the state of torch's default generator at the end of this context."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
 
 
 class _Abandoned(BaseException):
@@ -212,7 +202,7 @@ class SideBySide:
 
         turns = [Turn(function(index), seed) for index, seed in enumerate(seeds)]
         with (
-            restoring_random_state(),
+            torch.random.fork_rng(devices=()),
             self._trained.running(len(forwards), of=len(forwards)),
             self._trained.uses.calling_before_use(self._before_use),
         ):

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.host import trim_heap
-from deepnvme.offload.activations.checkpointing import copy_buffers
 from deepnvme.offload.activations.report import ActivationReport
 from deepnvme.offload.activations.saved_tensor import may_share_memory
 from deepnvme.states.gradients import GradientHooks
@@ -97,7 +96,7 @@ class TrainedModel:
         self._phase = TrainingPhase.IDLE
         self._running = 0  # micro-batches that run now
         self._norm: torch.Tensor | None = None
-        self._waits = (0.0, 0.0, 0.0)  # as _waited() has returned them when the step began
+        self._waits = (0.0, 0.0)  # as _waited() has returned them when the step began
         self._block_of: dict[torch.Tensor, TrainedBlock] = {param: block for block in blocks for param in block.trained}
         self._by_parameters = {block.parameters: block for block in blocks}
         self.blocks_of_modules = dict(zip(partition.modules, self._by_parameters, strict=False))
@@ -150,7 +149,7 @@ class TrainedModel:
         if begins:
             self.drive.begin_step()
             self._waits = self._waited()
-            self._put_buffers_back = copy_buffers(self.model)
+            self._put_buffers_back = _copy_buffers(self.model)
         self._running = count
         for block in self.blocks:
             block.begin_backwards()
@@ -322,18 +321,17 @@ class TrainedModel:
 
     def report(self, activations: ActivationReport | None) -> TrainingReport:
         """Return the report of the step that ends now."""
-        waiting, waiting_to_write, exchanging = (now - before for now, before in zip(self._waited(), self._waits, strict=True))
+        waiting, waiting_to_write = (now - before for now, before in zip(self._waited(), self._waits, strict=True))
         return TrainingReport(
             **self.drive.io.end_step(self.steps),
             waiting=waiting,
             waiting_to_write=waiting_to_write,
             activations=activations,
-            exchanging=exchanging,
         )
 
-    def _waited(self) -> tuple[float, float, float]:
-        """Return the seconds waited until now: for the drive, of these for writes, and in exchanges with other ranks."""
-        return self.drive.cache.seconds_waited, self.drive.cache.seconds_waited_to_write, self.ranks.seconds
+    def _waited(self) -> tuple[float, float]:
+        """Return the seconds waited for the drive until now, and of these for writes."""
+        return self.drive.cache.seconds_waited, self.drive.cache.seconds_waited_to_write
 
     def estimate_writes(self, planner: SubGroupPlanner) -> WriteEstimate:
         """Return how many bytes each step writes if all parameters get a gradient."""
@@ -433,3 +431,27 @@ class TrainedModel:
         self.check_absent()
         if self.micro_batches_run:
             raise RuntimeError("a step is under way: run its other micro-batches, and call step()")
+
+
+def _copy_buffers(module: nn.Module) -> Callable[[], None]:
+    """Copy the buffers of a module, such as the statistics of a BatchNorm, and of all modules in it, before a forward.
+
+    All are copied, since version counters do not tell of all changes: those of a BatchNorm do not.
+
+    Returns:
+        A function that gives the buffers their content back.
+    """
+    copies = [
+        (each, name, buffer, buffer.detach().clone())
+        for each in module.modules()
+        for name, buffer in each._buffers.items()
+        if buffer is not None
+    ]
+
+    def put_back() -> None:
+        """Give the buffers the content that they had when they were copied."""
+        for each, name, buffer, content in copies:
+            buffer.data.copy_(content)  # without a new version: a backward that has saved the buffer need not raise
+            each._buffers[name] = buffer
+
+    return put_back

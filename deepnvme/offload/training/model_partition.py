@@ -23,22 +23,9 @@ class ModelPartition(NamedTuple):
     params: list[list[nn.Parameter]]
     """The parameters of each block: those of its module that belong to no block inside of it. No list is empty."""
     rest: list[nn.Parameter]
-    """Parameters that stay in memory, because they are in no block, or several blocks use them."""
+    """Parameters that stay in memory, because they are in no block, several blocks use them, or they have one element."""
     tiles: set[nn.Module]
     """The modules in :attr:`modules` that are tiles of a :class:`TiledLayer`."""
-
-    def with_single_elements_in_memory(self) -> ModelPartition:
-        """Return a partition in which parameters of one element stay in memory.
-
-        They take none to speak of, have no rows to divide among ranks, and programs change them between steps: CLIP's clamps its
-        ``logit_scale``. Such a write to a parameter on the drive would be lost, since it may leave NaN as it is.
-        """
-        params = [[param for param in some if param.numel() != 1] for some in self.params]
-        single = [param for some in self.params for param in some if param.numel() == 1]
-        kept = [index for index, some in enumerate(params) if some]
-        return self._replace(
-            modules=[self.modules[index] for index in kept], params=[params[index] for index in kept], rest=self.rest + single
-        )
 
 
 def names_of_parameters(model: nn.Module) -> dict[torch.Tensor, str]:
@@ -56,16 +43,15 @@ def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None =
             no other module is a block.
 
     Raises:
-        TypeError: If there are both modules and names in ``blocks``.
-        ValueError: If a module is not the model's, or is a list, which is never called; if a name matches nothing; if a
-            parameter cannot be offloaded.
+        ValueError: If there are both modules and names in ``blocks``; if a module is not the model's, or is a list, which is
+            never called; if a name matches nothing; if a parameter cannot be offloaded.
     """
     for param in model.parameters():
         if is_distributed(param):
             raise ValueError(
                 "the model was wrapped by fully_shard(), and OffloadedTraining gathers and averages itself: build the model anew,"
-                ' with torch.device("meta"), and call OffloadedTraining(model_on_meta, ..., checkpoint=model.state_dict(),'
-                " process_group=mesh.get_group()). Each rank then reads the same shards"
+                ' with torch.device("meta"), call OffloadedTraining(model_on_meta, ..., process_group=mesh.get_group()), and give'
+                " its load_state_dict() the states of the model and its optimizer. Each rank then has the same shards"
             )
         if type(param) is not nn.Parameter or param.device.type not in ("cpu", "meta") or param.layout is not torch.strided:
             kind = f"a {type(param).__name__} of layout {param.layout} on {param.device}"
@@ -78,7 +64,9 @@ def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None =
     found = ModelPartition([], [], [], set())
     for block in structure.blocks:
         names = dict.fromkeys(name for name in block.weights if name in alone)
-        own = [weight for name in names if isinstance(weight := weights[name], nn.Parameter)]
+        # Those of one element take no memory to speak of, have no rows to divide among ranks, and programs change them between
+        # steps: CLIP's clamps its logit_scale. Such a write to a parameter on the drive would be lost: it may leave NaN as it is.
+        own = [each for name in names if isinstance(each := weights[name], nn.Parameter) and each.numel() != 1]
         if own:
             module = model.get_submodule(block.name)
             found.modules.append(module)
@@ -90,16 +78,12 @@ def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None =
 
 
 def _structure_with_tiles(model: nn.Module, blocks: list[nn.Module | str] | None) -> Structure:
-    modules = [each for each in blocks or () if isinstance(each, nn.Module)]
     names = [each for each in blocks or () if isinstance(each, str)]
-    if blocks is None or (names and not modules):
+    if blocks is None or (names and len(names) == len(blocks)):
         return structure_of(model, [*names, *map(glob.escape, tile_names(model))])
-    if len(modules) != len(blocks):
-        kinds = ", ".join(sorted({type(each).__name__ for each in blocks}))
-        raise TypeError(f"blocks must be modules, or names of modules, and not both, got {kinds}")
-    inside = {each: name for name, each in model.named_modules()}
-    for module in modules:
-        if module not in inside:
-            raise ValueError(f"blocks: a {type(module).__name__} is no module of the model")
-    with_parameters = [module for module in modules if next(module.parameters(), None) is not None]
-    return structure_of(model, [glob.escape(inside[module]) for module in with_parameters], find=False)
+    inside: dict[object, str] = {each: name for name, each in model.named_modules()}
+    for each in blocks:
+        if each not in inside:
+            raise ValueError(f"blocks must be modules of the model, or names of some, and not both, got {each!r}")
+    with_parameters = [each for each in blocks if isinstance(each, nn.Module) and next(each.parameters(), None) is not None]
+    return structure_of(model, [glob.escape(inside[each]) for each in with_parameters], find=False)

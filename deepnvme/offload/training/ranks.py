@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
@@ -53,8 +52,8 @@ class Purpose(IntEnum):
     """Norms of whole gradients are computed from those of shards."""
     COMMIT = 5
     """All ranks have reached the end of a step."""
-    AGREE = 6
-    """The ranks decide what to do next, or begin a call."""
+    MEET = 6
+    """The ranks begin or end a call."""
     GATHER_TO_READ = 7
     """Every rank gets whole parameters, and does not train."""
     COMPARE = 8
@@ -77,10 +76,8 @@ class RankMeetings:
         """Number of ranks."""
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         """Of this process, in the group."""
-        self.seconds = 0.0
-        """Time in exchanges so far, waiting for other ranks among it."""
         # Memory that is not torch's: a rank that has none left can still say so.
-        self._message = array("i", bytes(4 * (3 + most_parameters)))
+        self._message = array("i", bytes(4 * (2 + max(most_parameters, 1))))
         self._messages = array("i", bytes(4 * self.count * len(self._message)))
         self._failure_is_known = False
 
@@ -98,7 +95,7 @@ class RankMeetings:
             RankFailed: If another rank has failed.
             RuntimeError: If a rank is about to exchange something else, or is gone.
         """
-        messages = self._exchange_messages(for_what, number, failed=False, values=values)
+        messages = self._exchange_messages(for_what, number, values)
         if any(each[:2] != messages[0][:2] for each in messages):
             self._failure_is_known = True  # to all ranks, which have the same messages
             others = ", ".join(f"rank {rank}: {Purpose(each[0]).name} {each[1]}" for rank, each in enumerate(messages))
@@ -107,21 +104,21 @@ class RankMeetings:
                 " evaluate, and to call step(), gradient_norm(), undo_step(), state_dict(), save(), load_state_dict() and"
                 " close(restore=True) when the others do"
             )
-        return [each[3 : 3 + len(values)] for each in messages]
+        return [each[2 : 2 + len(values)] for each in messages]
 
-    def _exchange_messages(self, for_what: Purpose, number: int, failed: bool, values: Sequence[int] = ()) -> list[list[int]]:
+    def _exchange_messages(self, for_what: Purpose, number: int = 0, values: Sequence[int] = ()) -> list[list[int]]:
         length = len(self._message)
-        padding = [0] * (length - 3 - len(values))
-        self._message[:] = array("i", [for_what, number, failed, *values, *padding])
+        padding = [0] * (length - 2 - len(values))
+        self._message[:] = array("i", [for_what, number, *values, *padding])
         with defer_interrupts():
             received, sent = (torch.frombuffer(each, dtype=torch.int32) for each in (self._messages, self._message))
             self._all_gather(received, sent)
             found = self._messages.tolist()
             messages = [found[begin : begin + length] for begin in range(0, len(found), length)]
-            failures = [bool(each[2]) for each in messages]
+            failures = [each[0] == Purpose.FAILURE for each in messages]
             if any(failures):
                 self._failure_is_known = True
-        if any(failures) and not failed:
+        if any(failures) and for_what is not Purpose.FAILURE:
             raise RankFailed(f"rank {failures.index(True)} failed, and its own error says why")
         return messages
 
@@ -154,11 +151,12 @@ class RankMeetings:
         """
         if self.several and not self._failure_is_known:
             with contextlib.suppress(RuntimeError):
-                self._exchange_messages(Purpose.FAILURE, 0, failed=True)
+                self._exchange_messages(Purpose.FAILURE)
 
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
-        """Tell the others of an exception in this context."""
+        """Tell the others of an exception in this context, also if they were told of one before."""
+        self.expect_new_failures()
         try:
             yield
         except GeneratorExit:  # an interrupt came before the context was entered
@@ -168,17 +166,10 @@ class RankMeetings:
             raise
 
     @contextlib.contextmanager
-    def reporting_new_failures(self) -> Iterator[None]:
-        """Tell the others of an exception in this context, also if they were told of one before."""
-        self.expect_new_failures()
-        with self.reporting_failures():
-            yield
-
-    @contextlib.contextmanager
     def calling_together(self) -> Iterator[None]:
         """Wait until all ranks make the same call, and tell the others of an exception in this context."""
-        with self.reporting_new_failures():
-            self.all_agree(True)
+        with self.reporting_failures():
+            self.meet()
             yield
 
     def agree_to_commit(self, step: int) -> None:
@@ -187,23 +178,14 @@ class RankMeetings:
         No rank waits for another one in what follows, so failures are not reported until :meth:`expect_new_failures`.
         """
         if self.several:
-            with self._exchanging():
+            with defer_interrupts():  # between message and data: the others are in it as well
                 self._synchronize(Purpose.COMMIT, step)
                 self._failure_is_known = True
 
-    def all_agree(self, vote: bool) -> bool:
-        """Return whether all ranks say yes. Raises like every exchange."""
-        return all(each for (each,) in self._synchronize(Purpose.AGREE, values=[vote])) if self.several else vote
-
-    @contextlib.contextmanager
-    def _exchanging(self) -> Iterator[None]:
-        """Measure an exchange, message and data, and have no interrupt come between them: the others are in it as well."""
-        begun = time.perf_counter()
-        try:
-            with defer_interrupts():
-                yield
-        finally:
-            self.seconds += time.perf_counter() - begun
+    def meet(self) -> None:
+        """Wait for all ranks. Raises like every exchange."""
+        if self.several:
+            self._synchronize(Purpose.MEET)
 
 
 class TrainingRanks(RankMeetings):
@@ -308,7 +290,7 @@ class TrainingRanks(RankMeetings):
         """
         if not self.several:
             return
-        with self._exchanging():
+        with defer_interrupts():  # between message and data: the others are in it as well
             sent = [value.detach().contiguous() for value in values]
             self._synchronize(Purpose.BROADCAST, number)
             assert self.group is not None
@@ -326,7 +308,7 @@ class TrainingRanks(RankMeetings):
             places: For each shard, the tensor to gather into, of the shape :meth:`padded_shape`.
             to_train: Whether the parameters are gathered for a forward or backward of a step.
         """
-        with self._exchanging():
+        with defer_interrupts():  # between message and data: the others are in it as well
             short = [place.nbytes for shard, place in zip(shards, places, strict=True) if self._is_short(shard, place)]
             padding = torch.empty(max(short, default=0) // self.count, dtype=torch.uint8, device="cpu")
             self._synchronize(Purpose.GATHER if to_train else Purpose.GATHER_TO_READ, number)
@@ -365,30 +347,27 @@ class TrainingRanks(RankMeetings):
         Raises:
             TypeError: For a sparse gradient.
         """
-        with self._exchanging():
+        with defer_interrupts():  # between message and data: the others are in it as well
             # Autograd may have given a gradient memory that the gradient of an activation is in as well.
             shared = [param.grad is not None and may_share_memory(param.grad) for param in params]
-            gradients = [None if param.grad is None else _dense(param.grad.detach()) for param in params]
+            here = [param.grad is not None for param in params]
+            gradients: list[torch.Tensor | None] = [
+                torch.zeros(param.shape, dtype=param.dtype, device="cpu") if param.grad is None else _dense(param.grad.detach())
+                for param in params
+            ]
             averages = [
-                None if each is None else self._place_of_average(each, whole, also_elsewhere)
+                self._place_of_average(each, whole, also_elsewhere)
                 for each, also_elsewhere in zip(gradients, shared, strict=True)
+                if each is not None
             ]
             memory = self._memory_to_average(gradients, whole)
-            present = self._synchronize(Purpose.AVERAGE, number, [each is not None for each in gradients])
-            anywhere = [any(of_ranks) for of_ranks in zip(*present, strict=True)]
-            if any(has and not all(of_ranks) for has, of_ranks in zip(anywhere, zip(*present, strict=True), strict=True)):
-                for index, param in enumerate(params):
-                    if anywhere[index] and gradients[index] is None:
-                        gradients[index] = zeros = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
-                        averages[index] = self._place_of_average(zeros, whole, False)
-                memory = self._memory_to_average(gradients, whole)
-                self._synchronize(Purpose.AVERAGE, number)  # all ranks have the memory
+            anywhere = [any(of_ranks) for of_ranks in zip(*self._synchronize(Purpose.AVERAGE, number, here), strict=True)]
             for index, (param, average) in enumerate(zip(params, averages, strict=True)):
                 gradient = gradients[index]
                 param.grad = gradients[index] = None  # each is freed once it is averaged
-                if gradient is not None and average is not None:
+                if gradient is not None and anywhere[index]:
                     self._average(gradient, average, memory, whole)
-            return averages
+            return [average if has else None for average, has in zip(averages, anywhere, strict=True)]
 
     def _place_of_average(self, gradient: torch.Tensor, whole: bool, shared: bool) -> torch.Tensor:
         if whole:
@@ -443,7 +422,7 @@ class TrainingRanks(RankMeetings):
         """Return the 2-norms of whole tensors, given the norms of this rank's shards. Blocks; raises RankFailed, RuntimeError."""
         if not self.several or not norms:
             return list(norms)
-        with self._exchanging():
+        with defer_interrupts():  # between message and data: the others are in it as well
             squares = torch.stack([norm.double().square() for norm in norms])
             found = squares.new_empty(self.count * len(squares))
             self._synchronize(Purpose.NORM, len(norms))

@@ -20,8 +20,6 @@ class TrainingReport(DriveReport):
     """The part of :attr:`waiting` spent on writes: those that free memory to read blocks into, and the last ones."""
     activations: ActivationReport | None
     """Report of the saved activations; None if all of them stay in memory."""
-    exchanging: float
-    """Time in exchanges with the other processes of the group, waiting for these processes included."""
 
     @property
     def terabytes_per_day(self) -> float:
@@ -36,6 +34,4 @@ class TrainingReport(DriveReport):
             f" read {self.bytes_read / 1e9:.3f} GB in {self.reading:.3f} s,"
             f" wrote {self.bytes_written / 1e9:.3f} GB in {self.writing:.3f} s; {self.terabytes_per_day:.2f} TB a day"
         )
-        if self.exchanging:
-            text += f"; exchanging {self.exchanging:.3f} s"
         return text if self.activations is None else f"{text}; activations: {self.activations.line()}"

@@ -23,10 +23,8 @@ from deepnvme.drives.profiles import AnyPath
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.model.quantization import SCHEMES, Scheme
-from deepnvme.offload.activations.checkpointing import keep_for_backward, recompute_on_backward
-from deepnvme.offload.activations.saved_tensor import KeptTensor, Packed, unpack_saved
+from deepnvme.offload.activations.saved_tensor import KeptTensor, unpack_saved
 from deepnvme.offload.activations.saving import save_on_disk
-from deepnvme.offload.activations.store import ActivationStore
 from deepnvme.offload.pinned_arena import PinnedArena
 from deepnvme.states.gradients import pieces_of
 from deepnvme.states.partition import ELEMENTWISE, SubGroupPlanner
@@ -38,13 +36,12 @@ from deepnvme.telemetry.descriptions import path_list, printable, representation
 from deepnvme.telemetry.drive_wear import WriteEstimate
 from deepnvme.telemetry.sizes import byte_count
 
-from .absent_values import AbsentValues
 from .blocks.blocks_on_drive import BlocksOnDrive
 from .blocks.limits import limit_of_blocks
 from .blocks.parameter_block import ParameterBlock
 from .blocks.trained_block import TrainedBlock
-from .initial_values import Checkpoint, InitialValues
-from .micro_batches import MicroBatch, SideBySide, draw_seeds, micro_batches_of, restoring_random_state
+from .initial_values import Checkpoint, InitialValues, leave_on_meta
+from .micro_batches import MicroBatch, SideBySide, draw_seeds, micro_batches_of
 from .model import TrainedModel
 from .model_partition import ModelPartition, names_of_parameters, partition_model
 from .ranks import TrainingRanks
@@ -55,7 +52,7 @@ _logger = logging.getLogger(__name__)
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "parameters": ("memory", "nvme"),
-    "activations": ("memory", "nvme", "recompute"),
+    "activations": ("memory", "nvme"),
     "accumulation": ("vertical", "horizontal"),
     "quantize": (None, *SCHEMES),
 }
@@ -117,11 +114,10 @@ class OffloadedTraining:
             parameter belongs to the innermost block around it. One that several blocks use, or that the model uses outside of
             them, stays in memory.
         checkpoint: Where the values are from: a .safetensors file, a .pt or .bin of a state_dict, the index.json of several, a
-            directory with one of these, or a mapping such as ``torch.load(path, mmap=True)``. It is read one block at a time, and
-            converted to the dtypes of the model. If a part of the model is on the meta device, the checkpoint may lack parameters
-            that are in memory, as those of adapters. None for the values in memory, or for new ones. With a ``process_group``, a
-            mapping may have DTensors, as the ``state_dict()`` of a model that ``fully_shard`` has wrapped: each process reads its
-            own rows.
+            or a directory with one of these. It is read one block at a time, and converted to the dtypes of the model. If a part
+            of the model is on the meta device, the checkpoint may lack parameters that are in memory, as those of adapters. None
+            for the values in memory, also ones mapped from a file by ``model.load_state_dict(torch.load(path, mmap=True),
+            assign=True)``, or for new ones.
         memory_budget: Bytes of parameters, gradients, states and saved activations that are in memory; or "8GB", "50%", "auto",
             see :data:`deepnvme.memory.MemoryBudget`, of what is available before the model's own memory is released. More only
             if a single block needs more. Other tensors that a forward computes with are not counted.
@@ -129,9 +125,8 @@ class OffloadedTraining:
         quantize: "int8" or "int4" to quantise frozen weights, which do not require gradients, on the drive, as
             :meth:`deepnvme.streaming.WeightStore.build` does. They are dequantised into their own dtypes when their block is
             used: the results are the bits of a training with the dequantised values. None to keep all weights as they are.
-        activations: "memory" to keep them in memory, outside of the budget; "nvme" to have :class:`save_on_disk` write those
-            that do not fit into ``activation_budget``; or "recompute" to save only the blocks' inputs in this way, and compute
-            the rest again in the backward.
+        activations: "memory" to keep them in memory, outside of the budget; or "nvme" to have :class:`save_on_disk` write those
+            that do not fit into ``activation_budget``. Fewer are saved if the model uses ``torch.utils.checkpoint``.
         activation_budget: Bytes of the memory budget for activations, unless all stay in memory; or a size such as "2GB", or a
             share of the available memory such as "10%", as for ``memory_budget``. None for a quarter of the memory budget.
         master_weights: Whether parameters in bfloat16 and float16 have a float32 weight in the states.
@@ -192,7 +187,7 @@ class OffloadedTraining:
         self._owner = DirectoryOwner("OffloadedTraining")
         self._saved_steps = 0  # how many the last state_dict() or load_state_dict() knew of
         self._close_predecessor(has_values=checkpoint is not None)
-        partition = partition_model(model, blocks).with_single_elements_in_memory()
+        partition = partition_model(model, blocks)
         self._ranks = TrainingRanks(process_group, max(map(len, (*partition.params, partition.rest))))
         with self._ranks.reporting_failures():
             if self._ranks.several:
@@ -217,11 +212,6 @@ class OffloadedTraining:
             trained_blocks = [
                 TrainedBlock(block, stepping, self._drive) for block, stepping in zip(parameter_blocks, sub_groups, strict=True)
             ]
-            self._recomputed: list[nn.Module] = []
-            if activations == "recompute":  # a tile is one operation, of which only the input is saved anyway
-                self._recomputed += (each for each in partition.modules if each not in partition.tiles)
-            for module in self._recomputed:
-                recompute_on_backward(module)
             self._trained = TrainedModel(
                 model, partition, trained_blocks, self._drive, self._ranks, self.optimizer, micro_batches, max_norm
             )
@@ -230,16 +220,12 @@ class OffloadedTraining:
             self._state = TrainingState(self._trained, self._planner, states, self._trained.blocks_of_modules)
             self._saver = None
             if activations != "memory":
-                self._saver = _TrainingActivations(
-                    self._drive.directories,
-                    memory_budget=activation_bytes,
-                    config=config,
-                    saved_parameter=self._trained.uses.saved,
-                )
+                self._saver = save_on_disk(self._drive.directories, memory_budget=activation_bytes, config=config)
+                self._saver._saved_elsewhere = self._trained.uses.saved
             self._side_by_side = SideBySide(self._trained, self._saved_tensors)
             try:
                 self._to_drive(initial, stay)
-                self._ranks.all_agree(True)  # the first one that is done does not go on before all are
+                self._ranks.meet()  # the first one that is done does not go on before all are
                 _logger.info("the training in %s %s", printable(nvme_path), self.estimate_writes())
             except BaseException:
                 self.close()
@@ -371,7 +357,7 @@ class OffloadedTraining:
             return self._side_by_side.run(forwards, seeds)
         losses = []
         for forward, seed in zip(forwards, seeds, strict=True):
-            with restoring_random_state():
+            with torch.random.fork_rng(devices=()):
                 torch.default_generator.manual_seed(seed)
                 losses.append(self._forward_and_backward(forward, of=len(forwards)))
         return losses
@@ -472,7 +458,7 @@ class OffloadedTraining:
         self._guard.check_open()
         with self._ranks.calling_together():
             yield
-            self._ranks.all_agree(True)
+            self._ranks.meet()
 
     # -- states
 
@@ -539,10 +525,8 @@ class OffloadedTraining:
 
         Args:
             restore: Whether to give the parameters the values of the last completed step, in memory. Otherwise parameters of
-                blocks are left without values, and so are the others if there is no memory for a copy. The model's forward, its
-                ``state_dict()`` and copies of it then raise RuntimeError, until ``model.load_state_dict()`` has loaded all
-                values, or another training is made of it with a ``checkpoint``. A UserWarning tells of steps that no
-                :meth:`state_dict` has.
+                blocks have no values: they are replaced by parameters on the meta device, and so are the others if there is no
+                memory for a copy. A UserWarning tells of steps that no :meth:`state_dict` has.
 
         Raises:
             RuntimeError: While another thread runs a method. Also with ``restore``, if other code has changed parameters that are
@@ -591,15 +575,11 @@ class OffloadedTraining:
                 ending.callback(self._saver.close)
             self._trained.remove_hooks()
             self._state.remove_hooks()
-            for module in self._recomputed:
-                keep_for_backward(module)
             uses.end_all()
             self._drive.cache.clear()
             for param, value in restored.items():
                 param.data = value
-            absent = [param for block in blocks for param in block.parameters.absent_params() if param not in restored]
-            if absent:
-                AbsentValues(self.model, absent)
+            leave_on_meta(self.model)
 
     def _close_for_successor(self, other: DirectoryOwner) -> None:
         """Close this training, since another one of the model is made. Warns of lost steps with UserWarning. Raises OSError."""
@@ -623,23 +603,6 @@ class OffloadedTraining:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an OffloadedTraining owns files and cannot be copied or pickled; use state_dict()")
-
-
-class _TrainingActivations(save_on_disk):
-    """Saves activations on the drive. A tensor over a parameter is saved as a reference to the parameter's block.
-
-    Args:
-        paths: Directories.
-        saved_parameter: Returns the reference; None for other tensors.
-        **options: Those of :class:`save_on_disk`.
-    """
-
-    def __init__(self, paths: Sequence[Path], saved_parameter: Callable[[torch.Tensor], Packed | None], **options: Any) -> None:
-        super().__init__(paths, **options)
-        self._saved_parameter = saved_parameter
-
-    def _pack(self, store: ActivationStore, tensor: torch.Tensor) -> Packed:
-        return self._saved_parameter(tensor) or super()._pack(store, tensor)
 
 
 def _check_choices(micro_batches: int, **given: str | None) -> None:

@@ -161,18 +161,6 @@ def test_graphs_for_any_length_are_the_same_bits(activations: save_on_disk) -> N
     assert_same_bits(ours, compiled(None))
 
 
-def test_a_function_compiled_in_one_graph_cannot_enter_it(activations: save_on_disk) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        with activations:
-            return x.exp()
-
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="save_on_disk"):
-        torch.compile(function, backend="eager", fullgraph=True)(torch.ones(1000, requires_grad=True))
-    with activations:  # and then works as before
-        loss = torch.ones(1000, requires_grad=True).exp().sum()
-    loss.backward()
-
-
 def test_checkpointed_blocks_that_were_compiled_before_are_the_same_bits(backend: CountingBackend, drive: Path) -> None:
     def compiled(activations: save_on_disk | None) -> list[torch.Tensor]:
         layers = blocks()

@@ -157,34 +157,3 @@ def test_gathered_weights_are_not_saved(drive: Path, interpreters: Interpreters)
         drive,
         interpreters,
     )
-
-
-@fsdp_on_cpu
-def test_each_rank_has_files_of_its_own_in_the_same_path_until_it_closes(drive: Path, interpreters: Interpreters) -> None:
-    run_ranks(
-        """
-        def directories():
-            dist.barrier()
-            found = sorted(path.iterdir()) if path.exists() else []
-            dist.barrier()
-            return found
-
-        model = gpt()
-        with on_disk() as activations:
-            with activations:
-                loss = loss_of(model, 0)
-            assert len(directories()) == 2
-            loss.backward()
-            if rank == 0:
-                activations.close()
-            assert len(directories()) == 1
-            with activations if rank == 1 else contextlib.nullcontext():
-                loss = loss_of(model, 1)
-            loss.backward()
-            if rank == 1:
-                assert_was_on_disk(activations)
-        assert directories() == []
-        """,
-        drive,
-        interpreters,
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,18 +81,11 @@ def trains_as_in_memory(model: nn.Module, reference: InMemory, drive: Path, **op
     assert_same_values(model.state_dict(), reference.model.state_dict())
 
 
-@pytest.mark.parametrize("activations", ["memory", "nvme", "recompute"])
+@pytest.mark.parametrize("activations", ["memory", "nvme"])
 @pytest.mark.parametrize("masters", [False, True])
 def test_all_dtypes_of_a_block_train_as_in_memory(drive: Path, masters: bool, activations: str) -> None:
     model = new()
     trains_as_in_memory(model, in_memory(model, masters), drive, master_weights=masters, activations=activations)
-
-
-@pytest.mark.parametrize("options", [{"parameters": "memory"}, {"memory_budget": 0}], ids=str)
-@pytest.mark.parametrize("masters", [False, True])
-def test_other_ways_to_train(drive: Path, masters: bool, options: dict[str, Any]) -> None:
-    model = new()
-    trains_as_in_memory(model, in_memory(model, masters), drive, master_weights=masters, **options)
 
 
 def freeze_linear(block: Block) -> None:
@@ -138,54 +130,3 @@ def test_frozen_and_trained_parameters_of_a_block_have_different_dtypes(
     if scheme is not None:
         assert dequantize_frozen(reference.model, scheme) == (0 if freeze is freeze_small else 2)
     trains_as_in_memory(model, reference, drive, quantize=scheme, master_weights=masters)
-
-
-@pytest.mark.parametrize("scheme", [None, "int8"])
-def test_frozen_parameters_beside_the_blocks_are_in_any_dtype(drive: Path, scheme: Scheme | None) -> None:
-    """The head in float64 is never quantised, the embedding in bfloat16 is, and what is frozen may still be changed by hand."""
-    model = new()
-    model.embedding.requires_grad_(False)
-    model.head.requires_grad_(False)
-    reference = in_memory(model, False)
-    if scheme is not None:
-        assert dequantize_frozen(reference.model, scheme) == 1
-    with OffloadedTraining(
-        model, torch.optim.AdamW, nvme_path=drive, blocks=["blocks.*"], quantize=scheme, lr=1e-2, eps=EPS
-    ) as training:
-        for step in range(2):
-            assert torch.equal(training.step(batch(step)), reference.step(batch(step)))  # type: ignore[arg-type]
-            with torch.no_grad():
-                for each in (model, reference.model):
-                    each.head.bias.add_(0.5)
-        assert torch.equal(training.step(batch(2)), reference.step(batch(2)))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("scheme", [None, "int4"])
-def test_a_training_in_several_dtypes_is_resumed_with_the_same_bits(drive: Path, tmp_path: Path, scheme: Scheme | None) -> None:
-    model = new()
-    for block in model.blocks:
-        freeze_linear(block)
-    other = copy.deepcopy(model)
-    reference = in_memory(model, True)
-    if scheme is not None:
-        dequantize_frozen(reference.model, scheme)
-    given = {"blocks": ["blocks.*"], "lr": 1e-2, "eps": EPS, "memory_budget": 0, "quantize": scheme, "master_weights": True}
-    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **given) as training:
-        train_both(training, reference, map(batch, range(2)))
-        training.save(tmp_path / "last.pt")
-    with OffloadedTraining(other, torch.optim.AdamW, nvme_path=drive, **given) as training:
-        training.load_state_dict(torch.load(tmp_path / "last.pt", mmap=True))
-        train_both(training, reference, map(batch, range(2, 4)))
-
-
-def test_a_block_may_begin_with_an_empty_parameter(drive: Path) -> None:
-    class Layer(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(WIDTH, WIDTH)
-            self._parameters = {"none": nn.Parameter(torch.empty(0, 3)), **self._parameters}
-
-    model = nn.Sequential(Layer(), Layer())
-    expected = copy.deepcopy(model.state_dict())
-    with OffloadedTraining(model, torch.optim.SGD, nvme_path=drive, blocks=["0", "1"], lr=0.0) as training:
-        found = training.state_dict()["model"]
-        assert_same_values(found, expected)

@@ -20,7 +20,6 @@ def test_ranks_train_as_micro_batches_in_one_process(count: int, drive: Path, in
         for options in (
             {},
             {"master_weights": True, "dtype": "bfloat16"},
-            {"activations": "recompute"},
             {"activations": "nvme", "activation_budget": 1 << 16},
             {"parameters": "memory"},
             {"accumulation": "horizontal"},

@@ -19,7 +19,7 @@ def test_a_step_that_one_rank_cannot_make_is_made_by_none(drive: Path, interpret
         for options in (
             {},
             {"max_norm": 0.5},
-            {"micro_batches": 2, "activations": "recompute"},
+            {"micro_batches": 2, "activations": "nvme", "activation_budget": 1 << 16},
         ):
             print(options, file=sys.stderr)  # of the failure
             parts = options.get("micro_batches", 1)
@@ -96,7 +96,7 @@ def test_an_interrupt_while_a_rank_waits_for_the_others_undoes_the_step(drive: P
 
 
 def test_ranks_that_do_different_things_are_told_so(drive: Path, interpreters: Interpreters) -> None:
-    """One makes a call alone, uses other modules, or undoes a step that the other is in."""
+    """One makes a call alone, or undoes a step that the other is in."""
     run(
         2,
         """
@@ -121,59 +121,20 @@ def test_ranks_that_do_different_things_are_told_so(drive: Path, interpreters: I
         model = Model()
         with trained(model) as training:
             list(train(training, range(2)))
-            layers = model.layers
-            if rank == 1:
-                model.layers = torch.nn.ModuleList(reversed(layers))
-            try:
-                list(train(training, [2]))
-            except RuntimeError as error:
-                assert "the ranks do not use the same blocks in the same order" in str(error), error
-            else:
-                raise AssertionError("made")
-            model.layers = layers
-            assert training.steps == 2
-            list(train(training, [2]))
-
             # one undoes a step that the other is in
             if rank == 0:
                 with training.micro_batch():
-                    model(batches(3)[rank]).backward()
+                    model(batches(2)[rank]).backward()
                 training.undo_step()
             else:
                 try:
-                    list(train(training, [3]))
+                    list(train(training, [2]))
                 except RankFailed as error:
                     assert "rank 0 failed" in str(error)
                 else:
                     raise AssertionError("made")
-            assert training.steps == 3
-            list(train(training, [3]))
-        """,
-        drive=drive,
-        interpreters=interpreters,
-    )
-
-
-def test_ranks_of_which_one_compares_and_another_does_not_are_told_so(drive: Path, interpreters: Interpreters) -> None:
-    """What they would compare is not to blame; and two that compare other things are told that."""
-    run(
-        2,
-        """
-        from deepnvme.offload.training.ranks import TrainingRanks
-        together = TrainingRanks(dist.group.WORLD, 1)
-        try:
-            together.check_alike(["a"], "the names") if rank == 0 else together.all_agree(True)
-        except RuntimeError as error:
-            assert "(rank 0: COMPARE 0, rank 1: AGREE 0)" in str(error), error
-        else:
-            raise AssertionError("alike")
-        together.check_alike(["a"], "the names")
-        try:
-            together.check_alike([str(rank)], "the names")
-        except ValueError as error:
-            assert "the names are not the same on all ranks" in str(error), error
-        else:
-            raise AssertionError("alike")
+            assert training.steps == 2
+            list(train(training, [2]))
         """,
         drive=drive,
         interpreters=interpreters,
@@ -269,19 +230,13 @@ def test_a_rank_without_memory_for_an_exchange_says_so(drive: Path, interpreters
 
 
         class Uneven(Model):
-            # The second rank has fewer rows of one parameter, none of another, and no gradient of a third.
+            # The second rank has fewer rows of one parameter, and no gradient of another.
             def __init__(self):
                 super().__init__(layers=2)
                 for layer in self.layers:
                     layer.wide, layer.narrow = torch.nn.Linear(WIDTH, 41), torch.nn.Linear(41, WIDTH)
-                    layer.gate = torch.nn.Linear(WIDTH, 1)
-                    layer.register_forward_hook(self.gated)
-                self.scale = torch.nn.Parameter(torch.ones(()))
+                    layer.register_forward_hook(lambda layer, inputs, output: output if rank else output + 0 * self.unused.sum())
                 self.unused = torch.nn.Parameter(torch.zeros(41))
-
-            def gated(self, layer, inputs, output):
-                output = output * self.scale * layer.gate(inputs[0]).sigmoid()
-                return output if rank else output + 0 * self.unused.sum()
 
 
         def fails(function, which, number):

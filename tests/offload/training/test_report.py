@@ -49,15 +49,3 @@ def test_a_step_reads_and_writes_what_its_blocks_have(drive: Path, activations: 
         # Parameters in the forward and the backward, and the averages; some of it is in memory still.
         assert 2 * nbytes < report.bytes_read <= 4 * nbytes
         assert report.reading > 0
-
-
-def test_a_report_before_the_first_step_is_an_error(drive: Path) -> None:
-    module = model()
-    with OffloadedTraining(module, torch.optim.AdamW, nvme_path=drive, blocks=list(module)) as training:
-        with pytest.raises(RuntimeError, match="before the first step"):
-            training.report()
-        step(training)
-        first = training.report()
-        with pytest.raises(ZeroDivisionError), training.micro_batch():
-            raise ZeroDivisionError
-        assert training.report() == first

@@ -7,7 +7,6 @@ import errno
 import gc
 import itertools
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ def in_both_ways(model: Model, drive: Path, steps: int = 4, **options: Any) -> O
     return training
 
 
-@pytest.mark.parametrize(("checkpoints", "micro_batches"), [(0, 1), (0, 4), (1, 4), (2, 1)])
+@pytest.mark.parametrize(("checkpoints", "micro_batches"), [(0, 1), (1, 4), (2, 1)])
 @pytest.mark.parametrize("activations", ["memory", "nvme"])
 @pytest.mark.parametrize(("dtype", "masters"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
 def test_a_training_has_the_bits_of_one_in_memory(
@@ -121,7 +120,7 @@ def test_gradients_are_clipped_as_in_memory(drive: Path, max_norm: float, micro_
     in_both_ways(Model(), drive, max_norm=max_norm, micro_batches=micro_batches).close()
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.RMSprop])
 def test_other_optimizers(drive: Path, optimizer: type[torch.optim.Optimizer]) -> None:
     in_both_ways(Model(), drive, optimizer=optimizer).close()
 
@@ -154,39 +153,27 @@ def test_parameters_of_a_block_may_be_in_several_groups(drive: Path, micro_batch
         assert_same_model(training, reference.model)
 
 
-@pytest.mark.parametrize("change", ["missing", "twice", "frozen"])
-def test_groups_that_are_not_of_the_trained_parameters_are_an_error(drive: Path, change: str) -> None:
+def test_groups_that_lack_a_trained_parameter_are_an_error(drive: Path) -> None:
     model = Model()
     groups = decayed(model)
-    if change == "missing":
-        groups[0]["params"].pop()
-    elif change == "twice":
-        groups[1]["params"].append(groups[0]["params"][0])
-    else:
-        model.blocks[0].requires_grad_(False)
+    groups[0]["params"].pop()
     with pytest.raises(ValueError, match="param_groups must have each parameter"):
         training_of(model, drive, param_groups=groups)
     assert not list(drive.iterdir())
 
 
-@pytest.mark.parametrize("budget", [0, 10 << 20, "10MB", "1%", "auto"])
+@pytest.mark.parametrize("budget", [0, 10 << 20, "auto"])
 def test_any_budget_will_do(drive: Path, budget: int | str) -> None:
     in_both_ways(Model(), drive, memory_budget=budget).close()
 
 
-@pytest.mark.parametrize("checkpoints", [0, 1, 3])
+@pytest.mark.parametrize("checkpoints", [0, 3])
 def test_frozen_parameters_are_only_read(drive: Path, checkpoints: int) -> None:
     model = Model(checkpoints=checkpoints)
     for block in model.blocks[:2]:
         block.requires_grad_(False)
     for block in model.blocks[2:]:
         block.narrow.requires_grad_(False)  # as beside the adapters of LoRA
-    in_both_ways(model, drive).close()
-
-
-def test_a_module_that_is_used_twice(drive: Path) -> None:
-    model = Model(blocks=3)
-    model.order = [0, 1, 2, 1, 0]
     in_both_ways(model, drive).close()
 
 
@@ -204,17 +191,6 @@ def test_the_order_may_change_from_step_to_step(drive: Path) -> None:
         for step, order in enumerate([[0, 1, 2, 3, 4], [4, 1, 0], [2, 3, 2], [0, 1, 2, 3, 4]]):
             model.order = reference.model.order = order
             train_both(training, reference, [batch(step)])
-
-
-def test_an_evaluation_between_steps_changes_nothing(drive: Path) -> None:
-    model = Model()
-    with in_both_ways(model, drive, steps=2) as training:
-        before = {name: value.clone() for name, value in training.state_dict()["model"].items() if "calls" not in name}
-        with torch.no_grad():
-            losses = [model(*batch(7)) for _ in range(2)]
-        assert losses[0].isfinite()
-        after = training.state_dict()["model"]
-        assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_parameters_take_no_memory_between_uses(drive: Path) -> None:
@@ -267,42 +243,6 @@ def test_a_step_that_fails_is_undone(drive: Path) -> None:
             reference.step(*batch(step))
             assert_same_model(training, reference.model)
         assert failed > 5
-
-
-def test_an_error_of_the_model_undoes_the_step(drive: Path) -> None:
-    model = Model()
-    reference = InMemory(model, micro_batches=2)
-    with training_of(model, drive, micro_batches=2) as training:
-        before = state_of(training)
-        for number in range(4):
-            with pytest.raises(ZeroDivisionError):
-                _fails(training, model, number)
-            assert training.steps == 0
-            assert_same_values(state_of(training), before)
-        train_both(training, reference, [batch(0)])
-
-
-def _fails(training: OffloadedTraining, model: Model, number: int) -> None:
-    """Fail in the first forward, its backward, between the micro-batches, or in the second one's backward."""
-    ids, labels = batch(0)
-    for part in range(2):
-        with training.micro_batch():
-            if (part, number) == (0, 0):
-                handle = model.blocks[2].register_forward_hook(lambda *_: 1 / 0)
-                try:
-                    model(ids, labels)
-                finally:
-                    handle.remove()
-            loss = model(ids, labels)
-            if (part, number) in ((0, 1), (1, 3)):
-                handle = model.blocks[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
-                try:
-                    model(ids, labels).backward()
-                finally:
-                    handle.remove()
-            loss.backward()
-            if (part, number) == (0, 2):
-                _ = 1 / 0
 
 
 # What is asked for at the wrong time
@@ -367,35 +307,13 @@ def test_a_backward_after_the_step_is_an_error(drive: Path) -> None:
         ({"memory_budget": "much"}, "memory_budget must be a number of bytes.*'much'"),
         ({"activation_budget": "101%"}, "activation_budget must be at most 100% of the available memory"),
         ({"activation_budget": "auto"}, "activation_budget must be a number of bytes.*'auto': it has no automatic value"),
-        ({"blocks": [nn.Linear(1, 1)]}, "is no module of the model"),
+        ({"blocks": [nn.Linear(1, 1)]}, "blocks must be modules of the model"),
     ],
 )
 def test_wrong_options_are_named(drive: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         training_of(Model(), drive, **options)
     assert not list(drive.iterdir())
-
-
-def test_the_budget_of_activations_may_be_a_share_of_the_memory(drive: Path) -> None:
-    with training_of(Model(), drive, memory_budget="0.01%", activation_budget="0.001%", activations="nvme") as training:
-        training.step(*batch(0))
-
-
-class ForMatrices(torch.optim.SGD):
-    """As torch.optim.Muon, whose class refuses other parameters."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
-        for param in (param for group in self.param_groups for param in group["params"]):
-            if param.dim() != 2:
-                raise ValueError(f"only matrices, got {tuple(param.shape)}")
-
-
-def test_parameters_that_the_optimizer_class_refuses_leave_nothing_on_the_drive(drive: Path) -> None:
-    with pytest.raises(ValueError, match="only matrices") as caught:
-        training_of(Model(), drive, optimizer=ForMatrices)
-    assert not list(drive.iterdir())  # although what was made before is alive
-    assert caught.value.__traceback__ is not None
 
 
 # States
@@ -432,18 +350,6 @@ def test_a_mapped_state_keeps_its_values(drive: Path) -> None:
             assert_same_values(kept["optimizer"]["state"][name], state)
 
 
-def test_a_state_of_another_model_changes_nothing(drive: Path) -> None:
-    with in_both_ways(Model(), drive, steps=2) as training:
-        state = copy.deepcopy(training.state_dict())
-        wrong = copy.deepcopy(state)
-        wrong["model"]["blocks.1.wide.weight"] = torch.zeros(3)
-        with pytest.raises(ValueError, match=r"'blocks\.1\.wide\.weight' should be float32 \[256, 64\], found float32 \[3\]"):
-            training.load_state_dict(wrong)
-        with failing("write", 2, count=1000), pytest.raises(OSError, match="write of"):
-            training.load_state_dict(state)
-        assert_same_values(training.state_dict()["model"], state["model"])
-
-
 def test_close_can_give_the_parameters_back(drive: Path) -> None:
     model = Model()
     training = in_both_ways(model, drive)
@@ -465,61 +371,30 @@ def closed_model(drive: Path) -> Model:
     return model
 
 
-def test_an_error_within_the_context_is_not_drowned_by_a_warning_of_lost_steps(drive: Path) -> None:
-    def fail() -> None:
-        with training_of(Model(), drive) as training:
-            training.step(*batch(0))
-            raise KeyError
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(KeyError):
-            fail()
-
-
-@pytest.mark.parametrize(
-    "use",
-    [lambda model: model(*batch(0)), lambda model: model.blocks[1](torch.ones(2, WIDTH)), nn.Module.state_dict, copy.deepcopy],
-    ids=["forward", "forward of a block", "state_dict", "copy"],
-)
-def test_a_model_whose_values_are_gone_says_so(drive: Path, use: Callable[[Model], object]) -> None:
-    model = closed_model(drive)
-    with pytest.raises(RuntimeError, match=r"this Model have no values any more: .* closed without restore=True"):
-        use(model)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_model_whose_values_are_gone_gets_others(drive: Path, assign: bool) -> None:
+def test_a_model_whose_values_are_gone_is_on_the_meta_device_and_not_begun_anew(drive: Path) -> None:
     model, expected = closed_model(drive), Model()
-    values = copy.deepcopy(expected.state_dict())
-    some = {name: value for name, value in values.items() if not name.startswith("blocks.2.norm")}
-    model.load_state_dict(some, strict=False, assign=assign)
-    with pytest.raises(RuntimeError, match="no values any more"):
+    assert all(param.is_meta for param in model.blocks.parameters())
+    assert model.head.weight is model.embedding.weight
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         model(*batch(0))
-    model.load_state_dict(values, assign=assign)
-    for each in (model, copy.deepcopy(model)):
-        assert_same_values(each.state_dict(), expected.state_dict())
-        each(*batch(0)).backward()
+    with pytest.raises(ValueError, match=r"no values any more .* closed without restore=True"):
+        training_of(model, drive)
+    model.load_state_dict(expected.state_dict(), assign=True)
+    model(*batch(0)).backward()
+    model.zero_grad()
     model.load_state_dict(expected.state_dict())  # a forward counts its calls
     with training_of(model, drive) as training:
         assert_same_model(training, expected)
 
 
-def test_a_model_whose_values_are_gone_is_trained_from_a_checkpoint(drive: Path) -> None:
+def test_a_model_whose_values_are_gone_is_trained_from_a_checkpoint(drive: Path, tmp_path: Path) -> None:
     model, values = closed_model(drive), Model().state_dict()
-    with training_of(model, drive, checkpoint=values) as training:
+    torch.save(values, tmp_path / "values.pt")
+    with training_of(model, drive, checkpoint=tmp_path / "values.pt") as training:
         assert_same_values(training.state_dict()["model"], values)
         training.step(*batch(0))
         training.close(restore=True)
     model(*batch(0)).backward()
-
-
-def test_steps_that_were_saved_are_no_loss_when_a_training_ends(drive: Path, tmp_path: Path) -> None:
-    with warnings.catch_warnings(), training_of(Model(), drive) as training:
-        warnings.simplefilter("error")
-        training.step(*batch(0))
-        training.save(tmp_path / "saved.pt")
-        training.close()
 
 
 def test_a_scheduler_sets_the_learning_rate(drive: Path) -> None:
@@ -534,47 +409,16 @@ def test_a_scheduler_sets_the_learning_rate(drive: Path) -> None:
                 scheduler.step()
 
 
-class SharedAndFrozen(nn.Module):
-    """Two layers that have one frozen weight, in no block therefore, beside a head that is trained and in none either."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.blocks[1].weight = self.blocks[0].weight
-        self.blocks[0].weight.requires_grad_(False)
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x).square().mean()
-
-
-@pytest.mark.parametrize("activations", ["memory", "nvme", "recompute"])
-def test_blocks_may_share_a_frozen_weight_beside_a_trained_head(drive: Path, activations: str) -> None:
-    model = SharedAndFrozen()
-    reference = InMemory(model)
-    with training_of(model, drive, activations=activations) as training:  # type: ignore[arg-type]
-        batches = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)) for step in range(3)]
-        train_both(training, reference, batches)
-
-
 def _write_to_data(param: nn.Parameter) -> None:
     param.data.fill_(0)
-
-
-@torch.no_grad()
-def _write_in_place(param: nn.Parameter) -> None:
-    param.fill_(0)
 
 
 def _replace_data(param: nn.Parameter) -> None:
     param.data = torch.zeros(param.shape)
 
 
-@pytest.mark.parametrize("write", [_write_to_data, _write_in_place, _replace_data])
-@pytest.mark.parametrize("use", ["step", "state_dict", "close"])
+@pytest.mark.parametrize("write", [_write_to_data, _replace_data])
+@pytest.mark.parametrize("use", ["step", "close"])
 def test_a_write_to_a_parameter_that_is_on_the_drive_is_an_error(
     drive: Path, use: str, write: Callable[[nn.Parameter], None]
 ) -> None:
@@ -585,7 +429,6 @@ def test_a_write_to_a_parameter_that_is_on_the_drive_is_an_error(
     write(model.blocks[1].norm.weight)
     uses: dict[str, Callable[[], object]] = {
         "step": lambda: training.step(*batch(1)),
-        "state_dict": training.state_dict,
         "close": lambda: training.close(restore=True),
     }
     with pytest.raises(RuntimeError, match=r"shapes \(64,\) were changed between steps"):
@@ -595,15 +438,13 @@ def test_a_write_to_a_parameter_that_is_on_the_drive_is_an_error(
     training.close(restore=True)
 
 
-@pytest.mark.parametrize("method", ["step", "state_dict", "close", "model"])
+@pytest.mark.parametrize("method", ["step", "model"])
 def test_a_second_thread_is_refused_while_a_step_runs(drive: Path, method: str) -> None:
     model = Model()
     reference = InMemory(model)
     training = training_of(model, drive)
     calls: dict[str, Callable[[], object]] = {
         "step": lambda: training.step(*batch(1)),
-        "state_dict": training.state_dict,
-        "close": training.close,
         "model": lambda: torch.no_grad()(model)(*batch(1)),
     }
     errors: list[BaseException] = []
@@ -629,13 +470,10 @@ def test_a_second_thread_is_refused_while_a_step_runs(drive: Path, method: str) 
 
 CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda state: state.pop("steps"), "lacks 'steps'"),
-    (lambda state: state.pop("optimizer"), "lacks 'optimizer'"),
     (lambda state: state["optimizer"].pop("state"), "lacks 'state'"),
     (lambda state: state.update(steps=-5), "steps must be a number of steps, at least 0, got -5"),
-    (lambda state: state.update(steps="many"), "steps must be a number of steps, at least 0, got 'many'"),
     (lambda state: state["model"].update(extra=torch.ones(2)), r"unexpected: 'extra', float32 \[2\]"),
     (lambda state: state["optimizer"]["state"].update(extra={}), "unexpected: 'extra' in the optimizer's state"),
-    (lambda state: state["optimizer"]["param_groups"][0]["params"].append("extra"), "unexpected: 'extra' in the optimizer's"),
     (
         lambda state: state["optimizer"]["state"]["blocks.0.wide.weight"].pop("exp_avg_sq"),
         "blocks.0.wide.weight: AdamW needs 'exp_avg_sq'",
@@ -645,10 +483,7 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
         r"exp_avg of blocks.0.wide.weight: \(3,\) instead of \(256, 64\)",
     ),
     (lambda state: state["optimizer"]["state"]["blocks.0.wide.weight"].update(step=3), "step of blocks.0.wide.weight: 3 instead"),
-    (lambda state: state.update(model=None), "the model of a state is a mapping, got NoneType"),
-    (lambda state: state["optimizer"].update(state=[]), "has as 'state' is a mapping, got list"),
     (lambda state: state["optimizer"]["state"].update({"blocks.0.wide.weight": 3}), "is a mapping, got int"),
-    (lambda state: state["optimizer"]["param_groups"][0].pop("params"), "lacks 'params'"),
     (
         lambda state: state["model"].update({"blocks.0.wide.weight": torch.empty(256, 64, device="meta")}),
         "without a value, on the meta device: 'blocks.0.wide.weight'",
@@ -674,18 +509,6 @@ def test_a_state_that_no_step_could_go_on_from_changes_nothing(drive: Path) -> N
         assert_same_values(after["optimizer"]["state"][name], values)
     training.load_state_dict(good)
     training.step(*batch(1))
-    training.close(restore=True)
-
-
-def test_a_momentum_may_begin_after_a_state_without_it_is_loaded(drive: Path) -> None:
-    training = training_of(Model(), drive, optimizer=torch.optim.SGD)
-    training.step(*batch(0))
-    state = copy.deepcopy(training.state_dict())
-    for group in state["optimizer"]["param_groups"]:
-        group["momentum"] = 0.9
-    training.load_state_dict(state)
-    training.step(*batch(1))
-    assert "momentum_buffer" in training.state_dict()["optimizer"]["state"]["blocks.0.wide.weight"]
     training.close(restore=True)
 
 
@@ -734,8 +557,7 @@ def change(model: Tower) -> None:
             block.scale.data.clamp_(0, 0.25)
 
 
-@pytest.mark.parametrize("steps_after", [0, 1])
-@pytest.mark.parametrize("how", ["state_dict", "restore"])
+@pytest.mark.parametrize(("how", "steps_after"), [("state_dict", 0), ("restore", 1)])
 def test_what_is_written_to_parameters_in_memory_between_steps_counts(drive: Path, how: str, steps_after: int) -> None:
     model, known = Tower(), Tower()
     optimizer = torch.optim.AdamW(known.parameters(), lr=0.1)
@@ -752,25 +574,6 @@ def test_what_is_written_to_parameters_in_memory_between_steps_counts(drive: Pat
     found = training.state_dict()["model"] if how == "state_dict" else {}
     training.close(restore=how == "restore")
     assert_same_values(found or model.state_dict(), known.state_dict())
-
-
-@pytest.mark.parametrize("use", ["step", "state_dict", "restore"])
-def test_other_memory_for_a_parameter_outside_of_the_blocks_is_refused(drive: Path, use: str) -> None:
-    model = Tower()
-    training = OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, memory_budget=0, lr=0.1)
-    training.step(torch.ones(4, WIDTH))
-    before = {name: value.clone() for name, value in training.state_dict()["model"].items()}
-    uses: dict[str, Callable[[], object]] = {
-        "step": lambda: training.step(torch.ones(4, WIDTH)),
-        "state_dict": training.state_dict,
-        "restore": lambda: training.close(restore=True),
-    }
-    model.head.weight.data = torch.full((1, WIDTH), 7.0)
-    with pytest.raises(RuntimeError, match=r"shapes \(1, 64\) were changed between steps"):
-        uses[use]()
-    assert_same_values(training.state_dict()["model"], before)
-    training.step(torch.ones(4, WIDTH))
-    training.close(restore=True)
 
 
 def test_a_state_whose_groups_divide_a_group_is_refused(drive: Path) -> None:

@@ -125,12 +125,12 @@ class ParameterBlock(VersionedBlock):
         in_order = [shards[self.params[section.piece]] for section in self._whole.sections]
         self.ranks.gather(self.number, in_order, places, to_train)
 
-    def keep_own_shards(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Copy this process's rows of each parameter into its blocks: from ``given``, or else from the whole parameter."""
+    def keep_own_shards(self) -> None:
+        """Copy this process's rows of each whole parameter into its blocks."""
         assert self.ranks is not None
         whole = dict(self.values())
         for param, place in self.stored_values():
-            place.copy_(given[param] if param in given else self.ranks.shard_of(whole[param]))
+            place.copy_(self.ranks.shard_of(whole[param]))
 
     def fill(self, values: Iterable[torch.Tensor], quantized: Mapping[str, torch.Tensor] | None) -> bool:
         """Copy a value of each parameter to the block's memory, and that of the frozen ones, and quantise it there.
@@ -210,11 +210,6 @@ class ParameterBlock(VersionedBlock):
     def absent_addresses(self) -> set[int]:
         """Return the addresses that the parameters' ``data`` has while they have no memory."""
         return {absent.data_ptr() for absent in self._absent}
-
-    def absent_params(self) -> list[nn.Parameter]:
-        """Return the parameters that have no memory now."""
-        pairs = zip(self.params, self._absent, strict=True)
-        return [param for param, absent in pairs if param.numel() and param.data_ptr() == absent.data_ptr()]
 
     def _contents(self) -> Iterator[tuple[VersionedBlock, torch.Tensor]]:
         """Yield this block and the frozen parameters, as far as they are in memory, each with the bytes of the parameters."""

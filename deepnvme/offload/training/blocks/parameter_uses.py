@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from deepnvme.cache.block import Block
-from deepnvme.offload.activations.checkpointing import CheckpointedForward, is_checkpointed
 from deepnvme.offload.activations.saved_tensor import View, is_plain
 from deepnvme.states.usability import OneThread
 from deepnvme.states.versions import VersionedBlock
@@ -93,7 +92,6 @@ class ParameterUses:
         self._complete: set[ParameterBlock] = set()  # of these, those whose gradients have all arrived
         self._before_use: Callable[[ParameterBlock, bool], None] | None = None
         self._used_last: ParameterBlock | None = None  # in a forward, and in memory for the next micro-batch
-        self._checkpointed: list[CheckpointedForward] = []
         self._handles: list[RemovableHandle] = []
         self._around: dict[ParameterBlock, set[ParameterBlock]] = {}  # of a block, those with frozen parameters around it
         for module, block in modules.items():
@@ -103,25 +101,15 @@ class ParameterUses:
                         self._around.setdefault(modules[inner], set()).add(block)
             begin, end = (functools.partial(each, block) for each in (self._begin_forward, self._end_forward))
             self._handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
-            for each in module.modules():
-                if is_checkpointed(each):
-                    self._follow_recomputing(each, block)
             params = set(block.params)
             for inner in module.modules():
                 if inner is not module and not params.isdisjoint(inner.parameters(recurse=False)):
                     self._handles.append(inner.register_forward_pre_hook(functools.partial(self._begin_inner_forward, block)))
 
-    def _follow_recomputing(self, module: nn.Module, block: ParameterBlock) -> None:
-        forward: CheckpointedForward = vars(module)["forward"]
-        forward.call_before_recomputing(functools.partial(self.use_in_backward, block, computed_again=True))
-        self._checkpointed.append(forward)
-
     def remove(self) -> None:
-        """Remove the hooks from the modules, and the functions that checkpointed modules call before recomputing."""
+        """Remove the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
-        for checkpointed in self._checkpointed:
-            checkpointed.call_before_recomputing(None)
 
     @contextlib.contextmanager
     def calling_before_use(self, function: Callable[[ParameterBlock, bool], None]) -> Iterator[None]:
@@ -248,7 +236,7 @@ class ParameterUses:
         if not self.recording and not self._in_forward:
             self._begins_between_steps()
         ranks = None if self.recording else block.ranks  # a step tells the others of any failure
-        with contextlib.nullcontext() if ranks is None else ranks.reporting_new_failures():
+        with contextlib.nullcontext() if ranks is None else ranks.reporting_failures():
             self.begin(block)
         self._in_forward.append(block)
 

@@ -238,7 +238,7 @@ def _training(random: randoms.Random, directory: Path) -> None:
     states = [copy.deepcopy(in_memory.state_dict())]
     options = {
         "micro_batches": random.choice([1, 2]),
-        "activations": random.choice(["memory", "nvme", "recompute"]),
+        "activations": random.choice(["memory", "nvme"]),
         "accumulation": random.choice(["vertical", "horizontal"]),
         "memory_budget": random.choice([0, 1 << 20]),
         "max_norm": random.choice([None, 0.1]),
