@@ -85,15 +85,6 @@ def test_a_drive_gets_its_workers_with_its_first_transfer(faulty: Faulty, tmp_pa
     until(lambda: threads() <= before)  # a joined thread may be listed for a moment
 
 
-def test_the_counts_are_those_of_all_drives(faulty: Faulty, drive: Path) -> None:
-    engine = faulty("threads", drive_by_folder=True)
-    for folder in ["a", "b"]:
-        (drive / folder).mkdir()
-        engine.write(page_aligned(b"x" * BLOCK), drive / folder / "file").result()
-    assert engine.stats()["requests"] == 2
-    assert engine.stats()["bytes_written"] == 2 * BLOCK
-
-
 def test_a_drive_without_workers_of_its_own_shares_those_of_the_first(faulty: Faulty, drive: Path) -> None:
     engine = faulty("threads", drive_by_folder=True, most_backends=1)
     for folder in ["a", "b"]:

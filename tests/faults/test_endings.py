@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-import deepnvme
-
 from ..support.disks import MIB, Disk, loop_disk
-from ..support.faulty_filesystem import FaultyFilesystem
-from ..support.memory import page_aligned
-from ..support.patience import PATIENCE, until
+from ..support.patience import until
 
 COUNT = 50
 
@@ -64,18 +58,6 @@ def inner():
     write_all({MAKERS[maker]}, {str(drive)!r})
 inner()
 os._exit(0)  # and nothing after
-""").check()  # fmt: skip
-    assert expected(drive)
-
-
-@pytest.mark.slow
-def test_an_engine_caught_in_a_cycle_is_ended_at_exit(interpreters: Any, drive: Path) -> None:
-    interpreters.run(WRITES + f"""
-class Owner:
-    pass
-owner = Owner()
-owner.itself, owner.engine = owner, deepnvme.Engine()
-write_all(owner.engine.write, {str(drive)!r})
 """).check()  # fmt: skip
     assert expected(drive)
 
@@ -155,41 +137,3 @@ def test_ctrl_c_interrupts_a_handle_that_waits(interpreters: Any, slow_disk: Dis
     ended = interpreters.wait(child)
     assert ended.check().split("\n")[-2] == ("1 1 0" if "wait" in call else "0 1 0")
     assert (slow_disk / "file").read_bytes() == b"\7" * MIB
-
-
-def test_a_ring_whose_poll_fails_gives_no_memory_back_that_the_kernel_still_uses(
-    direct_disk: FaultyFilesystem, op: ModuleType
-) -> None:
-    if op.backends()["io_uring"] is not None:
-        pytest.skip(f"needs io_uring: {op.backends()['io_uring']}")
-    (direct_disk.behind / "file").write_bytes(bytes(4096))
-    before = set(event_descriptors())
-    with deepnvme.Engine(backend="io_uring", num_threads=1) as engine:
-        (waking,) = set(event_descriptors()) - before
-        direct_disk.fail("read", effect="hang")
-        future = engine.read(page_aligned(bytes(4096)), direct_disk / "file")
-        while not direct_disk.counts()["read"]:
-            time.sleep(0.01)
-        with kept_open(os.dup(waking)) as original, kept_open(os.open("/", os.O_PATH)) as unpollable:
-            os.dup2(unpollable, waking, inheritable=False)
-            os.eventfd_write(original, 1)  # ends the poll; the next one is EBADF
-            with pytest.raises(TimeoutError):
-                future.result(1)
-            assert direct_disk.heal() == ["read:hang"]
-            with pytest.raises(OSError, match="io_uring poll"):
-                future.result(PATIENCE)
-
-
-def event_descriptors() -> Iterator[int]:
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # listdir's own
-            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventfd]":
-                yield int(name)
-
-
-@contextlib.contextmanager
-def kept_open(descriptor: int) -> Iterator[int]:
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -59,50 +59,6 @@ def test_a_cancel_waits_for_no_close(faulty_disk: FaultyFilesystem, faulty: Any,
     assert first.result(PATIENCE) == len(CONTENT)
 
 
-def test_closes_that_hang_keep_no_transfers_of_open_files_waiting(faulty_disk: FaultyFilesystem, faulty: Any, gate: Any) -> None:
-    engine = faulty("threads", gate=gate)
-    with engine.open(faulty_disk / "other", "rw") as other:
-        faulty_disk.fail("flush", effect="hang", times=-1)
-        closing = [engine.write(page_aligned(CONTENT), faulty_disk / str(index)) for index in range(8)]
-        gate.release()
-        for _ in range(100):
-            engine.write(page_aligned(CONTENT), other).result(PATIENCE)
-        assert not any(future.done() for future in closing)
-        faulty_disk.resume()
-        assert [future.result(PATIENCE) for future in closing] == [len(CONTENT)] * 8
-
-
-def test_files_are_closed_without_a_thread_for_it_too(interpreters: Any, drive: Path) -> None:
-    interpreters.run(f"""
-        import deepnvme
-        from tests.support.threads import no_new_threads
-        engine = deepnvme.Engine("threads")  # io_uring may start threads of its own
-        with engine.open({str(drive / "file")!r}, "rw") as file:
-            engine.write(torch.ones(5000), file).result()  # what the worker needs is there
-        threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-        with no_new_threads():
-            for _ in range(5):
-                for future in [engine.write(torch.ones(5000), {str(drive)!r} + "/" + str(index)) for index in range(40)]:
-                    future.result()
-                assert len(os.listdir("/proc/self/fd")) == files
-            assert len(os.listdir("/proc/self/task")) == threads
-    """).check()
-
-
-def test_no_thread_that_closes_files_outlives_its_engine(interpreters: Any, drive: Path) -> None:
-    interpreters.run(f"""
-        import deepnvme, time
-        before = len(os.listdir("/proc/self/task"))
-        for _ in range(20):
-            with deepnvme.Engine("threads") as engine:  # io_uring may have threads of its own
-                for index in range(200):
-                    engine.write(torch.ones(5000), {str(drive)!r} + "/" + str(index))
-            deadline = time.monotonic() + 200  # a joined thread may be listed for a moment
-            while len(os.listdir("/proc/self/task")) > before:
-                assert time.monotonic() < deadline
-    """).check()
-
-
 def test_what_the_page_cache_could_not_write_is_not_called_written(
     writeback_disk: FaultyFilesystem, engine: deepnvme.Engine
 ) -> None:
@@ -189,23 +145,6 @@ def test_a_read_does_not_mind(direct_disk: FaultyFilesystem, engine: deepnvme.En
     engine.write(page_aligned(CONTENT), direct_disk / "file").result()
     direct_disk.fail("flush", times=-1)
     assert engine.read(page_aligned(bytes(len(CONTENT))), direct_disk / "file").result() == len(CONTENT)
-
-
-@pytest.mark.parametrize("nbytes", [4000, 10_000])
-def test_a_store_s_put_tells_of_a_drive_that_does_not_write(writeback_disk: FaultyFilesystem, nbytes: int) -> None:
-    """A page cache that keeps the last bytes would drop them later, and what was there before be got without an error."""
-    old, new = torch.full((nbytes,), 1, dtype=torch.uint8), torch.full((nbytes,), 2, dtype=torch.uint8)
-    with TensorStore(writeback_disk / "store") as store:
-        store.put("name", old).result()
-        assert torch.equal(store.get("name").result(), old)
-        writeback_disk.fail("write", errno.EIO, times=-1)
-        with pytest.raises(OSError, match="write of"):
-            store.put("name", new).result()
-        writeback_disk.heal()
-        with pytest.raises(OSError, match="'name' is damaged"):
-            store.get("name")
-        store.put("name", new).result()
-        assert torch.equal(store.get("name", out=torch.empty_like(new)).result(), new)
 
 
 def test_what_a_store_s_commit_could_not_flush_is_neither_got_nor_published(writeback_disk: FaultyFilesystem) -> None:

@@ -20,10 +20,8 @@ pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 # file system, sector size, options of mkfs
 KINDS = {
-    "ext4 on 512-byte sectors": ("ext4", 512, ()),
     "ext4 on 4096-byte sectors": ("ext4", 4096, ()),
     "ext4 with 1024-byte blocks": ("ext4", 512, ("-b", "1024")),
-    "xfs on 512-byte sectors": ("xfs", 512, ()),
     "xfs on 4096-byte sectors": ("xfs", 4096, ()),
     "xfs with 1024-byte blocks": ("xfs", 512, ("-b", "size=1024")),
     "xfs with 16 KiB blocks": ("xfs", 512, ("-b", "size=16384")),
@@ -107,20 +105,6 @@ def test_without_direct_io_every_byte_goes_through_the_page_cache(tmpfs: Disk, b
     assert target.content() == content
     assert (stats.bytes_buffered, stats.bytes_direct) == (2 * len(content), 0)
     assert stats.fallbacks == {"tmpfs has no direct I/O": 2}
-
-
-@pytest.mark.filterwarnings("ignore:transfers of")
-def test_a_file_without_direct_io_says_so(tmpfs: Disk, engine: deepnvme.Engine) -> None:
-    with engine.open(tmpfs / "file", "rw") as file:
-        assert (file.direct, file.alignment) == (False, 1)
-
-
-@pytest.mark.filterwarnings("ignore:transfers of")
-def test_a_full_disk_without_direct_io_leaves_the_file_as_it_was(tmpfs: Disk, engine: deepnvme.Engine) -> None:
-    (tmpfs / "file").write_bytes(b"x" * 1000)
-    with pytest.raises(OSError, match="bytes free"):
-        engine.write(page_aligned(bytes(40 * MIB)), tmpfs / "file")
-    assert (tmpfs / "file").read_bytes() == b"x" * 1000
 
 
 @pytest.mark.filterwarnings("ignore:transfers of")

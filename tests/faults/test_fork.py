@@ -135,15 +135,6 @@ assert future.result() == 40000
 """).check()  # fmt: skip
 
 
-def test_an_inherited_future_that_was_done_is_done(interpreters: Any, harness: str) -> None:
-    interpreters.run(harness + """
-engine = deepnvme.Engine()
-future = engine.write(tensor, path)
-future.result()
-assert child(lambda: (future.done(), future.result())) == "(True, 40000)"
-""").check()  # fmt: skip
-
-
 @pytest.mark.parametrize("made", ["engine = deepnvme.Engine()", "engine = op.aio_handle()"])
 def test_dropping_what_was_inherited_does_not_hang(interpreters: Any, harness: str, made: str) -> None:
     interpreters.run(harness + f"""
@@ -211,29 +202,6 @@ else:
     raise AssertionError("the child hangs at its exit")
 assert os.waitstatus_to_exitcode(status) == 7
 assert handle.wait() == 20
-""").check()  # fmt: skip
-
-
-@pytest.mark.parametrize("inherited", [False, True])
-def test_multiprocessing_forks_like_any_other(interpreters: Any, harness: str, inherited: bool) -> None:
-    interpreters.run(harness + f"""
-import multiprocessing
-context = multiprocessing.get_context("fork")
-engine = deepnvme.Engine()
-engine.write(tensor, path).result()
-def work(queue):
-    try:
-        used = engine if {inherited} else deepnvme.Engine()
-        queue.put(used.read(torch.empty(10000), path).result())
-    except RuntimeError as error:
-        queue.put(str(error))
-queue = context.SimpleQueue()
-process = context.Process(target=work, args=(queue,))
-process.start()
-answer = queue.get()
-process.join()
-assert process.exitcode == 0, process.exitcode
-assert answer == 40000 if not {inherited} else answer.startswith("this engine belongs to the parent process"), answer
 """).check()  # fmt: skip
 
 

@@ -36,19 +36,9 @@ def test_a_short_transfer_is_resumed_where_it_stopped(
 ) -> None:
     engine = faulty(backend, block_size=16384, short_every=short_every, short_bytes=short_bytes)
     round_trip(engine, drive / "file", misalignment, offset)
-    assert engine.stats()["short_transfers"] > 0
-
-
-def test_a_short_transfer_of_one_byte_at_a_time_gets_there(faulty: Faulty, backend: Any, drive: Path) -> None:
-    engine = faulty(backend, short_every=1, short_bytes=1)
-    engine.write(page_aligned(CONTENT[:300]), drive / "file").result()
-    assert (drive / "file").read_bytes() == CONTENT[:300]
-
-
-def test_short_transfers_count_each_byte_once(faulty: Faulty, backend: Any, drive: Path) -> None:
-    engine = faulty(backend, block_size=16384, short_every=2, short_bytes=4096)
-    engine.write(page_aligned(CONTENT), drive / "file").result()
-    assert engine.stats()["bytes_written"] == len(CONTENT)
+    stats = engine.stats()
+    assert stats["short_transfers"] > 0
+    assert stats["bytes_written"] == len(CONTENT)
 
 
 @pytest.mark.parametrize("error", [errno.EINTR, errno.EAGAIN], ids=errno.errorcode.get)
@@ -64,9 +54,11 @@ def test_what_the_system_puts_off_is_tried_again(faulty: Faulty, backend: Any, d
 @pytest.mark.parametrize("error", [errno.EINTR, errno.EAGAIN], ids=errno.errorcode.get)
 def test_what_the_system_puts_off_for_ever_is_an_error_in_the_end(faulty: Faulty, backend: Any, drive: Path, error: int) -> None:
     engine = faulty(backend, error_every=1, error=error)
+    begin = time.monotonic()
     with pytest.raises(OSError, match="write of 4096 bytes at offset 0") as caught:
         engine.write(page_aligned(CONTENT[:4096]), drive / "file").result(PATIENCE)
     assert caught.value.errno == error
+    assert time.monotonic() - begin < PATIENCE / 5  # not to hold up its request for more than a few seconds
 
 
 def test_others_go_on_while_transfers_wait_to_be_tried_again(faulty: Faulty, backend: Any, drive: Path) -> None:
@@ -120,21 +112,10 @@ def test_an_error_is_of_its_request_alone(faulty: Faulty, backend: Any, drive: P
 def test_an_error_says_what_was_tried_where(faulty: Faulty, backend: Any, drive: Path, direction: str, error: int) -> None:
     (drive / "file").write_bytes(bytes(20_000))
     engine = faulty(backend, error_every=1, error=error)
-    with pytest.raises(OSError, match=f"{direction} of 5000 bytes at offset 8192") as caught:
+    kind = PermissionError if error == errno.EPERM else OSError
+    with pytest.raises(kind, match=f"{direction} of 5000 bytes at offset 8192") as caught:
         getattr(engine, direction)(page_aligned(bytes(5000)), drive / "file", 8192).result()
     assert (caught.value.errno, caught.value.filename) == (error, str(drive / "file"))
-
-
-def test_an_error_is_of_the_python_class_for_its_number(faulty: Faulty, backend: Any, drive: Path) -> None:
-    engine = faulty(backend, error_every=1, error=errno.EACCES)
-    with pytest.raises(PermissionError):
-        engine.write(page_aligned(bytes(5000)), drive / "file").result()
-
-
-def test_a_full_drive_found_on_the_way_says_how_much_is_free(faulty: Faulty, drive: Path) -> None:
-    engine = faulty("threads", error_every=1, error=errno.ENOSPC)
-    with pytest.raises(OSError, match=r"\(\d+ bytes free\)"):
-        engine.write(page_aligned(bytes(5000)), drive / "file").result()
 
 
 def test_a_large_request_with_one_bad_block_fails_and_what_follows_does_not(faulty: Faulty, backend: Any, drive: Path) -> None:
@@ -154,12 +135,6 @@ def test_what_one_worker_fails_the_others_give_up(faulty: Faulty, backend: Any, 
     assert all((drive / str(index)).read_bytes() == contents[index] for index in good)
 
 
-def test_a_failed_request_gives_up_its_remaining_blocks(faulty: Faulty, drive: Path) -> None:
-    engine = faulty("threads", queue_depth=1, error_every=1, error_limit=1, error=errno.EIO)
-    assert engine.write(page_aligned(bytes(1000 * 4096)), drive / "file").exception() is not None
-    assert engine.stats()["blocks"] < 100
-
-
 @pytest.mark.filterwarnings("ignore:transfers of")
 def test_a_file_that_refuses_direct_transfers_goes_through_the_page_cache(faulty: Faulty, backend: Any, drive: Path) -> None:
     engine = faulty(backend, refuse_direct=True)
@@ -168,17 +143,6 @@ def test_a_file_that_refuses_direct_transfers_goes_through_the_page_cache(faulty
     assert stats["bytes_buffered"] == 2 * len(CONTENT)
     assert stats["bytes_direct"] == 0
     assert set(stats["fallbacks"]) == {f"a direct {what} was refused: Invalid argument" for what in ("write", "read")}
-
-
-@pytest.mark.filterwarnings("ignore:transfers of")
-def test_a_file_that_refused_once_is_not_asked_again(faulty: Faulty, drive: Path) -> None:
-    engine = faulty("threads", queue_depth=1, refuse_direct=True)
-    with engine.open(drive / "file", "rw") as file:
-        engine.write(page_aligned(CONTENT), file).result()
-        assert not file.direct
-        assert file.alignment == 1
-        engine.write(page_aligned(CONTENT), file).result()
-    assert engine.stats()["fallbacks"]["a direct write was refused: Invalid argument"] == 2  # once a request
 
 
 @pytest.mark.slow
@@ -208,15 +172,10 @@ def test_a_broken_backend_fails_every_request_and_holds_up_none(
     assert errors[-1].errno == errno.EBADF
     assert "a broken backend" in str(errors[-1])
     assert engine.write(tensors[0], drive / "later").exception(PATIENCE) is not None
-    engine.close()
-    assert engine.stats()["requests"] == 31
-
-
-def test_a_flush_on_a_broken_backend_fails_too(faulty: Faulty, drive: Path) -> None:
-    engine = faulty("threads", break_after=1)
-    engine.write(page_aligned(bytes(20_000)), drive / "file")
     with pytest.raises(OSError, match="a broken backend"):
-        engine.fsync(drive / "file").result(PATIENCE)
+        engine.fsync(drive / "0").result(PATIENCE)
+    engine.close()
+    assert engine.stats()["requests"] == 32
 
 
 @pytest.mark.parametrize("faults", [
@@ -231,15 +190,6 @@ def test_faults_together_lose_nothing(faulty: Faulty, backend: Any, drive: Path,
     futures = [engine.write(Guarded(each, index % 3).tensor, drive / str(index)) for index, each in enumerate(contents)]
     assert [future.result(PATIENCE) for future in futures] == [len(each) for each in contents]
     assert [(drive / str(index)).read_bytes() for index in range(20)] == contents
-
-
-@pytest.mark.slow
-def test_the_last_attempt_is_not_far_off(faulty: Faulty, drive: Path) -> None:
-    """A file that is never ready must not hold up its request for more than a few seconds."""
-    engine = faulty("threads", error_every=1, error=errno.EAGAIN)
-    begin = time.monotonic()
-    engine.write(page_aligned(bytes(4096)), drive / "file").exception(PATIENCE)
-    assert time.monotonic() - begin < PATIENCE / 5
 
 
 def test_a_broken_backend_s_requests_end_when_nothing_uses_their_memory_any_more(

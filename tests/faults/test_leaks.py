@@ -46,103 +46,68 @@ def assert_nothing_is_kept(times: int, work: Callable[[], object]) -> None:
     assert {**after, "mappings": 0} == {**before, "mappings": 0}
 
 
+def refused(engine: deepnvme.Engine, drive: Path) -> None:
+    (drive / "file").write_bytes(bytes(100))
+    for attempt in (
+        lambda: engine.read(zeros(200).tensor, drive / "file"),
+        lambda: engine.read(zeros(200).tensor, drive / "missing"),
+        lambda: engine.write(zeros(200).tensor, drive),
+        lambda: engine.write(zeros(200).tensor, drive / "file", 2**63 - 1000),
+        lambda: engine.open(drive / "file", "x"),
+    ):
+        with pytest.raises((OSError, ValueError)):
+            attempt()
+
+
+def opened(engine: deepnvme.Engine, drive: Path) -> None:
+    file = engine.open(drive / "file", "rw")
+    engine.write(page_aligned(bytes(9 * KIB)), file, 7).result()  # both descriptors
+
+
+def thousand(engine: deepnvme.Engine, drive: Path) -> None:
+    tensor = page_aligned(bytes(5 * KIB))
+    for future in [engine.write(tensor, drive / str(index % 100), 7) for index in range(1000)]:
+        future.result()
+
+
+WORKS: dict[str, tuple[int, Callable[[deepnvme.Engine, Path], object]]] = {
+    "refused requests": (50, refused),
+    "open files": (100, opened),
+    "a thousand requests": (1, thousand),
+    "pinned tensors": (100, lambda engine, drive: engine.empty_pinned(1 << 20)),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_an_engine_does_leaves_nothing_behind(engine: deepnvme.Engine, drive: Path, name: str) -> None:
+    times, work = WORKS[name]
+    assert_nothing_is_kept(times, lambda: work(engine, drive))
+
+
 @pytest.mark.slow
-def test_a_hundred_engines_leave_nothing_behind(drive: Path, backend: Any) -> None:
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_hundred_engines_leave_nothing_behind(drive: Path, backend: Any, dropped: bool) -> None:
     tensor = Guarded(bytes(100 * KIB), 1).tensor  # staged, so that the staging is there to be leaked
 
     def work() -> None:
-        with deepnvme.Engine(backend=backend, queue_depth=4) as engine:
-            engine.write(tensor, drive / "file", 7).result()
-
-    assert_nothing_is_kept(100, work)
-
-
-@pytest.mark.slow
-def test_engines_that_are_dropped_leave_nothing_behind(drive: Path, backend: Any) -> None:
-    tensor = page_aligned(bytes(100 * KIB))
-
-    def work() -> None:
-        deepnvme.Engine(backend=backend, queue_depth=4).write(tensor, drive / "file", 7)
+        engine = deepnvme.Engine(backend=backend, queue_depth=4)
+        future = engine.write(tensor, drive / "file", 7)
+        if not dropped:
+            future.result()
+            engine.close()
 
     assert_nothing_is_kept(50, work)
 
 
 def test_handles_that_are_dropped_leave_nothing_behind(op: ModuleType, drive: Path) -> None:
     tensor = page_aligned(bytes(100 * KIB))
-
-    def work() -> None:
-        op.aio_handle().async_pwrite(tensor, str(drive / "file"))
-
-    assert_nothing_is_kept(50, work)
-
-
-def test_a_thousand_requests_leave_nothing_behind(drive: Path, backend: Any) -> None:
-    tensor = page_aligned(bytes(5 * KIB))
-    with deepnvme.Engine(backend=backend) as engine:
-
-        def work() -> None:
-            for future in [engine.write(tensor, drive / str(index % 100), 7) for index in range(1000)]:
-                future.result()
-
-        assert_nothing_is_kept(1, work)
-
-
-def test_a_thousand_forgotten_requests_leave_nothing_behind(drive: Path) -> None:
-    tensor = page_aligned(bytes(5 * KIB))
-
-    def work() -> None:
-        with deepnvme.Engine() as engine:
-            for index in range(1000):
-                engine.write(tensor, drive / str(index % 100), 7)
-
-    assert_nothing_is_kept(1, work)
-
-
-def test_refused_requests_leave_nothing_behind(engine: deepnvme.Engine, drive: Path) -> None:
-    (drive / "file").write_bytes(bytes(100))
-    attempts: list[Callable[[], object]] = [
-        lambda: engine.read(zeros(200).tensor, drive / "file"),
-        lambda: engine.read(zeros(200).tensor, drive / "missing"),
-        lambda: engine.write(zeros(200).tensor, drive),
-        lambda: engine.write(zeros(200).tensor, drive / "file", -1),
-        lambda: engine.write(zeros(200).tensor, drive / "file", 2**63 - 1000),
-        lambda: engine.open(drive / "file", "x"),
-    ]
-
-    def work() -> None:
-        for attempt in attempts:
-            with pytest.raises((OSError, ValueError)):
-                attempt()
-
-    assert_nothing_is_kept(50, work)
+    assert_nothing_is_kept(50, lambda: op.aio_handle().async_pwrite(tensor, str(drive / "file")))
 
 
 def test_failed_requests_leave_nothing_behind(faulty: Any, drive: Path) -> None:
     engine = faulty("threads", error_every=2, error=errno.EIO)
     tensor = page_aligned(bytes(50 * KIB))
-
-    def work() -> None:
-        engine.write(tensor, drive / "file", 7).exception()
-
-    assert_nothing_is_kept(100, work)
-
-
-def test_open_files_leave_nothing_behind(engine: deepnvme.Engine, drive: Path) -> None:
-    tensor = page_aligned(bytes(9 * KIB))
-
-    def work() -> None:
-        file = engine.open(drive / "file", "rw")
-        engine.write(tensor, file, 7).result()  # both descriptors
-        del file
-
-    assert_nothing_is_kept(100, work)
-
-
-def test_pinned_tensors_leave_nothing_behind(engine: deepnvme.Engine) -> None:
-    def work() -> None:
-        engine.empty_pinned(1 << 20)
-
-    assert_nothing_is_kept(100, work)
+    assert_nothing_is_kept(100, lambda: engine.write(tensor, drive / "file", 7).exception())
 
 
 def test_memory_does_not_grow_with_the_requests_that_have_been(drive: Path) -> None:

@@ -21,8 +21,8 @@ class LyingDrive(FailingDrive):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-@pytest.mark.parametrize("use", USES)
-def test_a_drive_that_lies_is_found_out(use: Callable[[Any, randoms.Random], None], drive: Path) -> None:
+@pytest.mark.parametrize("name", USES)
+def test_a_drive_that_lies_is_found_out(name: str, drive: Path) -> None:
     missing = obstacle()
     if missing is not None:
         pytest.skip(missing)
@@ -30,7 +30,7 @@ def test_a_drive_that_lies_is_found_out(use: Callable[[Any, randoms.Random], Non
         own = drive / str(seed)
         own.mkdir()
         with faulty_filesystem(own) as disk:
-            found = _found(use, disk, seed)
+            found = _found(USES[name], disk, seed)
         if found is not None:
             return
     pytest.fail("20 tries on a drive that loses half of what is written have found nothing")

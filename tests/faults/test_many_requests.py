@@ -53,35 +53,6 @@ def test_thousands_of_files_are_written_with_few_descriptors(interpreters: Any, 
         assert (throwaway / str(index)).read_bytes() == (index % 100).to_bytes(4, "little") * 1025
 
 
-def test_a_limit_that_is_lowered_later_bounds_the_open_files(interpreters: Any, drive: Path) -> None:
-    """And one that is raised again lets those go on who waited, once a request has ended."""
-    interpreters.run(f"""
-        import resource, threading, time
-        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-        gate = testing.Gate()
-        gate.hold()
-        engine = testing.instant_engine(gate, 4096, 32, 1)
-        tensor = torch.ones(1024)
-        futures = [engine.write(tensor, {str(drive)!r} + "/" + str(index)) for index in range(20)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
-        def submit():
-            for index in range(20, 200):
-                futures.append(engine.write(tensor, {str(drive)!r} + "/" + str(index)))
-        thread = threading.Thread(target=submit)
-        thread.start()
-        while len(os.listdir({str(drive)!r})) < 64:
-            time.sleep(0.01)
-        time.sleep(1)  # for one too many
-        pending = len(os.listdir({str(drive)!r}))
-        assert pending == 64, pending
-        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-        gate.release()
-        thread.join()
-        assert len(futures) == 200, len(futures)
-        engine.close()
-    """).check()  # fmt: skip
-
-
 def test_one_call_for_thousands_of_files_needs_few_descriptors(interpreters: Any, throwaway: Path) -> None:
     interpreters.run(f"""
         import deepnvme, resource

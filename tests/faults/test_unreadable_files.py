@@ -61,10 +61,7 @@ LOADS: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
 
 
 def failures(disk: FaultyFilesystem, operation: str, load: Callable[[], object]) -> set[tuple[int | None, object]]:
-    """Errno and file of the errors that each operation of this kind which ``load`` needs leads to if it fails.
-
-    Not the errors: their tracebacks would keep what was leased.
-    """
+    """Errno and file of the errors that each operation of this kind which ``load`` needs leads to if it fails."""
     before = disk.counts()[operation]
     load()
     found = set()
@@ -74,6 +71,7 @@ def failures(disk: FaultyFilesystem, operation: str, load: Callable[[], object])
             load()
         except OSError as error:
             found.add((error.errno, error.filename))
+            assert buffer_pool().in_use == 0  # though the error, which somebody may keep, has its traceback
         disk.heal()
         load()
     return found
@@ -92,26 +90,6 @@ def test_an_operation_that_fails_names_the_file(direct_disk: FaultyFilesystem, l
 
     found = failures(direct_disk, operation, check)
     assert found == {(errno.EIO, str(path))}
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
-@pytest.mark.parametrize("load_name", [*LOADS, "distributed"])
-def test_errors_that_are_kept_keep_no_leased_memory(direct_disk: FaultyFilesystem, load_name: str) -> None:
-    name, load = LOADS.get(load_name, ("run", load_distributed))
-    path = direct_disk / name
-    (save_distributed if load_name == "distributed" else save)(path)
-    before = direct_disk.counts()["read"]
-    load(path)
-    errors: list[BaseException] = []
-    for number in range(direct_disk.counts()["read"] - before):
-        direct_disk.fail("read", skip=number, times=2)
-        try:
-            load(path)
-        except (OSError, torch.distributed.checkpoint.CheckpointException) as error:
-            errors.append(error)
-        direct_disk.heal()
-    assert errors
-    assert buffer_pool().in_use == 0
 
 
 @pytest.mark.parametrize("load_name", LOADS)
@@ -187,31 +165,6 @@ def test_a_fifo_is_refused_rather_than_waited_for(name: str, drive: Path) -> Non
     assert (refused.value.errno, refused.value.filename) == (errno.EINVAL, str(drive / file))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
-@pytest.mark.timeout(60)
-def test_a_fifo_among_the_files_of_a_distributed_checkpoint_is_refused(drive: Path) -> None:
-    save_distributed(drive / "checkpoint")
-    (data,) = (drive / "checkpoint").glob("*.distcp")
-    data.unlink()
-    os.mkfifo(data)
-    from torch.distributed.checkpoint import CheckpointException
-
-    with pytest.raises(CheckpointException, match="no regular file"):
-        load_distributed(drive / "checkpoint")
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("read_only", [False, True])
-def test_a_fifo_in_the_place_of_a_stores_data_is_refused(drive: Path, read_only: bool) -> None:
-    with TensorStore(drive / "store", persist=True) as store:
-        store.put("small", STATE["large"]).result()
-        store.commit()
-    (drive / "store" / "deepnvme-store.data").unlink()
-    os.mkfifo(drive / "store" / "deepnvme-store.data")
-    with pytest.raises(OSError, match="regular file"):
-        TensorStore(drive / "store", persist=True, read_only=read_only)
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("blocks", [os.mkfifo, lambda path: path.symlink_to(path.with_name("other"))], ids=["fifo", "link"])
 def test_a_commit_writes_through_nothing_that_is_in_the_place_of_its_new_manifest(
@@ -226,12 +179,3 @@ def test_a_commit_writes_through_nothing_that_is_in_the_place_of_its_new_manifes
     with Table.open(drive / "table") as table:
         assert torch.equal(table.read(torch.arange(10)), torch.ones(10, 3))
     assert (drive / "table" / "other").read_text() == "somebody's"
-
-
-@pytest.mark.timeout(60)
-def test_a_fifo_in_the_place_of_a_tables_rows_is_refused(drive: Path) -> None:
-    Table.from_tensor(drive / "table", STATE["large"].view(-1, 10)).close()
-    (drive / "table" / "rows").unlink()
-    os.mkfifo(drive / "table" / "rows")
-    with pytest.raises(OSError, match="regular file"):
-        Table.open(drive / "table")

@@ -12,6 +12,7 @@ import torch
 from torch.utils.serialization import config
 
 import deepnvme
+from deepnvme.swap import BufferPool
 
 from ..support.archives import assert_identical
 from ..support.objects import assert_same
@@ -80,11 +81,20 @@ def test_checksums_are_verified_on_the_device(drive: Path, device: torch.device)
         deepnvme.load(drive / "file.pt", checksum=True)
 
 
-def test_what_the_stream_has_still_to_do_is_saved(drive: Path, device: torch.device) -> None:
-    tensor = torch.zeros(1 << 24, device=device)
-    for _ in range(50):
-        tensor += 1
-    deepnvme.save([tensor, tensor[:3].clone()], drive / "file.pt")
-    large, small = torch.load(drive / "file.pt", map_location="cpu")
-    assert bool((large == 50).all())
-    assert bool((small == 50).all())
+@pytest.mark.parametrize(("lazy", "budget"), [(False, 64 << 20), (True, 64 << 20), (False, 16 << 20)])
+def test_a_state_is_saved_as_the_stream_leaves_it(drive: Path, device: torch.device, lazy: bool, budget: int) -> None:
+    sizes = (1, 1000, 4 << 20, (40 << 20) + 3)
+    tensors = {str(size): torch.arange(size, device=device).to(torch.uint8) for size in sizes}
+    torch.cuda.synchronize(device)
+    expected = {name: (tensor + 1).cpu() for name, tensor in tensors.items()}
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        torch.cuda._sleep(200_000_000)
+        for tensor in tensors.values():
+            tensor.add_(1)
+        future = deepnvme.async_save(tensors, drive / "file.pt", lazy=lazy, pool=BufferPool(budget))
+        future.wait_staged(30)
+        for tensor in tensors.values():
+            tensor.zero_()
+    future.result(30)
+    found = torch.load(drive / "file.pt", map_location="cpu")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

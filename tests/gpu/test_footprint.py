@@ -41,27 +41,20 @@ def growth(device: torch.device, once: Callable[[], None], warm_up: int, times: 
 
 
 @pytest.mark.parametrize("kind", FACES)
-def test_many_transfers_of_one_handle_leave_nothing(make: Make, path: Path, device: torch.device, kind: str) -> None:
-    face, tensor = make(kind), torch.ones(SIZE, dtype=torch.uint8, device=device)
+@pytest.mark.parametrize("one_handle", [True, False])
+def test_many_transfers_and_handles_leave_nothing(
+    make: Make, path: Path, device: torch.device, kind: str, one_handle: bool
+) -> None:
+    tensor, kept = torch.ones(SIZE, dtype=torch.uint8, device=device), make(kind)
 
     def once() -> None:
+        face = kept if one_handle else make(kind)
         face.write(tensor, path, 1)
         face.read(tensor, path, 1)
-
-    assert max(growth(device, once, 10, 100)) < LEEWAY
-
-
-@pytest.mark.parametrize("kind", FACES)
-def test_many_handles_leave_nothing(make: Make, path: Path, device: torch.device, kind: str) -> None:
-    tensor = torch.ones(SIZE, dtype=torch.uint8, device=device)
-
-    def once() -> None:
-        face = make(kind)
-        face.write(tensor, path)
-        if kind == "engine":
+        if kind == "engine" and not one_handle:
             face.served.close()
 
-    assert max(growth(device, once, 5, 40)) < LEEWAY
+    assert max(growth(device, once, 10, 40)) < LEEWAY
 
 
 def test_many_registered_tensors_leave_nothing(make: Make, path: Path, device: torch.device) -> None:

@@ -36,20 +36,11 @@ def test_torch_knows_that_it_is_pinned(pinned: Pinned) -> None:
     assert tensor[1000:].is_pinned()
 
 
-def test_a_copy_to_the_device_is_asynchronous(pinned: Pinned, device: torch.device) -> None:
-    source, target, stream = pinned().fill_(3), torch.zeros(SIZE, dtype=torch.uint8, device=device), torch.cuda.Stream(device)
-    torch.cuda.synchronize(device)
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(WHILE)
-        slept = stream.record_event()
-        target.copy_(source, non_blocking=True)
-        assert not slept.query()
-    stream.synchronize()
-    assert target.eq(3).all()
-
-
-def test_a_copy_from_the_device_is_asynchronous(pinned: Pinned, device: torch.device) -> None:
-    source, target, stream = torch.full((SIZE,), 3, dtype=torch.uint8, device=device), pinned(), torch.cuda.Stream(device)
+@pytest.mark.parametrize("to_the_device", [True, False])
+def test_a_copy_is_asynchronous(pinned: Pinned, device: torch.device, to_the_device: bool) -> None:
+    host, on_device, stream = pinned(), torch.zeros(SIZE, dtype=torch.uint8, device=device), torch.cuda.Stream(device)
+    source, target = (host, on_device) if to_the_device else (on_device, host)
+    source.fill_(3)
     torch.cuda.synchronize(device)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(WHILE)

@@ -80,21 +80,22 @@ def test_the_bits_of_masters_in_memory(dtype: torch.dtype, dram_budget: int, dev
             reference.check(optimizer)
 
 
-@pytest.mark.parametrize("option", ["offload_gradients", "step_in_backward"])
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_taken_in_backward(dtype: torch.dtype, option: str, device: torch.device, drive: Path) -> None:
-    """A twin makes the gradients that the reference is stepped with."""
-    model, twin = model_on(device, dtype), model_on(device, dtype)
+def test_gradients_taken_in_backward(dtype: torch.dtype, devices: int, device: torch.device, drive: Path) -> None:
+    """A twin makes the gradients that the reference is stepped with. Each of two devices has a thread of its own in backward."""
+    if torch.cuda.device_count() < devices:
+        pytest.skip("needs two CUDA devices")
+    model, twin = (model_on(device, dtype, torch.device("cuda", devices - 1)) for _ in range(2))
     reference = Masters(twin, **ADAM)
-    options = {option: True, "master_weights": True, "dram_budget": 60_000}
+    options = {"offload_gradients": True, "master_weights": True, "dram_budget": 60_000}
     with optimizer_in(drive, model.parameters(), **options, **ADAM) as optimizer:
         for step in range(6):
             twin.zero_grad()
             backward(twin, step)
             reference.look()
             backward(model, step)
-            if option == "offload_gradients":
-                assert all(param.grad is None for param in model.parameters())
+            assert all(param.grad is None for param in model.parameters())
             optimizer.step()
             reference.step()
             with torch.no_grad():
@@ -141,29 +142,6 @@ def test_states_are_loaded_to_parameters_on_the_device(device: torch.device, dri
                 its_optimizer.step()
         for param, same in zip(model.parameters(), other.parameters(), strict=True):
             assert same_bits(param.detach(), same.detach())
-
-
-@pytest.mark.parametrize("option", ["offload_gradients", "step_in_backward"])
-def test_a_model_on_two_devices(option: str, device: torch.device, drive: Path) -> None:
-    """Each has a thread of its own in backward."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    second = torch.device("cuda", 1)
-    model, twin = model_on(device, torch.float32, second), model_on(device, torch.float32, second)
-    reference = Masters(twin, **ADAM)
-    with optimizer_in(drive, model.parameters(), master_weights=True, **{option: True}, **ADAM) as optimizer:
-        for step in range(6):
-            twin.zero_grad()
-            backward(twin, step)
-            reference.look()
-            reference.step()
-            backward(model, step)
-            optimizer.step()
-            with torch.no_grad():
-                for param, master in zip(twin.parameters(), reference.masters, strict=True):
-                    param.copy_(master)
-            for param, other in zip(model.parameters(), twin.parameters(), strict=True):
-                assert same_bits(param.detach(), other.detach())
 
 
 def test_what_would_not_be_kept_exactly_is_refused(device: torch.device, drive: Path) -> None:

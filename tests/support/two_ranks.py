@@ -5,24 +5,18 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-import pytest
-
 from .interpreters import Interpreters
+from .ranks import run_ranks
 
-PRELUDE = """
-import contextlib, copy, os, warnings
-import torch
-import torch.distributed as dist
+IMPORTS = """
+import deepnvme
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+"""
+PRELUDE = """
+import copy
 from torch.distributed.tensor import DTensor
 
-import deepnvme
-
 warnings.simplefilter("default")  # torch's own
-torch.set_num_threads(1)
-other_rank = os.fork()
-rank = 0 if other_rank else 1
-dist.init_process_group("gloo", init_method=f"file://{drive}.ranks", rank=rank, world_size=2)
 mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
 ADAM = {"lr": 1e-2, "fused": True}
 
@@ -79,18 +73,7 @@ def assert_same_states(found, expected):
             assert found[key] == value, key
 """
 
-CLOSING = """
-dist.barrier()
-dist.destroy_process_group()
-assert rank == 1 or os.waitpid(other_rank, 0)[1] == 0
-"""
-
 
 def run_two(program: str, drive: Path, interpreters: Interpreters) -> None:
     """Run ``program`` as both ranks, with what ``PRELUDE`` defines."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("needs torch.distributed with gloo")
-    opening = f"drive = {str(drive)!r}\n"
-    interpreters.run(opening + PRELUDE + textwrap.dedent(program) + CLOSING).check()
+    run_ranks(2, PRELUDE + textwrap.dedent(program), drive, interpreters, before_fork=IMPORTS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,10 @@ import torch
 import deepnvme
 import deepnvme.safetensors
 from deepnvme.checkpoint import verify
-from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.ops.op_builder import AsyncIOBuilder
-from deepnvme.swap import StoreLocked, TensorStore
-from deepnvme.tables import RowOptimizer, Table
 
 from . import Torn, Wrong
+from .ways import Committing, CommittingRows, Saving
 
 
 class RoundTrips:
@@ -34,12 +33,10 @@ class RoundTrips:
 
     def run(self) -> None:
         """All of them. Raises Wrong or Torn, or an error that is not allowed."""
-        operations = (
-            self.engine, self.handle, self.store, self.checkpoints, self.optimizer, self.training, self.weights, self.tables,
-            self.embeddings,
-        )  # fmt: skip
-        for operation in operations:
+        for operation in (self.engine, self.handle, self.checkpoints, self.optimizer, self.training, self.weights):
             self._try(operation)
+        for way in (Committing, CommittingRows):
+            self._try(functools.partial(self.saves, way))
 
     def _try(self, operation: Callable[[], object]) -> bool:
         try:
@@ -49,8 +46,8 @@ class RoundTrips:
             if error.errno not in self.allowed:
                 raise
             if not error.filename:
-                raise Wrong(f"{operation.__name__}: an error that names no file: {error!r}") from error
-            self.refused.append(f"{operation.__name__}: {errno.errorcode[error.errno]}")
+                raise Wrong(f"{operation}: an error that names no file: {error!r}") from error
+            self.refused.append(f"{operation}: {errno.errorcode[error.errno]}")
             return False
 
     def engine(self) -> None:
@@ -78,17 +75,14 @@ class RoundTrips:
         handle.sync_pread(back[7:], path)
         _same(back[7:], self._tensor[7:], "the handle")
 
-    def store(self) -> None:
-        with TensorStore(self.directory / "store") as store:
-            store.put_many({"a": self._tensor, "b": self._tensor[:77]}).result()
-            store.put("a", self._tensor[1:]).result()
-            _same(store.get("a").result(), self._tensor[1:], "the store")
-            _same(store.get("b").result(), self._tensor[:77], "the store")
-            try:
-                TensorStore(self.directory / "store")
-            except StoreLocked:
-                return
-            raise Wrong("a directory was opened by two stores at a time")
+    def saves(self, way: type[Saving]) -> None:
+        """Commits of a store and of tables."""
+        (directory := self.directory / way.__name__).mkdir()
+        saving = way(directory)
+        for value in range(3):
+            saving.save(value)
+            if saving.load() != value:
+                raise Wrong(f"{way.__name__} gives another value")
 
     def checkpoints(self) -> None:
         """Each replaces an older one, which stays where it cannot be."""
@@ -161,41 +155,6 @@ class RoundTrips:
             store.verify()
             with stream(model, store, memory_budget=0), torch.no_grad():
                 _same(model(self._tensor[:300]), expected, "the streamed model")
-
-    def tables(self) -> None:
-        """One that is changed, and a file in place."""
-        rows = self._tensor[:30_000].reshape(300, 100)
-        ids = torch.arange(300).flip(0)
-        deepnvme.safetensors.save_file({"rows": rows.clone()}, self.directory / "rows.safetensors")
-        with Table.open(self.directory / "rows.safetensors") as in_place:
-            _same(in_place.read(ids), rows[ids], "a file's rows")
-        with Table.from_tensor(self.directory / "table", rows, updatable=True, memory_budget=0) as table:
-            table.write(ids[:100], rows[:100])
-            table.commit()
-            table.write(ids, -rows)
-        expected = rows.clone()
-        expected[ids[:100]] = rows[:100]
-        with Table.open(self.directory / "table", memory_budget=0) as table:
-            _same(table.read(ids), expected[ids], "the table")
-
-    def embeddings(self) -> None:
-        """Two, trained together."""
-        torch.manual_seed(0)
-        paths = [self.directory / name for name in ("first", "second")]
-        bags = [EmbeddingOnDisk(90, 10, path=path, optimizer=torch.optim.SparseAdam, memory_budget=0) for path in paths]
-        torch.manual_seed(0)
-        in_memory = [torch.nn.Embedding(90, 10, sparse=True) for _ in bags]
-        optimizer = RowOptimizer(torch.nn.ModuleList(bags), lr=1e-2)
-        expected = torch.optim.SparseAdam([each.weight for each in in_memory], lr=1e-2)
-        ids = torch.arange(0, 90, 7)
-        for each, some in ((optimizer, bags), (expected, in_memory)):
-            for bag in some:
-                bag(ids).sum().backward()
-            each.step()
-        optimizer.commit()
-        for bag, plain in zip(bags, in_memory, strict=True):
-            _same(bag(torch.arange(90)).detach(), plain.weight.detach(), "an embedding")
-            bag.table.close()
 
 
 class _Model(torch.nn.Module):

@@ -1,8 +1,7 @@
-"""Small models and their stores, and drives that fail, for the parts that attack streaming."""
+"""A small model whose weights are streamed, and its store."""
 
 from __future__ import annotations
 
-import random as randoms
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +11,12 @@ import torch
 from torch import nn
 
 from deepnvme.streaming import WeightStore
-from tests.native import EngineTestingBuilder
 
 from . import Wrong
 
 BLOCKS = 5
 BLOCK_BYTES = 8192
 """Of memory, for the weights of one."""
-TORCH = str(Path(torch.__file__).parent)
 
 
 def model() -> nn.Module:
@@ -29,8 +26,8 @@ def model() -> nn.Module:
         return nn.Sequential(*(nn.Linear(32, 32) for _ in range(BLOCKS))).eval()
 
 
-def built(path: Path, quantize: Any = None) -> WeightStore:
-    return WeightStore.build(model(), path, blocks=[str(block) for block in range(BLOCKS)], quantize=quantize)
+def built(path: Path) -> WeightStore:
+    return WeightStore.build(model(), path, blocks=[str(block) for block in range(BLOCKS)])
 
 
 def output(streamed: nn.Module) -> torch.Tensor:
@@ -42,15 +39,6 @@ def output(streamed: nn.Module) -> torch.Tensor:
 def check_output(streamed: nn.Module, wanted: torch.Tensor) -> None:
     if not torch.equal(output(streamed), wanted):
         raise Wrong("the model's output is not that of its weights")
-
-
-def faulty_engine(random: randoms.Random, error: int) -> Any:
-    """One that fails some of its transfers, and cuts others short. Its errors end after four at most."""
-    testing = EngineTestingBuilder().load()
-    faults = testing.Faults()
-    faults.error, faults.error_every, faults.error_limit = error, random.randint(1, 7), random.randint(1, 4)
-    faults.short_every = random.choice([0, 2, 3])
-    return testing.faulty_engine("threads", 4096, 8, 1, False, faults)
 
 
 def in_another_thread(call: Callable[[], Any]) -> None:

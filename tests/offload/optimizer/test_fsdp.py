@@ -72,28 +72,16 @@ def test_training_and_checkpoints_are_those_of_fsdp_with_states_in_memory(drive:
 
 
 @fsdp_on_cpu
-def test_gradients_offloaded_or_used_in_backward_and_master_weights(drive: Path, interpreters: Interpreters) -> None:
+def test_gradients_are_offloaded_and_master_weights_kept(drive: Path, interpreters: Interpreters) -> None:
     run_two(
         """
         model = sharded()
         plain = torch.optim.AdamW(model.parameters(), **ADAM)
         expected = train(model, plain, range(5))
-        for options in ({"offload_gradients": True}, {"step_in_backward": True}):
-            other = sharded()
-            with offloaded(other, dram_budget=30_000, **options) as optimizer:
-                assert train(other, optimizer, range(5)) == expected, options
-                assert_same(other, model)
-
-        norms = [[], []]
-        model, other = sharded(), sharded()
-        plain = torch.optim.AdamW(model.parameters(), **ADAM)
-        def clip(model, optimizer):
-            norms[0].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor())
-        expected = train(model, plain, range(4), clip)
-        with offloaded(other, offload_gradients=True) as optimizer:
-            found = train(other, optimizer, range(4), lambda _, optimizer: norms[1].append(optimizer.clip_grad_norm_(1.0)))
-        torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+        other = sharded()
+        with offloaded(other, dram_budget=30_000, offload_gradients=True) as optimizer:
+            assert train(other, optimizer, range(5)) == expected
+            assert_same(other, model)
 
         # what a model in float32 does whose weights are rounded for forward and backward
         other, masters = sharded(torch.bfloat16), sharded(torch.bfloat16)
@@ -154,37 +142,6 @@ def test_a_step_that_fails_on_one_rank_raises_on_all_and_all_finish_it(drive: Pa
                     train(other, optimizer, [step], fail_first)  # whose own step() finishes it
                     assert optimizer.steps == step + 1
                     assert_same(other, model)
-        """,
-        drive,
-        interpreters,
-    )
-
-
-@fsdp_on_cpu
-def test_an_interrupt_between_the_vote_on_clipping_and_the_norms_of_all_ranks_waits(
-    drive: Path, interpreters: Interpreters
-) -> None:
-    run_two(
-        """
-        import signal
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        all_reduce = dist.all_reduce
-        def interrupted(*arguments, **named):
-            signal.raise_signal(signal.SIGINT)
-            met.append(all_reduce(*arguments, **named))
-        met = []
-        def clip(_, optimizer):
-            if rank == 0:
-                dist.all_reduce = interrupted
-            try:
-                norm = optimizer.clip_grad_norm_(0.1)
-                assert rank == 1 and norm > 0
-            except KeyboardInterrupt:
-                assert rank == 0 and len(met) == 2, met
-            dist.all_reduce = all_reduce
-        other = sharded()
-        with offloaded(other, offload_gradients=True) as optimizer:
-            train(other, optimizer, [0], clip)
         """,
         drive,
         interpreters,

@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from deepnvme.states.gradients import GRADIENTS_IN_FLIGHT
-from deepnvme.swap import BufferPool, Lease
+from deepnvme.swap import BufferPool
 
 from ...support import training
-from ...support.engines import FailingDrive, failing, transfers_are
+from ...support.engines import failing
 from ...support.training import (
     ADAM,
     Pair,
@@ -60,11 +58,6 @@ def test_norms_are_those_in_memory(norm_type: float, drive: Path) -> None:
         torch.testing.assert_close(pair.optimizer.clip_grad_norm_(1.0, norm_type), torch.tensor(1.0), rtol=1e-5, atol=0)
 
 
-def test_a_norm_without_gradients_is_zero(drive: Path) -> None:
-    with optimizer_in(drive, parameters()) as optimizer:
-        assert optimizer.clip_grad_norm_(1.0) == 0
-
-
 def test_gradients_given_by_hand_and_of_parameters_thawed_later_count(drive: Path) -> None:
     plain, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
     for each in (plain, params):
@@ -74,22 +67,14 @@ def test_gradients_given_by_hand_and_of_parameters_thawed_later_count(drive: Pat
         for each in (plain, params):
             each[3].requires_grad_(True)
             backward(each, 0)
-            assert each[0].grad is None or each is plain
-            each[2].grad = torch.ones(513)
-        plain[2].grad = torch.ones(513) + gradient_of(plain[2], 0)
-        expected = torch.nn.utils.clip_grad_norm_(plain, 3.0)
-        assert optimizer.clip_grad_norm_(3.0) == expected
+        assert params[0].grad is None
+        assert plain[2].grad is not None
+        params[2].grad = torch.ones(513)  # is one more backward's
+        plain[2].grad += 1
+        assert optimizer.clip_grad_norm_(3.0) == torch.nn.utils.clip_grad_norm_(plain, 3.0)
         reference.step()
         optimizer.step()
         assert_same(params, plain)
-
-
-def gradient_of(param: torch.nn.Parameter, step: int) -> torch.Tensor:
-    params = parameters(shapes=SHAPES)
-    backward(params, step)
-    gradient = next(each.grad for each in params if each.shape == param.shape)
-    assert gradient is not None
-    return gradient
 
 
 def test_after_clipping_only_zero_grad_lets_gradients_come(drive: Path) -> None:
@@ -152,67 +137,6 @@ def test_a_write_that_fails_in_backward_is_told_by_what_comes_next_and_no_gradie
         assert number > 3
 
 
-@pytest.mark.parametrize("clipping", [False, True])
-def test_a_gradient_whose_writing_could_not_be_started_is_there_for_each_try(drive: Path, clipping: bool) -> None:
-    writes, last = 0, None
-
-    def is_the_last(operation: str) -> bool:
-        nonlocal writes
-        writes += operation == "write"
-        return operation == "write" and writes == last
-
-    with PairOffloading(drive) as pair:
-        optimizer = pair.optimizer
-        with FailingDrive(is_the_last):
-            pair.backward()
-        pair.step_both()
-        pair.zero_grad()
-        writes, last = 0, writes
-        with FailingDrive(is_the_last, at_once=lambda: True) as engine:
-            pair.backward()
-        assert engine.failed == 1
-        with pytest.raises(OSError, match="write of"):
-            _ = optimizer.clip_grad_norm_(0.1) if clipping else optimizer.step()
-        if clipping:
-            optimizer.clip_grad_norm_(0.1)
-            torch.nn.utils.clip_grad_norm_(pair.plain, 0.1)
-        for _ in range(2):
-            with failing("read", 3, 1000), pytest.raises(OSError, match=r"as after step 1|step 2 is unfinished"):
-                optimizer.step()
-        optimizer.step()
-        pair.reference.step()
-        # the norm of a parameter that was taken in twice is that of its pieces, and rounded differently
-        tolerance = {"rtol": 1e-6, "atol": 1e-7} if clipping else {"rtol": 0.0, "atol": 0.0}
-        torch.testing.assert_close(pair.params, pair.plain, **tolerance)
-
-
-class ShortPool(BufferPool):
-    """Refuses the lease of this number, counted from 1."""
-
-    refused = 0
-
-    def try_lease(self, nbytes: int) -> Lease | None:
-        self.refused -= 1
-        if self.refused == 0:
-            raise MemoryError("none left")
-        return super().try_lease(nbytes)
-
-
-def test_a_gradient_that_could_not_be_taken_in_is_there_once_after_the_next_try(drive: Path) -> None:
-    """Also one of a cut parameter that is in another order of memory than that."""
-    pool = ShortPool(1 << 30)
-    with PairOffloading(drive, shapes=[(300, 41)], pool=pool) as pair:
-        for step in range(2):
-            gradient = torch.randn(41, 300, generator=torch.Generator().manual_seed(step)).t()
-            pair.params[0].grad, pair.plain[0].grad = gradient, gradient.contiguous()
-            for refused in (2, 3):
-                pool.refused = refused
-                with pytest.raises(MemoryError, match="none left"):
-                    pair.optimizer.step()
-                assert pool.refused == 0
-            pair.step_both()
-
-
 def test_few_are_in_memory_at_a_time(drive: Path) -> None:
     params = parameters(shapes=[(4096,)] * 24)
     pool = BufferPool(1 << 20)
@@ -249,71 +173,19 @@ def test_gradients_are_told_of_in_the_report(drive: Path) -> None:
             assert max(report.reading, report.writing) <= report.seconds
 
 
-def test_gradients_are_read_ahead_of_the_step(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = parameters(shapes=[(4096,)] * 8)
-    with optimizer_in(drive, params) as optimizer:
-        backward(params, 0)
-        optimizer.step()
-        backward(params, 1)
-        sizes, ahead = [], []
-        step = torch.optim.AdamW.step
-
-        def noted(operation: str, sound: Callable[..., Any]) -> Callable[..., Any]:
-            def transfer(tensor: torch.Tensor, *arguments: Any) -> Any:
-                sizes.append(tensor.nbytes)
-                return sound(tensor, *arguments)
-
-            return transfer if operation == "read" else sound
-
-        def look(inner: torch.optim.Optimizer) -> None:
-            ahead.append(sizes.count(4 * 4096))  # gradients; what is read of a sub-group's states is twice as much
-            step(inner)
-
-        monkeypatch.setattr(torch.optim.AdamW, "step", look)
-        with transfers_are(noted):
-            optimizer.step()
-        assert ahead[-1] == 8
-        assert sum(begun > number for number, begun in enumerate(ahead[:-1], 1)) >= 4  # on a busy machine not all of them
-
-
-def test_hooks_of_several_devices_take_turns(drive: Path) -> None:
-    """Each device has a thread of its own in backward; here two stand for them."""
-    under_way: set[int] = set()
-    most = 0
-
-    class Watched(torch.nn.Parameter):
-        """Whose gradient takes a while to be looked at. It is under way from then on until it is removed."""
-
-        @property
-        def grad(self) -> torch.Tensor | None:
-            nonlocal most
-            under_way.add(id(self))
-            time.sleep(0.002)
-            most = max(most, len(under_way))
-            return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
-
-        @grad.setter
-        def grad(self, value: torch.Tensor | None) -> None:
-            torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
-            under_way.discard(id(self))
-
-    plain = parameters(shapes=[(4096,)] * 8)
-    params = [Watched(param.detach().clone()) for param in plain]
-    with optimizer_in(drive, params) as optimizer:
-        under_way.clear()
-        most = 0
-        threads = [threading.Thread(target=backward, args=(half, 0)) for half in (params[:4], params[4:])]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert most == 1
-        optimizer.step()
-    reference = torch.optim.AdamW(plain, **ADAM)
-    backward(plain[:4], 0)
-    backward(plain[4:], 0)
-    reference.step()
-    assert_same(params, plain)
+def test_backwards_of_several_threads_take_turns(drive: Path) -> None:
+    """As each device has a thread of its own in backward."""
+    with PairOffloading(drive, shapes=[(4096,)] * 8) as pair:
+        for _ in range(20):
+            pair.zero_grad()
+            for half in (pair.plain[:4], pair.plain[4:]):
+                backward(half, pair.steps)
+            threads = [threading.Thread(target=backward, args=(half, pair.steps)) for half in (pair.params[:4], pair.params[4:])]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            pair.step_both()
 
 
 def test_sparse_gradients_are_refused(drive: Path) -> None:
@@ -324,8 +196,9 @@ def test_sparse_gradients_are_refused(drive: Path) -> None:
         del optimizer
 
 
-def test_without_hooks_left_when_it_is_closed(drive: Path) -> None:
+def test_one_that_is_closed_leaves_no_hooks(drive: Path) -> None:
     params = parameters()
-    optimizer_in(drive, params).close()
+    with optimizer_in(drive, params) as optimizer:
+        assert optimizer.clip_grad_norm_(1.0) == 0  # as there are none
     backward(params, 0)
     assert all(param.grad is not None for param in params if param.numel())

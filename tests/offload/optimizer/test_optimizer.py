@@ -89,26 +89,6 @@ def test_many_steps_give_the_bits_of_the_optimizer_in_memory(name: str, precisio
         pair.check()
 
 
-@pytest.mark.parametrize("offload_gradients", [False, True])
-def test_whatever_the_default_device(offload_gradients: bool, drive: Path) -> None:
-    plain, params = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    options = {"lr": 1e-2, "momentum": 0.9}
-    reference = in_memory(plain, torch.optim.SGD, masters=True, **options)
-    with torch.device("meta"):
-        optimizer = optimizer_in(
-            drive, params, torch.optim.SGD, master_weights=True, offload_gradients=offload_gradients, **options
-        )
-    with optimizer:
-        for step in range(3):
-            give_gradients(plain, step)
-            give_gradients(params, step)
-            reference.step()
-            with torch.device("meta"):
-                optimizer.step()
-            assert_same(params, plain)
-        assert_same_state(optimizer.state_dict(), reference.state_dict())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ["Adam", "fused AdamW", "Adadelta", "Adagrad", "NAdam", "Rprop", "fused SGD"])
@@ -125,29 +105,11 @@ def test_a_parameter_in_many_sub_groups_is_rounded_as_one(name: str, threads: in
 @pytest.mark.parametrize("name", [name for name, (kind, _) in OPTIMIZERS.items() if kind in ELEMENTWISE])
 def test_a_sub_group_is_stepped_in_portions_of_its_gradients(name: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In which gradients are missing too, also all of a portion."""
-    optimizer_class, options = OPTIMIZERS[name]
     monkeypatch.setattr(partition, "PORTION", 600)
-    portions: list[int] = []
-    step_portion = optimizer_class.step
-
-    def noted(inner: torch.optim.Optimizer) -> None:
-        params = [param for group in inner.param_groups for param in group["params"]]
-        portions.append(sum(param.numel() for param in params if param.grad is not None))
-        step_portion(inner)
-
-    shapes = [(20, 20), (100,), (600,), (9,), (500,), (40, 10)]
-    with Pair(drive, "masters", optimizer_class, options, shapes) as pair:
+    with Pair(drive, "masters", *OPTIMIZERS[name], [(20, 20), (100,), (600,), (9,), (500,), (40, 10)]) as pair:
         for step in range(6):
-            pair.give_gradients({2: {2}, 4: {0, 1}}.get(step, set()).__contains__)
-            pair.reference.step()
-            with monkeypatch.context() as patch:
-                patch.setattr(optimizer_class, "step", noted)
-                pair.optimizer.step()
-            pair.steps += 1
+            pair.step(1, {2: {2}, 4: {0, 1}}.get(step, set()).__contains__)
         pair.check()
-    assert portions[:4] == [500, 600, 509, 400]
-    assert max(portions) == 600
-    assert len(portions) == 6 * 4 - 2  # those without any gradient
 
 
 @pytest.mark.parametrize("masters", [False, True])
@@ -177,17 +139,6 @@ def test_parameters_in_another_order_of_memory(name: str, masters: bool, drive: 
         assert_same_state(optimizer.state_dict(), reference.state_dict())
 
 
-def test_gradients_in_another_order_of_memory_than_their_cut_parameter(drive: Path) -> None:
-    plain, params = parameters(shapes=[(300, 41)]), parameters(shapes=[(300, 41)])
-    reference = torch.optim.Adam(plain, lr=1e-2)
-    with optimizer_in(drive, params, torch.optim.Adam, lr=1e-2) as optimizer:
-        for each in (plain, params):
-            each[0].grad = torch.randn(41, 300, generator=torch.Generator().manual_seed(1)).t()
-        reference.step()
-        optimizer.step()
-        assert_same(params, plain)
-
-
 class InNewPlaces(torch.optim.Optimizer):
     """Has the tensors that it keeps in other places after a step: what ``way`` says."""
 
@@ -209,15 +160,10 @@ class InNewPlaces(torch.optim.Optimizer):
                 elif group["way"] == "shifted":
                     state["b"] = state["a"]
                     state["a"] = param.grad.clone()
-                elif group["way"] == "shifted back":
-                    state["a"] = state["b"]
-                    state["b"] = param.grad.clone()
                 elif group["way"] == "transposed" and "c" in state:
                     state["c"] = state["c"].t()
                 update = state["a"] * 0.5 + state["b"] + (state["c"].contiguous() if "c" in state else 0)
-                if group["way"] == "parameter":
-                    param.data = param.data - group["lr"] * update
-                elif group["way"] == "parameter and state":
+                if group["way"] == "parameter and state":
                     param.data, state["b"] = param.data - group["lr"] * update, param.data
                 else:
                     param.sub_(update, alpha=group["lr"])
@@ -225,7 +171,7 @@ class InNewPlaces(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("dram_budget", [0, 1 << 40])
 @pytest.mark.parametrize("precision", ["float32", "masters"])
-@pytest.mark.parametrize("way", ["swapped", "shifted", "shifted back", "transposed", "parameter", "parameter and state"])
+@pytest.mark.parametrize("way", ["swapped", "shifted", "transposed", "parameter and state"])
 def test_tensors_that_an_optimizer_puts_in_each_others_places(way: str, precision: str, dram_budget: int, drive: Path) -> None:
     shapes = [(40, 40), (500,), (7,), (1,), (70, 60)]
     with Pair(drive, precision, InNewPlaces, {"way": way}, shapes, dram_budget=dram_budget) as pair:
@@ -266,14 +212,23 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
 
 
 def train(model: torch.nn.Module, optimizer: Any, steps: Iterable[int], after_backward: Any = lambda: None) -> list[float]:
+    """With a closure if the steps are odd."""
     losses = []
     for step in steps:
-        optimizer.zero_grad()
-        loss = loss_of(model, step)
-        loss.backward()
-        after_backward()
-        optimizer.step()
-        losses.append(loss.item())
+
+        def closure(step: int = step) -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            after_backward()
+            losses.append(loss.item())
+            return losses[-1]
+
+        if step % 2:
+            assert optimizer.step(closure) == losses[-1]
+        else:
+            closure()
+            optimizer.step()
     return losses
 
 
@@ -287,56 +242,46 @@ def test_states_striped_over_directories(drive: Path) -> None:
     assert not any(directory.exists() for directory in path)
 
 
-SCHEDULERS: dict[str, Any] = {
-    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=20),
-    "ReduceLROnPlateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tensor_lr", [False, True])
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_learning_rates_follow_their_scheduler(name: str, tensor_lr: bool, drive: Path) -> None:
-    model, offloaded = models()
-
-    def options() -> dict[str, Any]:
-        return {"lr": torch.tensor(0.02) if tensor_lr else 0.02, "fused": True}
-
-    plain = torch.optim.AdamW(model.parameters(), **options())
-    with optimizer_in(drive, offloaded.parameters(), torch.optim.AdamW, dram_budget=60_000, **options()) as optimizer:
-        pairs = [(model, plain, SCHEDULERS[name](plain)), (offloaded, optimizer, SCHEDULERS[name](optimizer))]
-        for step in range(12):
-            for each, its_optimizer, scheduler in pairs:
-                (loss,) = train(each, its_optimizer, [step])
-                scheduler.step(*([loss] if name == "ReduceLROnPlateau" else []))
-        assert_same(offloaded.parameters(), model.parameters())
-        assert pairs[0][2].get_last_lr() == pairs[1][2].get_last_lr()
-
-
-def test_param_groups_with_options_of_their_own_and_one_added_midway(drive: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"dram_budget": 60_000}, {"offload_gradients": True}], ids=str)
+def test_groups_with_options_of_their_own_a_scheduler_clipping_and_a_group_added_midway(
+    options: dict[str, Any], drive: Path
+) -> None:
     def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
         first, _, second, _ = model.children()
         decayed = [first.weight, second.weight]
         return [{"params": decayed, "weight_decay": 0.1, "amsgrad": True}, {"params": [first.bias, second.bias], "lr": 0.1}]
 
     model, offloaded = models()
-    plain = torch.optim.AdamW(groups(model), lr=0.01)
-    with optimizer_in(drive, groups(offloaded), torch.optim.AdamW, lr=0.01, dram_budget=60_000) as optimizer:
+    plain = torch.optim.AdamW(groups(model), lr=0.02)
+    with optimizer_in(drive, groups(offloaded), torch.optim.AdamW, lr=0.02, **options) as optimizer:
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (plain, optimizer)]
+        norms: list[list[torch.Tensor]] = [[], []]
         for step in range(9):
             if step == 3:
                 for each, its_optimizer in ((model, plain), (offloaded, optimizer)):
                     its_optimizer.add_param_group({"params": list(each[3].parameters()), "lr": 0.05})
             if step == 6:
                 for its_optimizer in (plain, optimizer):
-                    its_optimizer.param_groups[0]["lr"] = 0.003
                     its_optimizer.param_groups[1]["betas"] = (0.5, 0.9)
-            assert train(offloaded, optimizer, [step]) == train(model, plain, [step])
+            norm_type = 2.0 if step % 2 else float("inf")
+
+            def clip(most: float = 0.5, kind: float = norm_type) -> None:
+                params = [param for group in plain.param_groups for param in group["params"]]
+                norms[0].append(torch.nn.utils.clip_grad_norm_(params, most, kind))
+
+            def clip_offloaded(most: float = 0.5, kind: float = norm_type) -> None:
+                norms[1].append(optimizer.clip_grad_norm_(most, kind))
+
+            assert train(offloaded, optimizer, [step], clip_offloaded) == train(model, plain, [step], clip)
+            for scheduler in schedulers:
+                scheduler.step()
+        assert norms[0] == norms[1]
         assert_same(offloaded.parameters(), model.parameters())
         assert_same_state(optimizer.state_dict(), plain.state_dict())
-        assert optimizer.report().resident_bytes <= 60_000
+        assert optimizer.report().resident_bytes <= options.get("dram_budget", 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"step_in_backward": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"offload_gradients": True}], ids=str)
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_states_through_distributed_checkpoints(options: dict[str, bool], drive: Path) -> None:
     model, offloaded = models()
@@ -365,87 +310,37 @@ def test_a_group_that_cannot_be_added_leaves_all_as_it_was(drive: Path) -> None:
         assert len(optimizer.state_dict()["state"]) == len(params)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [1024.0, 1e38])
-def test_a_grad_scaler(scale: float, drive: Path) -> None:
-    """Of which the second overflows at first, and skips steps."""
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_a_grad_scaler_that_overflows_skips_steps_and_needs_gradients_in_memory(offload_gradients: bool, drive: Path) -> None:
     model, offloaded = models()
     plain = torch.optim.AdamW(model.parameters(), **ADAM)
-    losses: list[list[float]] = [[], []]
-    with optimizer_in(drive, offloaded.parameters(), torch.optim.AdamW, **ADAM) as optimizer:
-        for each, its_optimizer, its_losses in ((model, plain, losses[0]), (offloaded, optimizer, losses[1])):
-            scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    options = {"offload_gradients": offload_gradients}
+    with optimizer_in(drive, offloaded.parameters(), torch.optim.AdamW, **ADAM, **options) as optimizer:
+        for each, its_optimizer in ((model, plain), (offloaded, optimizer)):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1e38, growth_interval=3)
             for step in range(8):
                 its_optimizer.zero_grad()
-                loss = loss_of(each, step)
-                scaler.scale(loss).backward()
+                scaler.scale(loss_of(each, step)).backward()
+                if offload_gradients and each is offloaded:
+                    with pytest.raises(RuntimeError, match="offload_gradients takes them away"):
+                        scaler.step(optimizer)
+                    return
                 scaler.unscale_(its_optimizer)
                 torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
                 scaler.step(its_optimizer)
                 scaler.update()
-                its_losses.append(loss.item())
-        assert losses[0] == losses[1]
         assert_same(offloaded.parameters(), model.parameters())
-        assert 0 < optimizer.steps <= 8
+        assert 0 < optimizer.steps < 8
 
 
-@pytest.mark.parametrize("option", ["offload_gradients", "step_in_backward"])
-def test_a_grad_scaler_whose_gradients_are_taken_away_says_so(option: str, drive: Path) -> None:
-    _, model = models()
-    with optimizer_in(drive, model.parameters(), torch.optim.AdamW, dram_budget=60_000, **{option: True}) as optimizer:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        scaler.scale(loss_of(model, 0)).backward()
-        with pytest.raises(RuntimeError, match=f"{option} takes them away"):
-            scaler.step(optimizer)
-
-
-@pytest.mark.parametrize(("max_norm", "norm_type"), [(0.5, 2.0), (0.1, float("inf"))])
-def test_clipped_gradients(max_norm: float, norm_type: float, drive: Path) -> None:
-    model, offloaded = models()
-    plain = torch.optim.AdamW(model.parameters(), **ADAM)
-    with optimizer_in(drive, offloaded.parameters(), torch.optim.AdamW, **ADAM) as optimizer:
-        norms: list[list[torch.Tensor]] = [[], []]
-        train(
-            model,
-            plain,
-            range(3),
-            lambda: norms[0].append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)),
-        )
-        train(offloaded, optimizer, range(3), lambda: norms[1].append(optimizer.clip_grad_norm_(max_norm, norm_type)))
-        assert norms[0] == norms[1]
-        assert_same(offloaded.parameters(), model.parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"step_in_backward": True}, {"offload_gradients": True}], ids=str)
-def test_a_closure_is_called_once_and_its_loss_returned(options: dict[str, bool], drive: Path) -> None:
-    model, offloaded = models()
-    plain = torch.optim.AdamW(model.parameters(), **ADAM)
-    with optimizer_in(drive, offloaded.parameters(), torch.optim.AdamW, **ADAM, **options) as optimizer:
-        for step in range(3):
-            losses = []
-            for each, its_optimizer in ((model, plain), (offloaded, optimizer)):
-                calls = []
-
-                def closure(each: Any = each, its_optimizer: Any = its_optimizer, calls: Any = calls, step: int = step) -> Any:
-                    calls.append(step)
-                    its_optimizer.zero_grad()
-                    loss = loss_of(each, step)
-                    loss.backward()
-                    return loss
-
-                losses.append(its_optimizer.step(closure).item())
-                assert calls == [step]
-            assert losses[0] == losses[1]
-        assert_same(offloaded.parameters(), model.parameters())
-
-
-def test_hooks_are_called_once_a_step_and_see_the_optimizer(drive: Path) -> None:
+def test_hooks_of_it_and_of_all_optimizers_are_called_once_a_step(drive: Path) -> None:
     params = parameters()
-    with optimizer_in(drive, params, torch.optim.AdamW) as optimizer:
-        seen = []
-        optimizer.register_step_pre_hook(lambda each, args, kwargs: seen.append(("before", each)))
-        optimizer.register_step_post_hook(lambda each, args, kwargs: seen.append(("after", each)))
+    seen: list[Any] = []
+    with optimizer_in(drive, params, torch.optim.AdamW) as optimizer, contextlib.ExitStack() as stack:
+        for register in (optimizer.register_step_pre_hook, register_optimizer_step_pre_hook):
+            stack.callback(register(lambda each, args, kwargs: seen.append(("before", each))).remove)
+        for register in (optimizer.register_step_post_hook, register_optimizer_step_post_hook):
+            stack.callback(register(lambda each, args, kwargs: seen.append(("after", each))).remove)
         optimizer.register_state_dict_post_hook(lambda each, state: {**state, "more": 1})
         optimizer.register_load_state_dict_pre_hook(lambda each, state: {k: v for k, v in state.items() if k != "more"})
         optimizer.register_load_state_dict_post_hook(lambda each: seen.append(("loaded", each)))
@@ -454,35 +349,7 @@ def test_hooks_are_called_once_a_step_and_see_the_optimizer(drive: Path) -> None
         saved = optimizer.state_dict()
         assert saved["more"] == 1
         optimizer.load_state_dict(saved)
-        assert seen == [("before", optimizer), ("after", optimizer), ("loaded", optimizer)]
-
-
-def test_hooks_of_all_optimizers_are_called_once_a_step_too(drive: Path) -> None:
-    seen: list[Any] = []
-    params = parameters()
-
-    class Hooked(torch.optim.AdamW):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.register_step_post_hook(lambda *_: own.append(1))
-
-    own: list[int] = []
-    hooks = [
-        register_optimizer_step_pre_hook(lambda each, args, kwargs: seen.append(("before", each))),
-        register_optimizer_step_post_hook(lambda each, args, kwargs: seen.append(("after", each))),
-    ]
-    try:
-        with optimizer_in(drive, params, Hooked, dram_budget=100_000) as optimizer:
-            assert seen == []
-            own.clear()
-            for step in range(3):
-                give_gradients(params, step)
-                optimizer.step()
-            assert seen == [("before", optimizer), ("after", optimizer)] * 3
-            assert len(own) == 3 * optimizer.report().sub_groups  # those that the optimizer gives itself are its own affair
-    finally:
-        for hook in hooks:
-            hook.remove()
+        assert seen == [("before", optimizer)] * 2 + [("after", optimizer)] * 2 + [("loaded", optimizer)]
 
 
 # States, saved and loaded.
@@ -549,8 +416,9 @@ def test_the_room_of_a_state_dict_is_given_back(drive: Path) -> None:
         assert occupied_after(3) == most
 
 
-@pytest.mark.parametrize("name", ["fused AdamW", "Adafactor", "SGD", "SGD with momentum", "NAdam", "Lion"])
-@pytest.mark.parametrize("budgets", [(0, 0), (1 << 40, 30_000)])
+@pytest.mark.parametrize(("name", "budgets"), [
+    ("fused AdamW", (0, 1 << 40)), ("Adafactor", (1 << 40, 30_000)), ("SGD", (0, 0)), ("NAdam", (0, 0)), ("Lion", (30_000, 0)),
+])  # fmt: skip
 def test_states_go_from_the_plain_optimizer_and_back(name: str, budgets: tuple[int, int], drive: Path) -> None:
     optimizer_class, options = OPTIMIZERS[name]
     shapes = [shape for shape in SHAPES if shape != (0,)]
@@ -612,40 +480,20 @@ def test_training_goes_on_from_a_checkpoint_with_master_weights(drive: Path) -> 
             assert_same(params, straight)
 
 
-def test_states_with_master_weights_serve_the_plain_optimizer(drive: Path) -> None:
-    params, others = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    with optimizer_in(drive, params, torch.optim.AdamW, master_weights=True) as optimizer:
-        give_gradients(params, 0, missing=lambda index: index in (0, 4))
-        optimizer.step()
-        plain = torch.optim.AdamW(others)
-        plain.load_state_dict(copied(optimizer.state_dict()))
-        for step in range(3):
-            give_gradients(others, step)
-            plain.step()
-
-
-@pytest.mark.parametrize("dram_budget", [0, 60_000, 1 << 40])
+@pytest.mark.parametrize("dram_budget", BUDGETS)
 def test_weights_that_others_have_changed_are_the_new_masters(dram_budget: int, drive: Path) -> None:
+    """What the change leaves as it was keeps its precision. One of them has no gradient then, and its change waits."""
     with Pair(drive, "masters", dram_budget=dram_budget) as pair:
-        for step in range(7):
-            if step == 3:  # one of them has no gradient then, and its change waits
-                for index in (0, 6):
-                    weights = torch.randn(pair.plain[index].shape, generator=torch.Generator().manual_seed(5)).bfloat16()
-                    # what the change leaves as it was keeps its precision
-                    masters = pair.reference.masters[index]
-                    with torch.no_grad():
-                        pair.plain[index].copy_(weights)
-                        pair.params[index].copy_(weights)
-                        masters.copy_(torch.where(masters.bfloat16() == weights, masters, weights.float()))
-            pair.give_gradients(lambda index, step=step: index == 6 and step in (3, 4))  # type: ignore[misc]
-            if step == 3:
-                with failing("write", 2), contextlib.suppress(OSError):
-                    pair.optimizer.step()
-            if pair.optimizer.steps == step:
-                pair.optimizer.step()
-            pair.reference.step()
-            pair.steps += 1
-            assert_same(pair.params, pair.plain)
+        pair.step(3)
+        for index in (0, 6):
+            weights = torch.randn(pair.plain[index].shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+            masters = pair.reference.masters[index]
+            with torch.no_grad():
+                pair.plain[index].copy_(weights)
+                pair.params[index].copy_(weights)
+                masters.copy_(torch.where(masters.bfloat16() == weights, masters, weights.float()))
+        pair.step(2, lambda index: index == 6)
+        pair.step(2)
 
 
 def test_a_state_that_cannot_be_loaded_leaves_all_as_it_was(drive: Path) -> None:
@@ -723,48 +571,14 @@ def test_memory_does_not_grow_by_the_states_that_are_saved_or_loaded(drive: Path
     ).check()
 
 
-@pytest.mark.slow
-def test_the_memory_in_which_the_first_step_makes_states_is_given_back(drive: Path, interpreters: Interpreters) -> None:
-    interpreters.run(
-        f"""
-        import deepnvme
-        torch.set_num_threads(1)
-
-        def own_memory():
-            with open("/proc/self/status") as status:
-                figures = dict(line.split(":") for line in status)
-            return sum(sign * int(figures[name].split()[0]) << 10 for name, sign in (("RssAnon", 1), ("VmLck", -1)))
-
-        numel = 1 << 22  # of a sub-group, whose states are 48 MiB
-        params = [torch.nn.Parameter(torch.ones(numel, dtype=torch.bfloat16)) for _ in range(4)]
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer = deepnvme.OffloadedOptimizer(
-            params, torch.optim.AdamW, nvme_path={str(drive / "states")!r}, sub_group_size=numel, fused=True, master_weights=True,
-        )
-        before = own_memory()
-        optimizer.step()
-        grown = own_memory() - before
-        assert grown < 24 << 20, grown >> 20
-        optimizer.close()
-        """,
-    ).check()
-
-
 # What it says, and how it ends.
 
 
-def test_a_report_that_adds_up(drive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_adds_up(drive: Path) -> None:
     params = parameters(shapes=[(1 << 20,)])
-    with deepnvme.OffloadedOptimizer(
-        params, torch.optim.AdamW, nvme_path=drive / "states", sub_group_size=1 << 17, verbose=True, fused=True
-    ) as optimizer:
+    with optimizer_in(drive, params, torch.optim.AdamW, sub_group_size=1 << 17, **ADAM) as optimizer:
         with pytest.raises(RuntimeError, match="before the first step"):
             optimizer.report()
-        limits = optimizer.measure_limits(16 << 20)
-        assert all(1e6 < limit < 1e11 for limit in limits)
-        written = None
-        shares = []
         for step in range(3):
             give_gradients(params, step)
             begun = time.perf_counter()
@@ -772,28 +586,13 @@ def test_a_report_that_adds_up(drive: Path, capsys: pytest.CaptureFixture[str]) 
             seconds = time.perf_counter() - begun
             report = optimizer.report()
             assert report.step == optimizer.steps == step + 1
-            assert report.seconds <= seconds
-            shares.append(report.seconds / seconds)
-            assert 0 < report.computing < report.seconds
-            assert 0 <= report.waiting < report.seconds
+            assert 0 < report.computing + report.waiting <= report.seconds <= seconds
             assert report.sub_groups == 8
             assert report.bytes_written == pytest.approx(2 * 4 << 20, rel=0.01)  # two states
             # of 8 sub-groups one is still in memory after the first step, and then three
             assert report.bytes_read == pytest.approx((0, 7, 5)[step] * 2 * 4 << 17, rel=0.01)
-            if written is not None:
-                assert report.bytes_written_in_all == written + report.bytes_written
-            written = report.bytes_written_in_all
-            for nbytes, spent, rate in (
-                (report.bytes_read, report.reading, report.read_gb_per_second),
-                (report.bytes_written, report.writing, report.write_gb_per_second),
-            ):
-                assert spent <= report.seconds
-                assert rate == pytest.approx(nbytes / spent / 1e9 if spent else 0)
-            alone = report.bytes_read / limits[0] + report.bytes_written / limits[1]
-            assert report.share_of_limit == pytest.approx(alone / report.seconds)
-        assert max(shares) > 0.5  # a busy machine may stop a step between the two clocks
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3"]
+            assert max(report.reading, report.writing) <= report.seconds
+        assert report.bytes_written_in_all == pytest.approx(3 * report.bytes_written, rel=0.01)
 
 
 def test_bytes_kept_in_memory_are_neither_read_nor_written(drive: Path) -> None:
@@ -842,27 +641,6 @@ def test_an_optimizer_that_owns_files_cannot_be_copied(drive: Path) -> None:
             pickle.dumps(optimizer)
 
 
-def test_limits_of_nothing_are_refused(drive: Path) -> None:
-    with optimizer_in(drive, parameters()) as optimizer, pytest.raises(ValueError, match="must be at least 1, got 0"):
-        optimizer.measure_limits(0)
-
-
-def test_what_a_failed_step_has_moved_counts_for_the_step(drive: Path) -> None:
-    with Pair(drive) as pair:
-        optimizer = pair.optimizer
-        pair.step(3)
-        pair.give_gradients()
-        usual = optimizer.report()
-        with failing("write", 2), pytest.raises(OSError, match="step 4 is unfinished"):
-            optimizer.step()
-        optimizer.step()
-        report = optimizer.report()
-        assert usual.bytes_written < report.bytes_written <= 2 * usual.bytes_written
-        assert report.seconds < 1000 * report.computing
-        assert report.bytes_written_in_all == usual.bytes_written_in_all + report.bytes_written
-        assert report.sub_groups == usual.sub_groups
-
-
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
@@ -874,7 +652,6 @@ def test_what_a_failed_step_has_moved_counts_for_the_step(drive: Path) -> None:
         ({"sub_group_size": "1MB"}, TypeError, "sub_group_size must be a whole number of elements, got '1MB'"),
         ({"sub_group_size": 0}, ValueError, "sub_group_size must be positive, got 0"),
         ({"dram_budget": -1}, ValueError, "dram_budget must not be negative, got -1"),
-        ({"offload_gradients": True, "step_in_backward": True}, ValueError, "choose one"),
         ({"optimizer_class": torch.optim.LBFGS}, ValueError, "LBFGS evaluates the loss several times a step"),
     ],
     ids=str,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import random as random_module
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -113,15 +112,8 @@ KINDS = {
         True,
     ),
     "pt of torch": Kind(lambda path: torch.save(weights(), path), deepnvme.load, _CORRUPT, False),
-    "pt, one key": Kind(
-        lambda path: torch.save(weights(), path), lambda path: deepnvme.load(path, keys=["a"]), (*_CORRUPT, KeyError), False
-    ),
-    "pt of any class": Kind(
-        lambda path: torch.save(weights(), path), lambda path: deepnvme.load(path, weights_only=False), _CORRUPT, False
-    ),
     "pt, verified": Kind(lambda path: deepnvme.save(weights(), path, checksum=True), verify, (), False),
     "safetensors": Kind(lambda path: save_file(dense(), path), load_file, (CorruptCheckpoint,), False),
-    "safetensors, verified": Kind(lambda path: save_file(dense(), path), verify, (), False),
     "shards": Kind(
         lambda path: save_sharded(dense(), path, max_shard_size=100_000) and None,
         lambda path: load_file(path / "model.safetensors.index.json"),
@@ -130,19 +122,10 @@ KINDS = {
     ),
     "a store": Kind(put, got, (CorruptTensor, CorruptManifest, FileNotFoundError), True),
     "a store of weights": Kind(built, streamed, (CorruptExtent, CorruptTensor, CorruptManifest, FileNotFoundError), True),
-    "weights of a pt": Kind(lambda path: torch.save(weights(), path), lambda path: built_from(path), _CORRUPT, False),
     "dcp": Kind(dcp_saved, dcp_loaded, (*_CORRUPT, FileNotFoundError), False),
     # with a name or a size that the state to be loaded lacks, which torch tells by these
     "dcp metadata": Kind(dcp_saved, dcp_loaded, (*_CORRUPT, FileNotFoundError, RuntimeError, ValueError), False),
 }
-
-
-def built_from(path: Path) -> None:
-    store = path.with_suffix(".store")
-    try:
-        WeightStore.build(path, store).close()
-    finally:
-        shutil.rmtree(store, ignore_errors=True)
 
 
 def attack(random: random_module.Random, directory: Path) -> None:

@@ -46,6 +46,8 @@ class FailingDrive:
         self.mode = mode
         self.random = random
         self.history: list[str] = []
+        self.behind = False
+        """Whether what uses it tells an error of one call in a later one."""
         self._met: set[str] = set()
 
     @contextlib.contextmanager
@@ -59,8 +61,8 @@ class FailingDrive:
         finally:
             met = self.disk.heal()
             now = {entry.partition(":")[2] for entry in met} - {"hang", "short"}
-            if self.mode == "writeback":
-                # What the page cache could not write is told to whoever asks next: as EIO, but where there was no room.
+            if self.mode == "writeback" or self.behind:
+                # What could not be written behind is told to whoever asks next: a page cache says EIO, or that there is no room.
                 now |= self._met | ({"EIO"} if "EDQUOT" in now else set())
             self._met = now
             if met:
@@ -133,12 +135,12 @@ def attack(random: randoms.Random, directory: Path) -> None:
     from ..uses import USES
 
     mode = random.choice(MODES)
-    use = random.choice(USES)
+    name, use = random.choice(list(USES.items()))
     with faulty_filesystem(directory, mode) as disk:
         drive = FailingDrive(disk, mode, random)
         try:
             use(drive, random)
         except BaseException as error:
             if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note("\n".join([f"{use.__name__} in mode {mode}:", *drive.history]))
+                error.add_note("\n".join([f"{name} in mode {mode}:", *drive.history]))
             raise

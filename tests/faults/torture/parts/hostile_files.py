@@ -82,10 +82,6 @@ def stored_lists(path: Path) -> None:
     pt(path, b"\x80\x02" + b"]" * (50 << 20) + b".", {})
 
 
-def marks(path: Path) -> None:
-    pt(path, b"\x80\x02" + b"(" * (50 << 20), {})
-
-
 def a_huge_directory(path: Path) -> None:
     pt(path, b"\x80\x02N.", {})
     data = path.read_bytes()
@@ -112,53 +108,28 @@ def manifest(path: Path, body: bytes) -> None:
     path.with_name("deepnvme-store.json").write_bytes(head + b"\n" + body + b"\n")
 
 
-def index(path: Path, text: bytes) -> None:
-    path.write_bytes(text)
-
-
-def puts() -> bytes:
-    return b"".join(b"r" + number.to_bytes(4, "little") for number in range(15 << 20))
-
-
 _METADATA = b"torch.distributed.checkpoint.metadata"
 _STORAGE_META = pickle.dumps(Metadata({}, storage_data={}, storage_meta=5))  # type: ignore[arg-type]
-_SIZES = b"ctorch\nSize\nq\0](" + b"K\1" * (1 << 20) + b"eq\1](" + b"h\0h\1\x85R" * (1 << 16) + b"e."
-_MEMBER = json.dumps({"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}).encode()
 FILES: dict[str, Callable[[Path], None]] = {
     "other sizes.pt": other_sizes,
     "operations.pt": stored_operations,
     "lists.pt": stored_lists,
-    "marks.pt": marks,
     "directory.pt": a_huge_directory,
     "number.pt": lambda path: pt(path, b"\x80\x02]r\xff\xff\xff\x0f.", {}),
     "memo.pt": lambda path: pt(path, b"\x80\x04N" + b"\x94" * (78 << 20) + b".", {}),
-    "numbers of the memo.pt": lambda path: pt(path, b"\x80\2N" + puts() + b".", {}),
-    "tuples.pt": lambda path: pt(path, b"\x80\x02}N" + b"\x85" * (1 << 20) + b"Ns.", {}),
     "calls itself.metadata": lambda path: metadata(path, b"ctorch\nSize\nq\0(h\0)NNtb)R."),
-    "calls.metadata": lambda path: metadata(path, b"ctorch\nSize\nq\0" + b"0ctorch\nSize\n(h\0)NNtbq\0" * 300_000 + b"."),
     "renames.metadata": lambda path: metadata(path, b"c%b\nMetadata\n(N}X\x08\0\0\0__name__X\1\0\0\0astb." % _METADATA),
-    "enums.metadata": lambda path: metadata(path, b"c%b\n_MEM_FORMAT_ENCODING\nK\1\x85R}X\7\0\0\0_value_K\2sb." % _METADATA),
     "storage.metadata": lambda path: path.with_name(".metadata").write_bytes(_STORAGE_META) and None,
     "zero.metadata": lambda path: path.with_name(".metadata").symlink_to("/dev/zero"),
     "fifo.metadata": lambda path: os.mkfifo(path.with_name(".metadata")),
-    "number.metadata": lambda path: metadata(path, b"]r\xff\xff\xff\x0f."),
     "bytes.metadata": lambda path: metadata(path, b"c__builtin__\nbytes\nJ\xff\xff\xff\x7f\x85R."),
-    "sizes.metadata": lambda path: metadata(path, _SIZES),
-    "tuples.metadata": lambda path: metadata(path, b"}N" + b"\x85" * (1 << 20) + b"Ns."),
     "lists.metadata": lambda path: metadata(path, b"]" * (50 << 20) + b"."),
     "brackets.json": lambda path: manifest(path, b"[" * (60 << 20)),
     "lists.json": lambda path: manifest(path, b'{"store":"s","directories":1,"tensors":{"a":[' + b"[]," * (20 << 20) + b"[]]}}"),
-    "lists.index.json": lambda path: index(path, b'{"a":[' + b"[]," * (30 << 20) + b'[]],"weight_map":{}}'),
-    "shards.index.json": lambda path: index(path, b'{"weight_map":{"a":[' + b"[]," * (30 << 20) + b"[]]}}"),
-    "members.index.json": lambda path: index(path, b"{" + b'"a":0,' * (15 << 20) + b'"weight_map":{}}'),
-    "zero.index.json": lambda path: path.symlink_to("/dev/zero"),
+    "shards.index.json": lambda path: path.write_bytes(b'{"weight_map":{"a":[' + b"[]," * (30 << 20) + b"[]]}}"),
     "brackets.safetensors": lambda path: header(path, b"[" * (78 << 20)),
-    "nested.safetensors": lambda path: header(path, b'{"a":' * (15 << 20)),
-    "lists.safetensors": lambda path: header(path, b'{"a":[' + b"[]," * (26 << 20) + b"[]]}"),
     "shape.safetensors": lambda path: header(path, b'{"a":{"dtype":"U8","shape":[' + b"0," * (39 << 20) + b"0]}}"),
     "digits.safetensors": lambda path: header(path, b'{"a":' + b"1" * (78 << 20) + b"}"),
-    "metadata.safetensors": lambda path: header(path, b'{"__metadata__":{' + b'"a":"",' * (11 << 20) + b'"a":""}}'),
-    "twice.safetensors": lambda path: header(path, b"{" + (b'"a":' + _MEMBER + b",") * (1 << 20) + b'"a":' + _MEMBER + b"}"),
     "length.safetensors": lambda path: path.write_bytes(struct.pack("<Q", 1 << 62)) and None,
 }
 

@@ -8,35 +8,28 @@ import itertools
 import random as randoms
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-import deepnvme
 from deepnvme.offload import OffloadedTraining
 from deepnvme.streaming import WeightStore, stream, streaming_of
-from deepnvme.swap import BufferPool, TensorStore
-from deepnvme.tables import Table
 
 from ....support.activations import training_in
 from ....support.interrupts import ctrl_c_every, lost_in_finalizers
 from ....support.offloaded_training import assert_same_values
-from .. import Leaked, Torn, Wrong, streams
+from .. import Torn, Wrong, streams
+from ..ways import REPEATABLE, CommittingRows
 
 SHORT, SECONDS = 5, 60
 _STORM_SECONDS = 2.0
-
-Tensors = dict[str, torch.Tensor]
 
 
 def attack(random: randoms.Random, directory: Path) -> None:
     with lost_in_finalizers(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # a file that was just opened is closed by its finalizer
-        random.choice((_store, _save, _async_save, _safetensors, _manager, _stream, _table, _activations, _training))(
-            random, directory
-        )
+        random.choice((_saves, _saves, _saves, _stream, _activations, _training))(random, directory)
 
 
 def _storm(random: randoms.Random, operation: Callable[[int], object], check: Callable[[int], object]) -> None:
@@ -57,112 +50,25 @@ def _storm(random: randoms.Random, operation: Callable[[int], object], check: Ca
         raise Wrong("no Ctrl-C was heard")
 
 
-def _tensors(random: randoms.Random) -> Callable[[int], Tensors]:
-    """Returns tensors that all have the value given."""
-    sizes = random.choices([0, 1, 1000, 70_000, 600_000, 3_000_000], k=random.randint(1, 12))
-    return lambda value: {f"t{index}": torch.full((size,), float(value)) for index, size in enumerate([*sizes, 10])}
-
-
-def _value_of(found: Tensors, made: Callable[[int], Tensors]) -> int:
-    """Return the value that all tensors have. Raises Torn."""
-    value = int(found["t0"][0]) if found.get("t0", torch.empty(0)).numel() else int(next(iter(reversed(found.values())))[0])
-    if found.keys() != made(value).keys() or not all(bool((each == value).all()) for each in found.values()):
-        raise Torn(f"what is there is neither the old nor the new: { ({name: each[:1] for name, each in found.items()}) }")
-    return value
-
-
-def _store(random: randoms.Random, directory: Path) -> None:
-    made, pool = _tensors(random), BufferPool(24 << 20)
-    directories = [directory / "a", directory / "b"][: random.choice([1, 2])]
-    committed = 0
-    with TensorStore(directories, persist=True, checksum=random.random() < 0.5, pool=pool) as store:
-        store.put_many(made(0)).result()
-        store.commit()
-
-        def operation(number: int) -> None:
-            store.put_many(made(number)).result()
-            store.commit()
-
-        def check(number: int) -> None:
-            found = store.get_many(store.names()).result()
-            if _value_of(found, made) not in (committed, number):
-                raise Wrong(f"the store holds neither state {committed} nor {number}")
-            remake(number)
-
-        def remake(number: int) -> None:
-            nonlocal committed
-            operation(number)
-            committed = number
-            used = sum(-(-tensor.nbytes // 4096) * 4096 for tensor in made(number).values())
-            if sum(store.used_bytes) != used or pool.in_use:
-                raise Leaked(f"{sum(store.used_bytes)} bytes are taken for {used}; {pool.in_use} of the pool")
-
-        _storm(random, operation, check)
-    with TensorStore(directories, persist=True) as store:
-        if _value_of(store.get_many(store.names()).result(), made) != committed:
-            raise Wrong("the store that is opened again has not the last commit")
-
-
-def _saves(
-    random: randoms.Random, path: Path, save: Callable[[Tensors], object], load: Callable[[], Tensors], pool: BufferPool
-) -> None:
-    made, last = _tensors(random), 0
-    save(made(0))
+def _saves(random: randoms.Random, directory: Path) -> None:
+    """What is saved or committed under Ctrl-C is there, or what was before; and the next is saved by the same object."""
+    way = random.choice((*REPEATABLE, CommittingRows))
+    saving = way(directory, durable=random.random() < 0.3)
+    saving.save(0)
+    last = 0
 
     def check(number: int) -> None:
         nonlocal last
-        if not last <= _value_of(load(), made) <= number:
-            raise Torn(f"{path.name} is neither as it was nor as it was saved")
-        save(made(number))
-        last = number
-        if _value_of(load(), made) != number:
-            raise Wrong("the next save has left something else")
-        left = {each.name for each in path.parent.iterdir()} - {path.name}
-        if left or pool.in_use:
-            raise Leaked(f"left behind: {left}, {pool.in_use} bytes of the pool")
+        if random.random() < 0.7:
+            found = saving.load()
+            if found not in (last, 2 * number - 1):
+                raise Torn(f"{found} is there, neither {last} nor {2 * number - 1}")
+        last = 2 * number
+        saving.save(last)
+        if saving.load() != last or saving.leftovers():
+            raise Wrong(f"the next save has left {saving.load()} and {saving.leftovers()}")
 
-    _storm(random, lambda number: save(made(number)), check)
-
-
-def _save(random: randoms.Random, directory: Path) -> None:
-    path, pool, fsync = directory / "a.pt", BufferPool(24 << 20), random.random() < 0.3
-    _saves(random, path, lambda tensors: deepnvme.save(tensors, path, fsync=fsync, pool=pool), lambda: deepnvme.load(path), pool)
-
-
-def _async_save(random: randoms.Random, directory: Path) -> None:
-    path, pool = directory / "a.pt", BufferPool(random.choice([6, 64]) << 20)
-
-    def save(tensors: Tensors) -> None:
-        deepnvme.async_save(tensors, path, fsync=False, pool=pool).result()
-
-    def load() -> Tensors:
-        deepnvme.save({}, path.with_name("b.pt"))
-        path.with_name("b.pt").unlink()
-        found: Tensors = deepnvme.load(path)
-        return found
-
-    _saves(random, path, save, load, pool)
-
-
-def _safetensors(random: randoms.Random, directory: Path) -> None:
-    path, pool, files = directory / "a.safetensors", BufferPool(24 << 20), deepnvme.safetensors
-    _saves(random, path, lambda each: files.save_file(each, path, pool=pool), lambda: files.load_file(path), pool)
-
-
-def _manager(random: randoms.Random, directory: Path) -> None:
-    manager, pool = deepnvme.CheckpointManager(directory, keep=1), BufferPool(24 << 20)
-    made = _tensors(random)
-    steps: Iterator[int] = itertools.count()
-
-    def save(number: int) -> None:
-        manager.save(next(steps), made(number), fsync=False, pool=pool)
-
-    def check(number: int) -> None:
-        save(number)
-        if _value_of(manager.load(), made) != number or len(manager.steps()) != 1:
-            raise Wrong(f"the newest checkpoint is not the last one that was saved, or one of {manager.steps()} was to go")
-
-    _storm(random, save, check)
+    _storm(random, lambda number: saving.save(2 * number - 1), check)
 
 
 def _stream(random: randoms.Random, directory: Path) -> None:
@@ -184,37 +90,6 @@ def _stream(random: randoms.Random, directory: Path) -> None:
         if streaming_of(model) is not None:
             raise Wrong("a closed stream still has the model's forwards")
         streams.check_output(model, wanted)
-
-
-def _table(random: randoms.Random, directory: Path) -> None:
-    rows, width = 300, 130
-    ids = torch.arange(rows)
-    committed = 0
-    paths: list[Any] = [directory / "a", directory / "b"][: random.choice([1, 2])]
-    with Table.from_tensor(
-        paths, torch.zeros(rows, width), updatable=True, memory_budget=random.choice([0, 64 << 10, 1 << 20])
-    ) as table:
-
-        def operation(number: int) -> None:
-            table.write(ids, torch.full((rows, width), float(number)))
-            table.commit()
-
-        def check(number: int) -> None:
-            nonlocal committed
-            with Table.open(directory / "a") as reader:
-                if torch.unique(reader.read(ids)).tolist() not in ([committed], [number]):
-                    raise Torn(f"the drive has neither commit {committed} nor {number}")
-            if random.random() < 0.5:
-                table.rollback()
-                if torch.unique(table.read(ids)).tolist() not in ([committed], [number]):
-                    raise Torn(f"a rollback has brought neither commit {committed} nor {number}")
-            operation(number)
-            committed = number
-            with Table.open(directory / "a") as reader:
-                if torch.unique(reader.read(ids)).tolist() != [committed]:
-                    raise Wrong("the drive has not the last commit")
-
-        _storm(random, operation, check)
 
 
 def _activations(random: randoms.Random, directory: Path) -> None:
@@ -251,7 +126,7 @@ def _training(random: randoms.Random, directory: Path) -> None:
         output: torch.Tensor = of(rows)
         return output.square().mean()
 
-    def state_after(steps: int) -> Tensors:
+    def state_after(steps: int) -> dict[str, torch.Tensor]:
         while len(states) <= steps:
             parts = options["micro_batches"]
             for part in batch(len(states) - 1).chunk(parts):

@@ -46,7 +46,6 @@ _CAP_DAC_READ_SEARCH = 2
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _URING_CALLS = {"io_uring": 425, "io_uring's enter": 426, "io_uring's register": 427}
 _CALLS = {"x86_64": {**_URING_CALLS, "libaio": 206}, "aarch64": {**_URING_CALLS, "libaio": 0}}
-_SETQUOTA, _USRQUOTA = 0x800008, 0
 
 Setup = Callable[[Path, contextlib.ExitStack], object]
 
@@ -222,12 +221,6 @@ def _without_proc(directory: Path, undo: contextlib.ExitStack) -> None:
     _command("mount", "-t", "tmpfs", "tmpfs", "/proc")
 
 
-def _with_others_processes_hidden(directory: Path, undo: contextlib.ExitStack) -> None:
-    _own_mounts()
-    _command("mount", "-t", "proc", "-o", "hidepid=2,subset=pid", "proc", "/proc")
-    _unprivileged(directory, undo)
-
-
 def _with_a_read_only_home(directory: Path, undo: contextlib.ExitStack) -> None:
     _own_mounts()
     for place in {os.path.expanduser("~"), str(cache.root())}:
@@ -241,44 +234,6 @@ def _small_tmpfs(directory: Path, undo: contextlib.ExitStack) -> Path:
     _command("mount", "-t", "tmpfs", "-o", f"size={3 * _MIB}", "tmpfs", place)
     undo.callback(_command, "umount", place)
     return place
-
-
-def _disk_with_quotas(directory: Path, undo: contextlib.ExitStack) -> Path:
-    """ext4, on which nobody has 3 MiB."""
-    image, place = directory / "image", directory / "mounted"
-    with image.open("wb") as file:
-        file.truncate(64 * _MIB)
-    _command("mkfs.ext4", "-q", "-F", "-O", "quota", image)
-    place.mkdir()
-    device = _command("losetup", "--find", "--show", image)
-    undo.callback(_command, "losetup", "--detach", device)
-    try:
-        _command("mount", "-o", "usrquota", device, place)
-    except Impossible as error:
-        raise Impossible(f"needs a kernel that has quotas for ext4 (CONFIG_QFMT_V2): {error}") from error
-    undo.callback(_command, "umount", place)
-    limits = struct.pack("=8QI4x", 3 * _MIB // 1024, 0, 0, 0, 0, 0, 0, 0, 1)  # blocks of 1024 bytes; the first field is valid
-    libc = ctypes.CDLL(None, use_errno=True)
-    command = ctypes.c_int((_SETQUOTA << 8 | _USRQUOTA) - (1 << 32))
-    if libc.quotactl(command, device.encode(), _UNPRIVILEGED, limits) != 0:
-        raise Impossible(f"quotactl was refused: {os.strerror(ctypes.get_errno())}")
-    return place
-
-
-def _disk_with_large_sectors(filesystem: str, size: int) -> Callable[[Path, contextlib.ExitStack], Path]:
-    def around(directory: Path, undo: contextlib.ExitStack) -> Path:
-        image, place = directory / "image", directory / "mounted"
-        with image.open("wb") as file:
-            file.truncate(size)
-        place.mkdir()
-        device = _command("losetup", "--find", "--show", "--sector-size", 4096, image)
-        undo.callback(_command, "losetup", "--detach", device)
-        _command(f"mkfs.{filesystem}", "-q", {"ext4": "-F", "xfs": "-f"}[filesystem], device)
-        _command("mount", "-t", filesystem, device, place)
-        undo.callback(_command, "umount", place)
-        return place
-
-    return around
 
 
 # Settings of the machine
@@ -318,7 +273,6 @@ def _in_the_group(directory: Path, undo: contextlib.ExitStack) -> None:
 
 MACHINES: dict[str, tuple[Callable[[Path, contextlib.ExitStack], Path], Setup, tuple[int, ...], bool]] = {
     # around the process; in it; error numbers allowed; whether something is refused
-    "nothing missing": (_nothing, _nothing, (), False),
     "io_uring disabled": (_uring_for_root_alone, _unprivileged, (), False),
     "io_uring refused by seccomp": (_nothing, _refuse_system_calls("io_uring"), (), False),
     "io_uring and libaio refused by seccomp": (_nothing, _refuse_system_calls("io_uring", "libaio"), (), False),
@@ -330,11 +284,7 @@ MACHINES: dict[str, tuple[Callable[[Path, contextlib.ExitStack], Path], Setup, t
     "few descriptors": (_nothing, _limit(resource.RLIMIT_NOFILE, 64), (), False),
     "small files": (_nothing, _limit(resource.RLIMIT_FSIZE, 2 * _MIB), (errno.EFBIG,), True),
     "no /proc": (_nothing, _without_proc, (), False),
-    "a /proc of processes alone, others' hidden": (_nothing, _with_others_processes_hidden, (), False),
     "a read-only home": (_nothing, _with_a_read_only_home, (), False),
     "a small tmpfs": (_small_tmpfs, _nothing, (errno.ENOSPC,), True),
-    "quotas": (_disk_with_quotas, _unprivileged, (errno.EDQUOT,), True),
-    "sectors of 4 KiB, ext4": (_disk_with_large_sectors("ext4", 96 * _MIB), _nothing, (), False),
-    "sectors of 4 KiB, xfs": (_disk_with_large_sectors("xfs", 320 * _MIB), _nothing, (), False),
     "little memory": (_little_memory, _in_the_group, (), False),
 }

@@ -29,9 +29,8 @@ from random import Random
 
 import torch
 
-import deepnvme
-
 from .. import Torn, Wrong
+from ..ways import WAYS, Saving, tensors
 from . import kills
 
 SHORT = 2
@@ -41,40 +40,16 @@ _SIZES = {"ext4": 96 * _MIB, "xfs": 320 * _MIB, "btrfs": 128 * _MIB}
 _OPTIONS = {"ext4": ["-F"], "xfs": ["-f"], "btrfs": ["-f"]}
 
 
-class DurablySaving(kills.Saving):
-    def save(self, value: int) -> None:
-        deepnvme.save(kills.tensors(value), self.path)
-
-
-class DurablySavingBehind(kills.Saving):
-    def save(self, value: int) -> None:
-        deepnvme.async_save(kills.tensors(value), self.path).result()
-
-
-class DurablyManaging(kills.Managing):
-    def save(self, value: int) -> None:
-        self.manager.save(value, kills.tensors(value))
-
-
-class DurablySavingSafetensors(kills.SavingSafetensors):
-    def save(self, value: int) -> None:
-        deepnvme.safetensors.save_file(kills.tensors(value), self.path)
-
-
-class DurablyDistributing(kills.Distributing):
-    durably = True
-
-
-class Renaming(kills.Saving):
+class Renaming(Saving):
     """The control: what a power cut can undo, or leave half."""
 
     def save(self, value: int) -> None:
         beside = self.path.with_suffix(".new")
-        torch.save(kills.tensors(value), beside)
+        torch.save(tensors(value), beside)
         os.replace(beside, self.path)
 
 
-class WritingDirectly(kills.Saving):
+class WritingDirectly(Saving):
     """The control of volatile caches: the first commit flushes the file's metadata, those after it nothing."""
 
     def save(self, value: int) -> None:
@@ -93,20 +68,6 @@ class WritingDirectly(kills.Saving):
         if len(found) != 1:
             raise Torn(f"there are values {found}")
         return found.pop()
-
-
-WAYS: tuple[type[kills.Saving], ...] = (
-    DurablySaving,
-    DurablySavingBehind,
-    DurablyManaging,
-    DurablySavingSafetensors,
-    DurablyDistributing,
-    kills.Committing,
-    kills.Building,
-    kills.CommittingRows,
-    kills.CreatingTables,
-    kills.CommittingEmbeddings,
-)
 
 
 def requires() -> str | None:
@@ -141,7 +102,7 @@ def cache_control(random: Random, directory: Path, volatile: bool) -> None:
     attack_one(WritingDirectly, ["ext4"], volatile, random, directory)
 
 
-def attack_one(way: type[kills.Saving], filesystems: Sequence[str], volatile: bool, random: Random, directory: Path) -> None:
+def attack_one(way: type[Saving], filesystems: Sequence[str], volatile: bool, random: Random, directory: Path) -> None:
     """``filesystems``: of each drive. ``volatile``: whether drives have volatile caches."""
     drives = []
     for number, filesystem in enumerate(filesystems):
@@ -152,7 +113,7 @@ def attack_one(way: type[kills.Saving], filesystems: Sequence[str], volatile: bo
         for drive in drives:
             drive.format()
             mounted.enter_context(drive.mounted())
-        with kills.Child(way, *places) as child:
+        with kills.Child(way, *places, durable=True) as child:
             child.listen(2)
             time.sleep(random.random() * random.choice([0.02, 0.2, 1.0]))
             child.stop(signal.SIGSTOP)  # what it has said by now was saved before the copy begins

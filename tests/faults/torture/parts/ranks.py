@@ -70,7 +70,7 @@ def _run(rank: int, size: int, seed: int, directory: Path, answer: Connection) -
 def _attack(rank: int, size: int, random: Random, directory: Path) -> None:
     """``random`` gives the same on all ranks."""
     generator = torch.Generator().manual_seed(random.randrange(1 << 31))
-    kind = random.choice((_Saving, _Checkpointing, _Stepping))(size, directory / "own", generator)
+    kind = random.choice((_Saving, _Checkpointing))(size, directory / "own", generator)
     if random.random() < 0.7:
         kind.attempt()
         kind.check(new=True)
@@ -162,44 +162,4 @@ class _Checkpointing(_Saving):
     def check_error(self, error: BaseException | None, here: bool, failing: int) -> None:
         told = isinstance(error, dcp.api.CheckpointException) and list(error.failures) == [failing]
         if not told or not _is_named(error.failures[failing][0]):
-            raise Wrong(f"rank {failing} had a full drive, raised was {error!r}") from error
-
-
-class _Stepping:
-    """A step of ``OffloadedOptimizer`` on sharded parameters, beside the same in memory."""
-
-    def __init__(self, size: int, directory: Path, generator: torch.Generator) -> None:
-        self._generator = generator
-        self._mesh = init_device_mesh("cpu", (size,))
-        values = [torch.randn(_ROWS, _COLUMNS, generator=generator) for _ in range(2)]
-        self._params, self._copies = self._sharded(values), self._sharded(values)
-        self._optimizer = deepnvme.OffloadedOptimizer(
-            self._params, torch.optim.AdamW, nvme_path=directory, sub_group_size=1 << 17, dram_budget=0, lr=1e-2, fused=True
-        )
-        self._in_memory = torch.optim.AdamW(self._copies, lr=1e-2, fused=True)
-        self._unfinished = False
-
-    def _sharded(self, values: list[torch.Tensor]) -> list[torch.nn.Parameter]:
-        return [torch.nn.Parameter(distribute_tensor(value.clone(), self._mesh, [Shard(0)])) for value in values]
-
-    def attempt(self) -> None:
-        """Make a step, or finish the one that has failed."""
-        if not self._unfinished:
-            for param, copy in zip(self._params, self._copies, strict=True):
-                gradient = torch.randn(_ROWS, _COLUMNS, generator=self._generator)
-                param.grad, copy.grad = (distribute_tensor(gradient, self._mesh, [Shard(0)]) for _ in range(2))
-        self._optimizer.step()
-
-    def check(self, new: bool) -> None:
-        self._unfinished = not new
-        if not new:
-            return
-        self._in_memory.step()
-        for param, copy in zip(self._params, self._copies, strict=True):
-            if not torch.equal(param.to_local(), copy.to_local()):  # type: ignore[operator]
-                raise Wrong("after a step the weights are others than in memory")
-
-    def check_error(self, error: BaseException | None, here: bool, failing: int) -> None:
-        told = isinstance(error, RuntimeError) and f"rank {failing} failed" in str(error)
-        if not (_is_named(error) if here else told):
             raise Wrong(f"rank {failing} had a full drive, raised was {error!r}") from error

@@ -1,9 +1,7 @@
-"""Tables of one to three volumes, used at random and compared with memory; copied, moved, mixed up and opened again."""
+"""Tables, used at random and compared with memory; copied, moved and opened again."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import multiprocessing
 import shutil
 import traceback
@@ -15,7 +13,6 @@ from random import Random
 import torch
 
 from deepnvme.tables import State, Table
-from deepnvme.tables.manifest import MANIFEST_NAME
 
 from .. import Wrong
 
@@ -45,28 +42,19 @@ def attack(random: Random, directory: Path) -> None:
 class _Content:
     """A table as it has to be."""
 
-    directories: list[Path]
+    path: Path
     columns: Columns
     """As the last commit has them."""
     updatable: bool
-    history: list[object]
-    """Something for each commit: copies with the same have the same rows."""
     attributes: dict[str, int] = field(default_factory=dict)
-    writer: Table | None = None
+    table: Table | None = None
     changed: Columns = field(default_factory=dict)
-    """As the writer has them."""
-    reader: Table | None = None
-
-    def in_place(self) -> bool:
-        """Whether the manifest names these directories."""
-        named = json.loads((self.directories[0] / MANIFEST_NAME).read_text())["directories"]
-        return [str(each) for each in self.directories] == named
+    """As the table has them, if it is open."""
 
     def close(self) -> None:
-        for table in (self.writer, self.reader):
-            if table is not None:
-                table.close()
-        self.writer = self.reader = None
+        if self.table is not None:
+            self.table.close()
+        self.table = None
 
 
 class _World:
@@ -86,16 +74,13 @@ class _World:
         if not self._tables:
             return self._create()
         operations: list[tuple[int, Callable[[_Content], None]]] = [
-            (20, self._read), (20, self._write), (8, self._write_records), (8, self._commit), (3, self._rollback),
-            (8, self._reopen), (4, self._read_only), (4, self._fork), (4, self._copy), (4, self._move), (4, self._move_one),
-            (6, self._wrong_order), (6, self._mix), (4, self._by_the_first),
+            (20, self._check), (20, self._write), (8, self._write_records), (8, self._commit), (3, self._rollback),
+            (8, self._reopen), (4, self._fork), (4, self._copy), (4, self._move),
         ]  # fmt: skip
         weights, actions = zip(*operations, strict=True)
         action = self._random.choices(actions, weights)[0]
         action(self._random.choice(self._tables))
         return None
-
-    # -- what users do
 
     def _create(self) -> None:
         random = self._random
@@ -105,21 +90,19 @@ class _World:
         states = {}
         if random.random() < 0.4:
             states = {f"state {each}": State(random.choice(_DTYPES), random.choice([(), (2,), (9,)]), each) for each in range(2)}
-        updatable = random.random() < 0.9
+        updatable = random.random() < 0.8
         values = self._values(rows, shape, dtype)
-        directories = self._new_directories(random.choice([1, 2, 3]))
+        path = self._new_path()
         Table.create(
-            directories, rows, shape, dtype, values=lambda begin, end: values[begin:end], states=states, updatable=updatable
+            path, rows, shape, dtype, values=lambda begin, end: values[begin:end], states=states, updatable=updatable
         ).close()
         columns = {"values": values}
         columns |= {name: torch.full((rows, *each.shape), each.initial, dtype=each.dtype) for name, each in states.items()}
-        self._tables.append(_Content(directories, columns, updatable, [object()]))
-
-    def _read(self, content: _Content) -> None:
-        self._check(self._any_table(content), content)
+        self._tables.append(_Content(path, columns, updatable))
 
     def _write(self, content: _Content) -> None:
-        if (table := self._writer(content)) is None:
+        table = self._opened(content)
+        if not content.updatable:
             return
         values = content.changed["values"]
         ids = self._ids(len(values))
@@ -129,7 +112,8 @@ class _World:
             values[row] = rows[position]
 
     def _write_records(self, content: _Content) -> None:
-        if (table := self._writer(content)) is None:
+        table = self._opened(content)
+        if not content.updatable:
             return
         ids = self._ids(table.rows).unique()
         names = self._random.sample(sorted(content.changed), self._random.randint(0, len(content.changed)))
@@ -140,19 +124,19 @@ class _World:
             content.changed[name][ids] = values
 
     def _commit(self, content: _Content) -> None:
-        if (table := self._writer(content)) is None:
+        table = self._opened(content)
+        if not content.updatable:
             return
         if self._random.random() < 0.5:
             content.attributes = {"number": self._random.randrange(1000)}
             table.commit(content.attributes)
         else:
             table.commit()
-        if any(not torch.equal(content.columns[name], each) for name, each in content.changed.items()):
-            content.history = [*content.history, object()]
         content.columns = _clone(content.changed)
 
     def _rollback(self, content: _Content) -> None:
-        if (table := self._writer(content)) is None:
+        table = self._opened(content)
+        if not content.updatable:
             return
         table.rollback()
         content.changed = _clone(content.columns)
@@ -160,19 +144,13 @@ class _World:
     def _reopen(self, content: _Content) -> None:
         """What was not committed is lost."""
         content.close()
-        self._check(self._any_table(content), content)
-
-    def _read_only(self, content: _Content) -> None:
-        """A reader beside the writer sees the last commit; so does one that has been open for long."""
-        if content.reader is None or self._random.random() < 0.3:
-            if content.reader is not None:
-                content.reader.close()
-            content.reader = Table.open(content.directories, memory_budget=self._budget())
-        self._compare(content.reader, content.columns, content.attributes)
+        self._check(content)
 
     def _fork(self, content: _Content) -> None:
-        """A forked child sees the last commit, whichever object of its parent's it uses."""
-        table = self._any_table(content)
+        """A forked child of one that only reads has the same rows."""
+        table = self._opened(content)
+        if content.updatable:
+            return
         if self._random.random() < 0.3:
             table.prefetch(self._ids(table.rows))
         receiver, sender = _FORKS.Pipe(duplex=False)
@@ -182,7 +160,7 @@ class _World:
         def child() -> None:
             self._random.seed(state)
             try:
-                self._compare(table, content.columns, content.attributes)
+                self._check(content)
                 sender.send("")
             except BaseException:
                 sender.send(traceback.format_exc())
@@ -195,118 +173,35 @@ class _World:
         process.join()
         if said or process.exitcode:
             raise Wrong(f"in a forked child: {said}")
-        self._check(table, content)
+        self._check(content)
 
     def _copy(self, content: _Content) -> None:
         """The last commit, as another table."""
         if len(self._tables) > 3:
             gone = self._random.choice(self._tables)
             gone.close()
-            for each in gone.directories:
-                shutil.rmtree(each)
+            shutil.rmtree(gone.path)
             self._tables.remove(gone)
             if gone is content:
                 return
         content.close()
-        content.changed = {}
-        copies = self._new_directories(len(content.directories))
-        for each, copy in zip(content.directories, copies, strict=True):
-            shutil.copytree(each, copy)
-        columns, attributes = _clone(content.columns), dict(content.attributes)
-        self._tables.append(_Content(copies, columns, content.updatable, content.history, attributes))
+        path = self._new_path()
+        shutil.copytree(content.path, path)
+        self._tables.append(_Content(path, _clone(content.columns), content.updatable, dict(content.attributes)))
 
     def _move(self, content: _Content) -> None:
         content.close()
-        moved = self._new_directories(len(content.directories))
-        for before, after in zip(content.directories, moved, strict=True):
-            before.rename(after)
-        content.directories = moved
-        self._check(self._any_table(content), content)
+        content.path = content.path.rename(self._new_path())
+        self._check(content)
 
-    def _move_one(self, content: _Content) -> None:
-        """A directory goes to another drive."""
-        content.close()
-        number = self._random.randrange(len(content.directories))
-        (after,) = self._new_directories(1)
-        shutil.copytree(content.directories[number], after)
-        shutil.rmtree(content.directories[number])
-        content.directories[number] = after
-        self._check(self._any_table(content), content)
-
-    # -- what users do by mistake
-
-    def _wrong_order(self, content: _Content) -> None:
-        content.close()
-        order = self._random.sample(content.directories, len(content.directories))
-        if order == content.directories or (order[0] == content.directories[0] and content.in_place()):
-            return self._check_opened(order, content)  # the manifest knows the order
-        self._refused(order, (ValueError, FileNotFoundError))
-        return None
-
-    def _mix(self, content: _Content) -> None:
-        """Directories of two tables: they may be read only where both have the same rows, and never written."""
-        other = self._random.choice(self._tables)
-        if other is content or len(other.directories) != len(content.directories) or len(content.directories) == 1:
-            return
-        content.close()
-        other.close()
-        mixed = [self._random.choice(pair) for pair in zip(content.directories, other.directories, strict=True)]
-        if mixed in (content.directories, other.directories):
-            return
-        if content.history == other.history:
-            with contextlib.suppress(ValueError), Table.open(mixed, memory_budget=self._budget()) as table:
-                self._compare(table, content.columns, None)
-        else:
-            self._refused(mixed, (ValueError,))
-
-    def _by_the_first(self, content: _Content) -> None:
-        content.close()
-        first = content.directories[0]
-        if len(content.directories) == 1 or content.in_place():
-            self._check_opened(first, content)
-        else:
-            self._refused(first, (ValueError, FileNotFoundError))
-
-    # -- and what has to be there
-
-    def _refused(self, directories: Path | list[Path], errors: tuple[type[Exception], ...]) -> None:
-        """That these are no table, to nobody: as tables of all directories are checked later, also that nothing was changed."""
-        for writable in (False, True):
-            try:
-                table = Table.open(directories, writable=writable)
-            except errors as error:
-                if not any(str(each) in str(error) for each in (directories if isinstance(directories, list) else [directories])):
-                    raise Wrong(f"the error names none of {directories}: {error}") from error
-            else:
-                table.close()
-                raise Wrong(f"{directories} was opened as a table")
-
-    def _check_opened(self, directories: Path | list[Path], content: _Content) -> None:
-        with Table.open(directories, memory_budget=self._budget()) as table:
-            self._compare(table, content.columns, content.attributes)
-
-    def _any_table(self, content: _Content) -> Table:
-        if content.writer is not None:
-            return content.writer
-        if content.updatable and self._random.random() < 0.7:
-            writer = self._writer(content)
-            assert writer is not None
-            return writer
-        if content.reader is None:
-            content.reader = Table.open(content.directories, memory_budget=self._budget())
-        return content.reader
-
-    def _writer(self, content: _Content) -> Table | None:
-        if content.writer is None and content.updatable:
-            content.writer = Table.open(content.directories, writable=True, memory_budget=self._budget())
+    def _opened(self, content: _Content) -> Table:
+        if content.table is None:
+            content.table = Table.open(content.path, writable=content.updatable, memory_budget=self._budget())
             content.changed = _clone(content.columns)
-        return content.writer
+        return content.table
 
-    def _check(self, table: Table, content: _Content) -> None:
-        changed = table is content.writer
-        self._compare(table, content.changed if changed else content.columns, content.attributes)
-
-    def _compare(self, table: Table, columns: Columns, attributes: dict[str, int] | None) -> None:
+    def _check(self, content: _Content) -> None:
+        table, columns = self._opened(content), content.changed
         ids = self._ids(table.rows) if self._random.random() < 0.7 else torch.arange(table.rows)
         if self._random.random() < 0.5:
             found = {"values": table.read(ids) if self._random.random() < 0.5 else table.read_async(ids).result()}
@@ -319,8 +214,8 @@ class _World:
             if not torch.equal(values, wanted):
                 wrong = [row for row, *both in zip(ids.tolist(), values, wanted, strict=True) if not torch.equal(*both)]
                 raise Wrong(f"{table} has other {name} in {len(wrong)} of {len(ids)} rows, such as {wrong[:5]}")
-        if attributes is not None and table.attributes != attributes:
-            raise Wrong(f"{table} has the attributes {table.attributes}, and not {attributes}")
+        if table.attributes != content.attributes:
+            raise Wrong(f"{table} has the attributes {table.attributes}, and not {content.attributes}")
 
     def _ids(self, rows: int) -> torch.Tensor:
         count = self._random.choice([1, 5, 100, 2 * rows])
@@ -333,9 +228,9 @@ class _World:
     def _budget(self) -> int:
         return self._random.choice([0, 10_000, 1 << 20])
 
-    def _new_directories(self, count: int) -> list[Path]:
+    def _new_path(self) -> Path:
         self._names += 1
-        return [self._directory / f"{self._names}-{volume}" for volume in range(count)]
+        return self._directory / str(self._names)
 
 
 def _clone(columns: Columns) -> Columns:
