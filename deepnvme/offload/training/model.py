@@ -103,7 +103,6 @@ class TrainedModel:
         """The block of each module whose parameters come and go."""
         self.uses = ParameterUses(
             self.blocks_of_modules,
-            partition.tiles,
             self._by_parameters,
             drive,
             self._backward_begins,

@@ -131,14 +131,13 @@ def test_a_training_in_tiles_has_the_bits_of_one_in_memory(
 
 
 @shares_are_counted
-@pytest.mark.parametrize(("activations", "checkpointed"), [("memory", False), ("memory", True)])
-def test_tiles_and_their_gradients_are_in_memory_one_after_the_other(drive: Path, activations: str, checkpointed: bool) -> None:
+def test_tiles_and_their_gradients_are_in_memory_one_after_the_other(drive: Path) -> None:
     """The head with its gradient and states takes several times the budget, a tile of it with these a half."""
     gc.collect()
     before = pinned_bytes()
     tile = 2 * TILE
     budget = 10 * tile
-    model = Large(checkpointed=checkpointed)
+    model = Large()
     assert tile_large_layers(model, tile)
     assert 4 * sum(param.nbytes for param in model.head.parameters()) > 4 * budget
     pinned, gradients = [], []
@@ -152,8 +151,7 @@ def test_tiles_and_their_gradients_are_in_memory_one_after_the_other(drive: Path
         if output.requires_grad:
             output.register_hook(look)
 
-    options = {"activations": activations, "micro_batches": 2, "memory_budget": budget}
-    with training_of(model, drive, **options) as training:
+    with training_of(model, drive, micro_batches=2, memory_budget=budget) as training:
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.register_forward_hook(hooked)
@@ -164,8 +162,8 @@ def test_tiles_and_their_gradients_are_in_memory_one_after_the_other(drive: Path
 
 
 class Large(Model):
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__(checkpointed=checkpointed)
+    def __init__(self) -> None:
+        super().__init__()
         self.embedding, self.head = nn.Embedding(5 * WORDS, WIDTH), nn.Linear(WIDTH, 5 * WORDS, bias=False)
         for layer in self.layers:
             layer.wide, layer.narrow = nn.Linear(WIDTH, 5 * HIDDEN), nn.Linear(5 * HIDDEN, WIDTH)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from deepnvme.cache.block import Block
-from deepnvme.offload.activations.saved_tensor import Packed, View, is_plain
+from deepnvme.offload.activations.saved_tensor import View, is_plain
 from deepnvme.states.usability import OneThread
 from deepnvme.states.versions import VersionedBlock
 
@@ -61,11 +59,8 @@ class ParameterUses:
     nothing of its module's backward is left to be computed. With frozen parameters there may be, as long as those are used that
     are in its module. At the end of a backward all uses end.
 
-    A tile of a layer is in memory only while it runs also if the layer is computed again: otherwise all its tiles would be.
-
     Args:
         modules: The block of each module.
-        tiles: Modules that are tiles of a layer.
         blocks: All blocks.
         drive: Has them in memory.
         begun_in_backward: Called with each block whose use in a backward has begun.
@@ -76,7 +71,6 @@ class ParameterUses:
     def __init__(
         self,
         modules: Mapping[nn.Module, ParameterBlock],
-        tiles: Collection[nn.Module],
         blocks: Iterable[ParameterBlock],
         drive: BlocksOnDrive,
         begun_in_backward: Callable[[ParameterBlock], None],
@@ -98,18 +92,15 @@ class ParameterUses:
         self._complete: set[ParameterBlock] = set()  # of these, those whose gradients have all arrived
         self._before_use: Callable[[ParameterBlock, bool], None] | None = None
         self._used_last: ParameterBlock | None = None  # in a forward, and in memory for the next micro-batch
-        self._handles: list[RemovableHandle | TileForward] = []
+        self._handles: list[RemovableHandle] = []
         self._around: dict[ParameterBlock, set[ParameterBlock]] = {}  # of a block, those with frozen parameters around it
         for module, block in modules.items():
             if not all(param.requires_grad for param in block.params):
                 for inner in module.modules():
                     if inner is not module and inner in modules:
                         self._around.setdefault(modules[inner], set()).add(block)
-            tile = module in tiles and TileForward.is_supported()
-            begin, end = (functools.partial(each, block, tile) for each in (self._begin_forward, self._end_forward))
+            begin, end = (functools.partial(each, block) for each in (self._begin_forward, self._end_forward))
             self._handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
-            if tile:
-                self._handles.append(TileForward(module, self.saved))
             params = set(block.params)
             for inner in module.modules():
                 if inner is not module and not params.isdisjoint(inner.parameters(recurse=False)):
@@ -231,21 +222,17 @@ class ParameterUses:
 
     # -- forward
 
-    def _begin_forward(self, block: ParameterBlock, tile: bool, *_: object) -> None:
-        computed_again = torch._C._current_graph_task_id() >= 0
-        if computed_again and not tile:
+    def _begin_forward(self, block: ParameterBlock, *_: object) -> None:
+        if torch._C._current_graph_task_id() >= 0:  # deep in a backward, autograd may go on in a thread of its own
             self.use_in_backward(block, computed_again=True)
             return
-        if not computed_again:  # deep in a backward, autograd may go on in a thread of its own
-            self.one_thread.check()
+        self.one_thread.check()
         if torch.is_grad_enabled() and not self.recording:
             raise RuntimeError(
                 "a forward with gradients of a model whose parameters are on the drive has to run in OffloadedTraining.step() or"
                 " micro_batch(); to evaluate, use torch.no_grad()"
             )
         self._call_before_use(block, in_backward=False)
-        if computed_again:
-            self._end_complete(block)
         if not self.recording and not self._in_forward:
             self._begins_between_steps()
         ranks = None if self.recording else block.ranks  # a step tells the others of any failure
@@ -277,11 +264,10 @@ class ParameterUses:
         if before is not None:
             self.end(before)
 
-    def _end_forward(self, block: ParameterBlock, tile: bool, module: nn.Module, _: object, output: object) -> None:
-        computed_again = torch._C._current_graph_task_id() >= 0
-        if not computed_again and self.one_thread.is_another:  # whose use was refused; that of the training's thread goes on
+    def _end_forward(self, block: ParameterBlock, module: nn.Module, _: object, output: object) -> None:
+        if torch._C._current_graph_task_id() >= 0 or self.one_thread.is_another:  # whose use was refused
             return
-        if (tile or not computed_again) and block in self._in_forward:  # also called if the use could not begin
+        if block in self._in_forward:  # also called if the use could not begin
             self._in_forward.reverse()
             self._in_forward.remove(block)
             self._in_forward.reverse()
@@ -289,8 +275,7 @@ class ParameterUses:
                 self._keep_for_next(block)
             self.end(block)
             # Autograd saves nothing of an embedding's weight. Without a use, gradients would wait for the end of the backward.
-            embedding = tile and not computed_again and isinstance(module, nn.Embedding)
-            if embedding and isinstance(output, torch.Tensor) and output.requires_grad:
+            if isinstance(module, nn.Embedding) and isinstance(output, torch.Tensor) and output.requires_grad:
                 hook = functools.partial(self._begin_backward_of_embedding, block)
                 output.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -362,77 +347,3 @@ class ParameterUses:
         del self._in_backward[block]
         self._complete.discard(block)
         self.end(block)
-
-
-_top_hooks: Callable[[bool], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None] | None = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", None
-)
-"""Returns the hooks for saved tensors that are in force. Older versions of torch do not have it."""
-
-
-class TileForward:
-    """The ``forward`` of a module that takes tensors over parameters away from the hooks for saved tensors that are in force.
-
-    All others are left to these hooks. A checkpoint counts what a forward saves, and what it saves when it is computed again, so
-    both have to run in this.
-
-    Args:
-        module: The module, which gets this as its ``forward``. Not kept alive.
-        pack_param: Returns what autograd keeps in place of a tensor over a parameter; None for other tensors.
-    """
-
-    def __init__(self, module: nn.Module, pack_param: Callable[[torch.Tensor], Packed | None]) -> None:
-        self._own: Callable[..., Any] | None = vars(module).get("forward")  # None for that of its class
-        self._module = weakref.ref(module)
-        self._pack_param = pack_param
-        module.forward = self
-
-    def remove(self) -> None:
-        """Give the module back the forward that it had, if the module is still there."""
-        module = self._module()
-        if module is not None:
-            vars(module).pop("forward")
-            if self._own is not None:
-                module.forward = self._own
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a model that an OffloadedTraining trains cannot be copied or pickled: use the training's state_dict()")
-
-    @staticmethod
-    def is_supported() -> bool:
-        """Return whether this version of torch tells which hooks for saved tensors are in force."""
-        return _top_hooks is not None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward."""
-        module = self._module()
-        assert module is not None
-        forward = self._own or functools.partial(type(module).forward, module)
-        assert _top_hooks is not None
-        hooks = _top_hooks(False) if torch.is_grad_enabled() else None
-        if hooks is None:
-            return forward(*args, **kwargs)
-        pack, unpack = hooks
-        pack_param = self._pack_param
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: pack_param(tensor) or _PackedByOtherHooks(pack(tensor), unpack), lambda packed: packed.unpack()
-        ):
-            return forward(*args, **kwargs)
-
-
-class _PackedByOtherHooks:
-    """A tensor that the hooks in force have packed.
-
-    Args:
-        packed: What their ``pack_hook`` has returned.
-        unpack: Their ``unpack_hook``, which makes a tensor of it.
-    """
-
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
-        self._packed, self._unpack = packed, unpack
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor that was packed."""
-        return self._unpack(self._packed)
