@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import select
 import sys
 from collections.abc import Sequence
 
@@ -40,28 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     command = importlib.import_module(f".{_COMMANDS[words[0]][0]}", __package__).main
     try:
-        try:
-            command(words[1:])
-        finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
-    except BrokenPipeError:
-        if not _abandoned():
-            raise
+        command(words[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads any more, as in ``deepnvme verify *.pt | head -1``
+        # Flushing at exit would fail again, and say so on stderr.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-
-
-def _abandoned() -> bool:
-    """Return whether nobody reads stdout any more, as in ``deepnvme verify *.pt | head -1``. If so, what is left is dropped."""
-    if sys.stdout is None:
-        return False
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    # Flushing at exit would fail again, and say so on stderr.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
 
 
 def _usage() -> str:

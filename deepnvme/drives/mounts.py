@@ -11,23 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deepnvme._lazy import public_names
 from deepnvme.files.regular_files import lines_of
-
-__all__ = [
-    "BLOCK_DEVICES",
-    "MEMORY_FILESYSTEMS",
-    "MOUNTS",
-    "Drive",
-    "Kind",
-    "Mount",
-    "block_device",
-    "drive_of",
-    "mount_of",
-    "unescaped",
-]
-
-__dir__ = public_names(__name__)
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 """Filesystems that keep files in memory."""

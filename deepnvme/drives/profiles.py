@@ -15,28 +15,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from deepnvme._lazy import public_names
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.mounts import Drive, drive_of
 from deepnvme.engine import Engine
 from deepnvme.files.regular_files import NotARegularSmallFile, read_regular
 from deepnvme.files.replacing import replacing, with_filename
 from deepnvme.telemetry.sizes import ByteCount, byte_count
-
-__all__ = [
-    "PROFILE_VARIABLE",
-    "AnyPath",
-    "DriveProfile",
-    "create_engine",
-    "default_settings",
-    "engine_for",
-    "profile_directory",
-    "profile_of",
-    "profiles_enabled",
-    "settings_for",
-]
-
-__dir__ = public_names(__name__)
 
 _logger = logging.getLogger(__name__)
 
@@ -67,43 +51,21 @@ class DriveProfile(BaseModel):
     """Models of the disks; the source of the mount if one of them has none."""
     settings: AioConfig
     """Settings of engines for the drive. ``use_gds`` and ``overlap_events`` have no effect."""
-    read_gb_per_second: float | None = None
-    """Read speed measured with these settings, in 10^9 bytes per second; None if it was not measured."""
-    write_gb_per_second: float | None = None
-    """Write speed measured with these settings, in 10^9 bytes per second; None if it was not measured."""
-    measured_at: str = ""
-    """Date and time of the measurement, as ISO 8601; empty if unknown."""
 
     @classmethod
-    def of(
-        cls,
-        drive: Drive,
-        settings: AioConfig,
-        read_gb_per_second: float | None = None,
-        write_gb_per_second: float | None = None,
-        measured_at: str = "",
-    ) -> DriveProfile:
-        """Return a profile of a drive, which is not stored yet. The other arguments are fields of the profile.
+    def of(cls, drive: Drive, settings: AioConfig) -> DriveProfile:
+        """Return a profile of a drive, which is not stored yet.
 
         Raises:
             ValueError: If the drive's mount is not known, or its mount point or name is not printable UTF-8.
         """
         if drive.mount is None:
             raise ValueError("it is not known on which file system it is: /proc/self/mountinfo cannot be read")
-        mount = drive.mount
-        models = drive.models
+        mount, models = drive.mount, drive.models
         for what, text in (("mount point", mount.point), ("disks", models)):
             if not text.isprintable():  # undecoded bytes are surrogates, which no JSON file can hold
                 raise ValueError(f"a profile cannot name the {what} {text!r}: not printable UTF-8")
-        return cls(
-            mount=mount.point,
-            filesystem=mount.filesystem,
-            disk_models=models,
-            settings=settings,
-            read_gb_per_second=read_gb_per_second,
-            write_gb_per_second=write_gb_per_second,
-            measured_at=measured_at,
-        )
+        return cls(mount=mount.point, filesystem=mount.filesystem, disk_models=models, settings=settings)
 
     @property
     def path(self) -> Path:
@@ -161,22 +123,13 @@ def profile_of(drive: Drive) -> DriveProfile | None:
         return None
     try:
         return DriveProfile.model_validate_json(read_regular(path, _MAX_FILE_BYTES))
-    except (FileNotFoundError, NotADirectoryError):  # a service's home directory may be /dev/null
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # of a service, the home directory may be another user's
         return None
-    except OSError as error:
-        # The directory is another user's, as after setuid().
-        if isinstance(error, PermissionError) and not os.access(path.parent, os.X_OK, effective_ids=True):
-            return None
-        raise ValueError(f"the drive profile cannot be read ({error}): remove it, or tune the drive again") from error
-    except (NotARegularSmallFile, ValidationError) as error:
+    except (OSError, NotARegularSmallFile, ValidationError) as error:
         reason = str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
-            place = map(str, first["loc"])
-            if first["type"] == "extra_forbidden":
-                what = f"the drive profile '{path}' has a setting that this version does not know ({': '.join(place)})"
-                raise ValueError(f"{what}: use a newer version, or tune the drive again") from error
-            reason = ": ".join((*place, first["msg"]))
+            reason = ": ".join((*map(str, first["loc"]), first["msg"]))
         raise ValueError(f"the drive profile '{path}' is damaged ({reason}): remove it, or tune the drive again") from error
 
 

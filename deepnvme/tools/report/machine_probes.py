@@ -5,7 +5,6 @@ They compile only small test programs and do not import torch, so all of them to
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -19,9 +18,10 @@ import psutil
 from deepnvme.ops.op_builder import ALL_OPS, AsyncIOBuilder, OpBuilder, jit, packages, toolchain
 from deepnvme.ops.op_builder.async_io import Backend
 from deepnvme.ops.op_builder.cuda import Found, GdsProbe, installed_torch
+from deepnvme.telemetry.descriptions import size_for_people
 from deepnvme.version import __version__
 
-from .facts import Fact, Value, human_size
+from .facts import Fact, Value
 
 _SMALL_SHARED_MEMORY = 512 << 20  # DeepSpeed's threshold
 _SMALL_MEMLOCK = 64 << 20  # the engine's staging buffers at their defaults
@@ -103,8 +103,7 @@ def system() -> list[Fact]:
     """Return the facts about kernel, processors and limits that matter to I/O."""
     facts = [Fact("kernel", f"{platform.system()} {platform.release()}"), *_cpu(), _memory()]
     for name, key, probe in (
-        ("aio-nr, events in use", "aio_nr", _aio_events_used),
-        ("aio-max-nr, events allowed", "aio_max_nr", _aio_events_allowed),
+        ("aio-max-nr, events allowed", "aio_max_nr", _aio_events),
         ("memlock limit", "memlock_bytes", _memory_lock),
         ("transparent huge pages", "", _huge_pages),
         ("shared memory (/dev/shm) size", "shared_memory_bytes", _shared_memory),
@@ -151,19 +150,12 @@ def _backend(backend: Backend) -> Fact:
 
 def _uring_remedy(reason: str) -> str:
     """Return what to do if the kernel refuses io_uring."""
-    disabled = _read(Path("/proc/sys/kernel/io_uring_disabled"))
-    if disabled not in (None, "0"):
+    if _read(Path("/proc/sys/kernel/io_uring_disabled")) not in (None, "0"):
         return packages.as_root("sysctl -w kernel.io_uring_disabled=0")
-    if "ENOMEM" in reason:
-        return "ulimit -l unlimited"
     if "5.6" in reason:
         return "use Linux 5.6 or later"
-    if "ENOSYS" in reason and disabled is None:
-        return "use Linux 5.6 or later, or a container profile that allows it (docker run --security-opt seccomp=unconfined)"
-    return (
-        "a container's profile must allow io_uring_setup, io_uring_enter and io_uring_register "
-        "(docker run --security-opt seccomp=unconfined)"
-    )
+    calls = "io_uring_setup, io_uring_enter and io_uring_register"
+    return f"use Linux 5.6 or later, whose container profile must allow {calls} (docker run --security-opt seccomp=unconfined)"
 
 
 def _aio_remedy(reason: str) -> str:
@@ -174,39 +166,19 @@ def _aio_remedy(reason: str) -> str:
 
 
 def _op_in_use() -> Fact:
-    """Return the finding on where the async_io op that would be loaded comes from, and which compiler built it."""
+    """Return the finding on where the async_io op that would be loaded comes from."""
     name, key = "deepnvme op in use", "op_in_use"
     builder = AsyncIOBuilder()
     library, origin, problem = builder.existing_build(), "compiled at first use", ""
     if library is not None and builder.is_prebuilt():
-        platform_tag = _wheel_platform()
-        origin = f"prebuilt, of the wheel for {platform_tag}" if platform_tag else "compiled while installing"
+        origin = "compiled while installing, or prebuilt in a wheel"
         if refusal := jit.load_obstacle(library):
             library, origin = builder.cached_build(), "compiled at first use"
             problem = f"the op that was installed does not load: {refusal}"
     if library is None:
         text = "none, and none can be compiled" if builder.obstacles() else "none yet: it is compiled at first use"
         return Fact.checked(name, None, text, problem, named=key)
-    compiler = _compiler_of(library)
-    return Fact.checked(name, f"{origin}, {compiler}" if compiler else origin, "", problem, named=key)
-
-
-def _compiler_of(library: Path) -> str | None:
-    """Return the name and version of the compiler recorded in a compiled library; None if none is recorded."""
-    # Each object file names its compiler in .comment, those of the C library, which GCC compiled, too: Clang is looked for first.
-    content = library.read_bytes()
-    found = re.search(rb"[\w ]*clang version [\d.]+", content) or re.search(rb"GCC: \([^)]*\) [\d.]+", content)
-    return found[0].decode(errors="replace") if found else None
-
-
-def _wheel_platform() -> str | None:
-    """Return the platform tag of the wheel that this package was installed from; None for another installation."""
-    try:
-        text = importlib.metadata.distribution("deepnvme").read_text("WHEEL")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    found = re.search(r"^Tag: \S+-(manylinux\S*)$", text or "", re.MULTILINE)
-    return found[1] if found else None
+    return Fact.checked(name, origin, "", problem, named=key)
 
 
 def _compiler() -> Fact:
@@ -259,7 +231,7 @@ def _cpu() -> list[Fact]:
 def _memory() -> Fact:
     """Return the total and the available memory of this machine."""
     found = psutil.virtual_memory()
-    text = f"{human_size(found.total)}, {human_size(found.available)} available"
+    text = f"{size_for_people(found.total)}, {size_for_people(found.available)} available"
     return Fact("memory", found.total, text, named="memory_bytes")
 
 
@@ -267,41 +239,29 @@ def _memory() -> Fact:
 # remedy; None if the value cannot be found out.
 
 
-def _aio_events_used() -> tuple[Value, str, str] | None:
-    """Return how many libaio events are in use on this machine, as (value, text, problem); None if unknown."""
-    used = _read(AIO_LIMITS / "aio-nr")
-    return None if used is None else (int(used), "", "")
-
-
-def _aio_events_allowed() -> tuple[Value, str, str] | None:
+def _aio_events() -> tuple[Value, str, str] | None:
     """Return the system's limit on libaio events, as (value, text, problem); None if unknown. Few left are a problem."""
     used, allowed = (_read(AIO_LIMITS / name) for name in ("aio-nr", "aio-max-nr"))
     if used is None or allowed is None:
         return None
     left = int(allowed) - int(used)
     problem = f"only {left} more events for the libaio backend: {packages.as_root('sysctl -w fs.aio-max-nr=1048576')}"
-    return int(allowed), "", problem if left < _FEW_AIO_EVENTS else ""
+    return int(allowed), f"{allowed}, {used} in use", problem if left < _FEW_AIO_EVENTS else ""
 
 
 def _memory_lock() -> tuple[Value, str, str]:
     """Return the limit on locked memory, as (value, text, problem). A small limit that applies to this process is a problem."""
     import resource
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = soft == resource.RLIM_INFINITY
-    text, value = "unlimited" if unlimited else human_size(soft), None if unlimited else soft
+    text, value = "unlimited" if unlimited else size_for_people(soft), None if unlimited else soft
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", _read(Path("/proc/self/status")) or "", re.MULTILINE)
     if capabilities and int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1:
         return value, f"{text} (not applied: this process has CAP_IPC_LOCK)", ""
     if unlimited or soft >= _SMALL_MEMLOCK:
         return value, text, ""
-    if hard == resource.RLIM_INFINITY:
-        remedy = "ulimit -l unlimited"
-    elif hard >= _SMALL_MEMLOCK:
-        remedy = f"ulimit -l {hard // 1024}"
-    else:
-        write = packages.as_root("tee /etc/security/limits.d/memlock.conf")
-        remedy = f'echo "* - memlock unlimited" | {write}, then log in again (docker run --ulimit memlock=-1)'
+    remedy = "ulimit -l unlimited, after raising memlock in /etc/security/limits.conf (docker run --ulimit memlock=-1)"
     return value, text, f"pinned memory beyond {text} stays unlocked and may be swapped out: {remedy}"
 
 
@@ -324,7 +284,7 @@ def _shared_memory() -> tuple[Value, str, str]:
         remedy = packages.as_root("mount -t tmpfs tmpfs /dev/shm")
         return None, "UNKNOWN", f"/dev/shm cannot be examined ({error}): {remedy}"
     problem = "/dev/shm size might be too small, if running in docker increase to at least --shm-size='1gb'"
-    return size, human_size(size), problem if size < _SMALL_SHARED_MEMORY else ""
+    return size, size_for_people(size), problem if size < _SMALL_SHARED_MEMORY else ""
 
 
 def _read(path: Path) -> str | None:

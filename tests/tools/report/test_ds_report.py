@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import importlib.metadata
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,6 @@ from deepnvme.ops.op_builder.cuda import Found, GdsProbe
 from deepnvme.tools.report import directory_probes, machine_probes
 from deepnvme.tools.report import ds_report as report
 from deepnvme.tools.report.facts import Fact
-from deepnvme.version import __version__
 
 from ...support.patience import PATIENCE
 from ...support.system_calls import answering
@@ -98,11 +94,6 @@ def test_a_path_that_is_no_directory_is_one_clear_line_and_status_2(path: str) -
     assert done.stderr.count("\n") == 1
 
 
-def test_the_version_is_printed() -> None:
-    done = run("--version")
-    assert (done.returncode, done.stdout) == (0, f"deepnvme {__version__}\n")
-
-
 # What is missing
 
 
@@ -111,7 +102,6 @@ def test_the_version_is_printed() -> None:
     [
         ("io_uring", 425, 1, "EPERM", "seccomp=unconfined"),
         ("io_uring", 425, 38, "ENOSYS", "seccomp=unconfined"),
-        ("io_uring", 426, 1, "io_uring_enter failed with EPERM", "seccomp=unconfined"),
         ("io_uring", 427, 1, "io_uring_register failed with EPERM", "seccomp=unconfined"),
         ("libaio", 206, 11, "EAGAIN", "sysctl -w fs.aio-max-nr"),
     ],
@@ -174,27 +164,8 @@ def test_an_installed_op_has_every_backend_and_needs_no_compiler(installed_op: P
     assert {fact.value for fact in facts} <= {"usable", "refused"}
     assert selected is not None
     environment = {fact.key: fact for fact in machine_probes.environment(GDS)}
-    assert environment["op_in_use"].value == "compiled while installing"
+    assert environment["op_in_use"].value == "compiled while installing, or prebuilt in a wheel"
     assert (environment["cxx_compiler"].status, environment["cxx_compiler"].problems) == ("", ())
-
-
-@pytest.mark.parametrize(
-    ("tags", "said"),
-    [
-        ("Tag: cp312-cp312-manylinux_2_28_x86_64\n", "prebuilt, of the wheel for manylinux_2_28_x86_64"),
-        ("Tag: cp312-cp312-linux_x86_64\n", "compiled while installing"),
-    ],
-)
-def test_whether_the_op_is_a_published_wheels_is_said(
-    installed_op: Path, monkeypatch: pytest.MonkeyPatch, tags: str, said: str
-) -> None:
-    # The compiler is named, and not the GCC that compiled the C library.
-    installed_op.write_bytes(installed_op.read_bytes() + b"\0GCC: (Debian 12.2.0-14) 12.2.0\0clang version 22.1.8\0")
-    monkeypatch.setattr(jit, "load_obstacle", lambda library: "")
-    installed = types.SimpleNamespace(read_text=lambda name: f"Wheel-Version: 1.0\n{tags}")
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
-    facts = {fact.key: fact.value for fact in machine_probes.environment(GDS)}
-    assert facts["op_in_use"] == f"{said}, clang version 22.1.8"
 
 
 def test_an_op_that_was_installed_and_does_not_load_is_not_in_use(installed_op: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,18 +220,6 @@ def test_a_machine_without_a_gpu_is_advised_nothing_about_gds(monkeypatch: pytes
     assert "reinstall torch" not in text
 
 
-def test_gds_compiled_ahead_of_time_is_installed_and_still_of_no_use_without_cuda(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    library = tmp_path / "gds_op.so"
-    library.write_bytes(GDSBuilder().source_hash().encode())
-    monkeypatch.setattr(jit, "prebuilt", lambda name: library if "gds" in name else None)
-    line, said = gds_as_reported(monkeypatch, dataclasses.replace(GDS, torch_cuda=None))
-    assert line == "gds .................... [YES] ...... [NO]"
-    assert len(said) == 1
-    assert gds_as_reported(monkeypatch, GDS)[0] == "gds .................... [YES] ...... [OKAY]"
-
-
 def test_elsewhere_than_on_linux_every_backend_needs_linux_and_nothing_else_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr("platform.system", lambda: "Darwin")
@@ -270,10 +229,6 @@ def test_elsewhere_than_on_linux_every_backend_needs_linux_and_nothing_else_is_a
     assert text.count("needs Linux, this is Darwin") == 1
     assert not re.search("docker|seccomp|auto takes|sysctl", text)
     assert found.selected_backend is None
-
-
-def test_a_cache_that_cannot_be_written_does_not_stop_the_report() -> None:
-    assert document(TORCH_EXTENSIONS_DIR="/proc/nowhere")["ops"]["async_io"]["compatible"]
 
 
 def of_the_system(key: str) -> Fact:
@@ -294,8 +249,8 @@ def test_few_aio_events_left_are_warned_of(used: str, status: str, tmp_path: Pat
     (tmp_path / "aio-nr").write_text(used)
     (tmp_path / "aio-max-nr").write_text("65536")
     monkeypatch.setattr(machine_probes, "AIO_LIMITS", tmp_path)
-    in_use, allowed = of_the_system("aio_nr"), of_the_system("aio_max_nr")
-    assert (in_use.value, allowed.value, allowed.status) == (int(used), 65536, status)
+    allowed = of_the_system("aio_max_nr")
+    assert (allowed.value, allowed.text, allowed.status) == (65536, f"65536, {used} in use", status)
 
 
 def test_huge_pages_that_are_off_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,12 +285,6 @@ def test_every_fault_comes_with_a_reason_and_what_works_without(found: report.Re
         assert bool(op.problems) == (not (op.installed and op.compatible)), op
 
 
-def test_no_reason_is_printed_twice(found: report.Report) -> None:
-    lines = [line.strip() for line in report.render(found).splitlines() if line.startswith("  ")]
-    assert len(lines) == len(set(lines))
-    assert any("[NO] gds: " in line for line in lines)
-
-
 def test_json_has_keys_in_snake_case_and_numbers_as_numbers() -> None:
     found = document("--path", str(REPOSITORY))
     sections = ("ops", "backends", "environment", "system", "directory")
@@ -344,13 +293,11 @@ def test_json_has_keys_in_snake_case_and_numbers_as_numbers() -> None:
     assert set(found["backends"]) == {"io_uring", "libaio", "threads"}
     assert found["selected_backend"] in found["backends"]
     for section, key in (
-        ("system", "aio_nr"),
         ("system", "aio_max_nr"),
         ("system", "usable_cpus"),
         ("system", "memory_bytes"),
         ("system", "shared_memory_bytes"),
         ("directory", "free_bytes"),
-        ("directory", "total_bytes"),
     ):
         assert isinstance(found[section][key]["value"], int), key
 
@@ -361,13 +308,6 @@ def test_the_processor_is_told_with_its_vector_extensions(monkeypatch: pytest.Mo
     assert (of_the_system("cpu").value, of_the_system("vector_extensions").value) == ("A processor", "avx, avx2, avx512f")
     monkeypatch.setattr("cpuinfo.get_cpu_info", dict)  # where nothing can be found out
     assert (of_the_system("cpu").value, of_the_system("vector_extensions").value) == (os.uname().machine, None)
-
-
-def test_a_limit_that_is_none_is_null_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    fact = of_the_system("memlock_bytes")
-    assert (fact.value, fact.status) == (None, "")
-    assert fact.shown.startswith("unlimited")
 
 
 def test_the_text_has_deepspeeds_table(found: report.Report) -> None:
@@ -396,50 +336,12 @@ def test_hiding_warnings_leaves_the_statuses(found: report.Report) -> None:
     assert "problems" not in report.as_json(found, explanations=False)
 
 
-def test_colour_is_for_terminals_alone(found: report.Report) -> None:
-    assert "\033" not in run().stdout
-    coloured = report.render(found, colour=True)
-    assert "\033[92m[OKAY]\033[0m" in coloured
-    assert re.sub(r"\033\[\d+m", "", coloured) == report.render(found)
-
-
-def test_a_reader_that_stops_reading_causes_no_traceback() -> None:
-    done = subprocess.run(
-        ["bash", "-c", f"'{sys.executable}' -W ignore -m deepnvme.report | true; exit ${{PIPESTATUS[0]}}"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_terminal_that_knows_ascii_alone_gets_ascii(tmp_path: Path) -> None:
-    place = tmp_path / "größe"
-    place.mkdir()
-    done = run("--path", str(place), PYTHONIOENCODING="ascii")
-    assert done.returncode == 0, done.stderr
-    assert "gr\\xf6\\xdfe" in done.stdout
-
-
 def test_a_directory_s_name_does_not_command_the_terminal(drive: Path) -> None:
     (place := drive / "a\nb\x1b]0;title\x07\udcff[red]").mkdir()
     done = run("--path", str(place))
     assert done.returncode == 0, done.stderr
     assert f"{drive}/a\\nb\\x1b]0;title\\x07\\udcff[red]" in done.stdout
     assert all(line.isprintable() for line in done.stdout.split("\n"))
-
-
-def test_the_script_prints_what_the_module_prints() -> None:
-    script = subprocess.run(
-        [sys.executable, "-W", "ignore", REPOSITORY / "bin" / "ds_report", "--hide_operator_status"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        timeout=PATIENCE,
-    )
-    assert script.returncode == 0, script.stderr
-    assert script.stdout.startswith("DeepNVMe general environment info:")
 
 
 @pytest.mark.alone
@@ -459,7 +361,7 @@ def test_it_never_compiles_the_op_and_takes_less_than_five_seconds(cache: Path) 
 
 
 def facts_of(directory: Path) -> dict[str, Fact]:
-    return {fact.name: fact for fact in directory_probes.directory_facts(directory, GDSBuilder().probe())}
+    return {fact.name: fact for fact in directory_probes.directory_facts(directory)}
 
 
 def failing(code: str) -> Callable[..., Any]:
@@ -482,14 +384,6 @@ def test_direct_io_is_tried_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert abs(free - os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize) < 1 << 30
 
 
-def test_alignments_are_those_with_which_a_read_was_accepted(io_dir: Path) -> None:
-    found = directory_probes.try_direct_io(io_dir)
-    if not found.works:
-        pytest.skip("needs a drive that takes direct I/O")
-    assert found.memory_alignment in (4, 512, 1024, 2048, 4096)
-    assert found.offset_alignment in (512, 1024, 2048, 4096)
-
-
 def test_tmpfs_is_told_to_be_buffered_whatever_it_accepts() -> None:
     place = Path("/dev/shm")
     mount = drives.mount_of(place) if place.is_dir() else None
@@ -510,16 +404,15 @@ def test_a_directory_that_cannot_be_written_is_reported_without_an_error() -> No
 @pytest.mark.parametrize("code", ["EROFS", "EACCES"])
 def test_direct_io_is_not_judged_where_no_file_can_be_made(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.mkstemp", failing(code))
-    direct = directory_probes.try_direct_io(tmp_path, drives.Mount("/mnt/a drive", "ext4", "/dev/vdb", "ro"))
+    direct = directory_probes.try_direct_io(tmp_path)
     assert direct.works is None
     assert direct.outcome.startswith("not tried: ")
     assert code in direct.outcome
-    assert ("mount -o remount,rw '/mnt/a drive'" in direct.problem) == (code == "EROFS")
 
 
 VERDICTS = [
     ("EINVAL", False, "does not work"),
-    ("EOPNOTSUPP", False, "does not work"),
+    ("ENOTSUP", False, "does not work"),
     ("ENOSPC", None, "unknown"),
     ("EDQUOT", None, "unknown"),
     ("EIO", None, "unknown"),

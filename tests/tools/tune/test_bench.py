@@ -10,10 +10,9 @@ import pytest
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import transfers
 from deepnvme.tools.tune.bench import TrialBench
-from deepnvme.tools.tune.workspace import NotMeasurable
+from deepnvme.tools.tune.folder import NotMeasurable
 
 MIB = 1 << 20
-ALONE = {"read": {0: 1.0}, "write": {0: 1.0}}
 
 
 class Recording:
@@ -57,6 +56,6 @@ def test_transfers_walk_through_the_file_and_begin_anew_at_its_end(drive: Path, 
     with TrialBench([drive], 8 * MIB, False, False, lambda step: None) as bench:
         monkeypatch.setattr(transfers, "make_handle", lambda setting: Recording(make(setting), offsets))
         for _ in range(4):
-            bench.move(ALONE, AioConfig(), "read", 3 * MIB)
-        bench.move(ALONE, AioConfig(), "read", 8 * MIB)
+            bench.move([0], AioConfig(), "read", 3 * MIB)
+        bench.move([0], AioConfig(), "read", 8 * MIB)
     assert [offset // MIB for offset in offsets] == [0, 3, 0, 3, 0]
