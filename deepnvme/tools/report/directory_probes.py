@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepnvme.drives.mounts import MEMORY_FILESYSTEMS, Drive, Kind, Mount, drive_of
+from deepnvme.drives.mounts import MEMORY_FILESYSTEMS, Drive, Mount, drive_of
 from deepnvme.memory.alignment import PAGE
 from deepnvme.telemetry.descriptions import size_for_people
 
@@ -22,7 +22,6 @@ from .facts import Fact
 
 _WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "configfs", "mqueue")
 _NO_SPACE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # Windows has no EDQUOT
-_KINDS: dict[Kind, str] = {"nvme": "NVMe", "ssd": "SSD", "rotational": "rotational", "virtual": "virtual drive"}
 
 
 @dataclass(frozen=True)
@@ -142,19 +141,16 @@ def _profile(directory: Path, drive: Drive) -> Fact:
     Its value is the path of the profile's file, or None if the default settings apply.
     """
     # here, because it takes 0.1 s to import pydantic
-    from deepnvme.drives.profiles import PROFILE_VARIABLE, default_settings, profile_of, profiles_enabled
+    from deepnvme.drives.profiles import default_settings, profile_of, profile_path
 
-    state, problems = "none", [f"to find the best settings: ds_nvme_tune --nvme_dir {shlex.quote(str(directory))} --save_profile"]
     try:
-        if not profiles_enabled():
-            state, problems = f"off by {PROFILE_VARIABLE}", []
-        elif profile := profile_of(drive):
-            return Fact("drive profile", str(profile.path), f"{profile.settings} ({profile.path})")
+        if settings := profile_of(drive):
+            return Fact("drive profile", str(profile_path(drive)), f"{settings} ({profile_path(drive)})")
     except ValueError as error:  # says what to do
         return Fact.checked("drive profile", None, "not usable", str(error))
-    if drive.kind == "memory" or drive.mount is None:
-        problems = []
-    return Fact("drive profile", None, f"{state}: the default, {default_settings(drive)}", problems=tuple(problems))
+    tune = f"to find the best settings: ds_nvme_tune --nvme_dir {shlex.quote(str(directory))} --save_profile"
+    problems = () if drive.kind == "memory" or drive.mount is None else (tune,)
+    return Fact("drive profile", None, f"none: the default, {default_settings(drive)}", problems=problems)
 
 
 def _describe(drive: Drive) -> str:
@@ -163,8 +159,8 @@ def _describe(drive: Drive) -> str:
     if not drive.disks:
         return f"{source}, no block device"
     details = [" + ".join(disk.name for disk in drive.disks)]
-    if drive.kind in _KINDS:
-        details.append(_KINDS[drive.kind])
+    if drive.kind == "rotational":
+        details.append("rotational")
     if drive.models != source:  # where the disks have no models
         details.append(drive.models)
     return f"{source} ({', '.join(details)})"

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepnvme.drives.mounts import drive_of
-from deepnvme.drives.profiles import PROFILE_VARIABLE, DriveProfile, profiles_enabled
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.mounts import Drive, drive_of
+from deepnvme.drives.profiles import profile_path, store_profile
 from deepnvme.telemetry.descriptions import printable
 from deepnvme.tools.report import emit
 from deepnvme.version import __version__
@@ -61,7 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.log_dir is not None and options.log_dir.exists() and not options.log_dir.is_dir():
         parser.error(f"--log_dir: '{options.log_dir}' is not a directory")
     with one_line_errors(_PROGRAM):
-        profiles_enabled()  # raises ValueError for an unknown value before anything is measured
         order = _order(options)
         _say(_writes_announced(order))
         if options.json != "-":
@@ -158,36 +158,35 @@ def _save_profiles(tuning: Tuning, save: bool) -> None:
         RuntimeError: If a profile cannot be stored. The error names the file.
     """
     found, skipped = profiles_from(tuning)
+    mounts = " and ".join(drive.mount.point for drive, _ in found if drive.mount)
     if not save:
         if found:
-            mounts = " and ".join(profile.mount for profile in found)
             _say(f"note: with --save_profile, deepnvme would use the best settings for files on {mounts} from then on")
         return
     for reason in skipped:
         _say(f"note: {reason}")
-    for profile in found:
+    for drive, settings in found:
         try:
-            path = profile.save()
+            path = store_profile(drive, settings)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(f"the drive profile cannot be stored: {error}") from error
-        when = "from now on" if profiles_enabled() else f"as soon as {PROFILE_VARIABLE} is not off any more"
-        what = f"deepnvme uses these settings for files on {profile.mount}: {profile.settings}"
-        _say(f"stored in '{path}': {when}, {what}")
+        where = f"files on {drive.mount.point}" if drive.mount else ""
+        _say(f"stored in '{path}': from now on, deepnvme uses these settings for {where}: {settings}")
 
 
-def profiles_from(tuning: Tuning) -> tuple[list[DriveProfile], list[str]]:
-    """Return drive profiles for the tuned folders' drives, and a one-line reason for each folder without one.
+def profiles_from(tuning: Tuning) -> tuple[list[tuple[Drive, AioConfig]], list[str]]:
+    """Return the tuned folders' drives with their settings, and a one-line reason for each folder without.
 
-    There is one profile for each drive, with the best settings of a folder measured alone. If several folders are on one drive,
-    the first folder's settings are used.
+    Each drive has the best settings of a folder measured alone. If several folders are on one drive, the first folder's settings
+    are used.
 
     Args:
-        tuning: Complete results. Not from GPUDirect Storage, whose settings belong to another op.
+        tuning: The results. Not from GPUDirect Storage, whose settings belong to another op.
 
     Raises:
         OSError: If a folder cannot be reached any more.
     """
-    found: dict[tuple[str, str, str], DriveProfile] = {}
+    found: dict[Path, tuple[Drive, AioConfig]] = {}
     skipped = []
     for search in tuning.searches:
         if len(search.folders) > 1:
@@ -196,10 +195,9 @@ def profiles_from(tuning: Tuning) -> tuple[list[DriveProfile], list[str]]:
         try:
             if drive.kind == "memory":
                 raise ValueError("its files are in memory, not on a drive")
-            profile = DriveProfile.of(drive, search.best.setting)
-            found.setdefault((profile.mount, profile.filesystem, profile.disk_models), profile)
+            found.setdefault(profile_path(drive), (drive, search.best.setting))
         except ValueError as error:
-            skipped.append(f"no drive profile for '{search.folders[0].path}': {error}".splitlines()[0])
+            skipped.append(f"no drive profile for '{search.folders[0].path}': {error}")
     return list(found.values()), skipped
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.mounts import Drive, Mount, drive_of
-from deepnvme.drives.profiles import DriveProfile
+from deepnvme.drives.profiles import store_profile
 from deepnvme.tools.report.directory_probes import directory_facts
 from deepnvme.tools.report.facts import Fact
 
@@ -28,7 +28,7 @@ WORDS = "block_size 2097152, queue_depth 16, 2 workers, libaio ({})"
 def profile(drive: Path, configuration: Path) -> Path:
     """The stored profile of the drive."""
     settings = AioConfig(block_size=2 << 20, queue_depth=16, intra_op_parallelism=2, backend="libaio")
-    return DriveProfile.of(drive_of(drive), settings).save()
+    return store_profile(drive_of(drive), settings)
 
 
 def fact_of(directory: Path) -> Fact:
@@ -55,14 +55,6 @@ def test_for_files_in_memory_no_tuning_is_advised(tmpfs: Disk) -> None:
     assert fact.problems == ()
 
 
-@pytest.mark.usefixtures("profile")
-def test_a_profile_that_is_switched_off_is_told(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEPNVME_PROFILE", "off")
-    fact = fact_of(drive)
-    assert (fact.value, fact.status) == (None, "")
-    assert fact.text.startswith("off by DEEPNVME_PROFILE: the default, ")
-
-
 @pytest.mark.parametrize(("readable", "told"), [(True, "'{}' is damaged"), (False, "'{}'")])
 def test_a_profile_that_is_not_usable_is_warned_of_with_the_remedy(drive: Path, profile: Path, readable: bool, told: str) -> None:
     if readable:
@@ -76,14 +68,6 @@ def test_a_profile_that_is_not_usable_is_warned_of_with_the_remedy(drive: Path, 
     assert told.format(profile) in fact.problems[0]
 
 
-@pytest.mark.usefixtures("profile")
-def test_an_unknown_value_of_the_variable_is_warned_of(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEPNVME_PROFILE", "maybe")
-    fact = fact_of(drive)
-    assert (fact.value, fact.status) == (None, "WARNING")
-    assert "got 'maybe'" in fact.problems[0]
-
-
 def test_it_is_found_out_without_torch(drive: Path) -> None:
     code = f"import sys, deepnvme.report; deepnvme.report.gather({str(drive)!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
@@ -95,8 +79,8 @@ def test_the_device_is_told_with_its_disks_and_their_kind(drive: Path, tmp_path:
         disks.append(tmp_path / f"nvme{number}n1")
         (disks[-1] / "device").mkdir(parents=True)
         (disks[-1] / "device/model").write_text("Samsung SSD 990 PRO 4TB  \n")
-    raid = Drive(Mount(os.fspath(drive), "xfs", "/dev/md0", "rw"), tuple(disks), "nvme")
+    raid = Drive(Mount(os.fspath(drive), "xfs", "/dev/md0", "rw"), tuple(disks), "other")
     monkeypatch.setattr("deepnvme.tools.report.directory_probes.drive_of", lambda path: raid)
     facts = {fact.name: fact.text for fact in directory_facts(drive)}
-    told = "/dev/md0 (nvme0n1 + nvme1n1, NVMe, 2 x Samsung SSD 990 PRO 4TB)"
+    told = "/dev/md0 (nvme0n1 + nvme1n1, 2 x Samsung SSD 990 PRO 4TB)"
     assert facts["device"] == told
