@@ -71,7 +71,7 @@ def shown_progress(progress: ProgressOption, what: str, unit: Unit = "bytes") ->
     if callable(progress):
         yield progress
         return
-    if (silenced() or not _is_first_of_its_machine()) if progress is None else not progress:
+    if (silenced() or os.environ.get("LOCAL_RANK", "0") not in ("", "0")) if progress is None else not progress:
         yield None
         return
     if not _is_watched():
@@ -113,11 +113,6 @@ def silenced() -> bool:
     return os.environ.get("DEEPNVME_PROGRESS", "").lower() in ("off", "0")
 
 
-def _speed(nbytes: int, seconds: float) -> str:
-    """Return the average speed as text, such as "1.2 GB/s"; empty in the first 0.1 s."""
-    return f"{nbytes / seconds / 1e9:.1f} GB/s" if seconds >= _REDRAW_INTERVAL_SECONDS and nbytes > 0 else ""
-
-
 def _is_watched() -> bool:
     """Return whether stderr is a terminal, or that of a notebook's kernel (Jupyter, VS Code, Colab)."""
     ipython = sys.modules.get("IPython")
@@ -125,11 +120,6 @@ def _is_watched() -> bool:
     with contextlib.suppress(*_CANNOT_WRITE):
         return sys.stderr is not None and (getattr(shell, "kernel", None) is not None or sys.stderr.isatty())
     return False
-
-
-def _is_first_of_its_machine() -> bool:
-    """Return whether this process is the one on its machine that may draw on the terminal, if torchrun has started several."""
-    return os.environ.get("LOCAL_RANK", "0") in ("", "0")
 
 
 class _Line:
@@ -146,14 +136,11 @@ class _Line:
         if now - self._drawn < _REDRAW_INTERVAL_SECONDS and done < total:
             return
         self._drawn = now
-        self._write(f"{self._what}: {self._figures(done, total, now)}")
-
-    def _figures(self, done: int, total: int, now: float) -> str:
-        """Return the amount done, the total and the speed as text."""
-        if self._unit == "steps":
-            return f"{done}/{total}"
-        share = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
-        return ", ".join(filter(None, (share, _speed(done, now - self._began))))
+        figures = f"{done}/{total}" if self._unit == "steps" else f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
+        seconds = now - self._began
+        if self._unit == "bytes" and seconds >= _REDRAW_INTERVAL_SECONDS:
+            figures += f", {done / seconds / 1e9:.1f} GB/s"
+        self._write(f"{self._what}: {figures}")
 
     def _write(self, text: str) -> None:
         """Replace the line's text, cut to the width of the terminal: what wraps could not be replaced."""

@@ -21,7 +21,6 @@ from deepnvme.telemetry.descriptions import size_for_people
 from .facts import Fact
 
 _WITHOUT_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "configfs", "mqueue")
-_NO_SPACE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # Windows has no EDQUOT
 
 
 @dataclass(frozen=True)
@@ -111,15 +110,10 @@ def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:
 def _failed(when: str, error: OSError) -> DirectIO:
     """Return the result of a trial that raised ``error`` in the step ``when``; empty if no file could be created."""
     name = f"{errno.errorcode.get(error.errno or 0, error.errno)} ({error.strerror})"
-    if error.errno in _NO_SPACE:
-        return DirectIO(None, "unknown", f"no room for a page to try with ({name}): make room")
-    if not when:
-        return DirectIO(None, f"not tried: {name}", "no file can be made there: choose a directory that you can write")
-    if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+    if when and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
         problem = f"O_DIRECT is refused {when} with {name}, transfers are buffered: choose another filesystem"
         return DirectIO(False, "does not work", problem)
-    problem = f"the trial failed {when} with {name}, which is not O_DIRECT's doing: see dmesg or choose another directory"
-    return DirectIO(None, "unknown", problem)
+    return DirectIO(None, f"unknown: {name}", "no page could be written there: choose a directory that you can write, with room")
 
 
 def _transfer(descriptor: int) -> DirectIO:

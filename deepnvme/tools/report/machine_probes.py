@@ -86,14 +86,11 @@ def environment(gds: GdsProbe) -> list[Fact]:
         Fact.checked("torch version", torch.version if torch else None, "", without_torch, bad="FAIL"),
         Fact("deepnvme install path", str(Path(__file__).parents[2])),
         Fact("deepnvme info", __version__, named="deepnvme_version"),
-        _op_in_use(),
         _compiler(),
         # A missing torch is reported above.
         Fact.checked("torch cuda version", torch.cuda if torch else None, "", gds.without_cuda() if torch else "", bad=""),
         Fact("torch hip version", torch.hip if torch else None),
-        _found("nvcc version", gds.nvcc, gds, in_brief=True),
-        _found("CUDA toolkit", gds.toolkit, gds, note=gds.mismatch),
-        _found("cufile header", gds.cufile_header, gds),
+        _found("nvcc version", gds.nvcc, gds),
         _found("cufile library", gds.cufile_library, gds),
         _found("nvidia-fs driver", gds.nvidia_fs, gds),
     ]
@@ -165,22 +162,6 @@ def _aio_remedy(reason: str) -> str:
     return "a container's profile must allow io_setup, io_submit and io_getevents (docker run --security-opt seccomp=unconfined)"
 
 
-def _op_in_use() -> Fact:
-    """Return the finding on where the async_io op that would be loaded comes from."""
-    name, key = "deepnvme op in use", "op_in_use"
-    builder = AsyncIOBuilder()
-    library, origin, problem = builder.existing_build(), "compiled at first use", ""
-    if library is not None and builder.is_prebuilt():
-        origin = "compiled while installing, or prebuilt in a wheel"
-        if refusal := jit.load_obstacle(library):
-            library, origin = builder.cached_build(), "compiled at first use"
-            problem = f"the op that was installed does not load: {refusal}"
-    if library is None:
-        text = "none, and none can be compiled" if builder.obstacles() else "none yet: it is compiled at first use"
-        return Fact.checked(name, None, text, problem, named=key)
-    return Fact.checked(name, origin, "", problem, named=key)
-
-
 def _compiler() -> Fact:
     """Return the C++ compiler that compiles ops, and its version."""
     found = toolchain.find()
@@ -188,30 +169,17 @@ def _compiler() -> Fact:
         return Fact("C++ compiler", f"{' '.join(found.command)}, {found.version}", named="cxx_compiler")
     builder = AsyncIOBuilder()
     library = builder.existing_build()
-    if library is not None and builder.is_prebuilt() and not jit.load_obstacle(library):
+    if library is not None and builder.is_prebuilt():
         return Fact("C++ compiler", None, "none, and none is needed: the op is prebuilt", named="cxx_compiler")
     problem = f"{found.reason} ({packages.remedy('compiler')})"
     return Fact("C++ compiler", None, status="FAIL", problems=(problem,), named="cxx_compiler")
 
 
-def _found(name: str, found: Found, gds: GdsProbe, note: str = "", in_brief: bool = False) -> Fact:
-    """Return the finding about one part of the CUDA software.
-
-    If the part is missing, the finding says how to install it, but only on a machine with a GPU.
-
-    Args:
-        name: Name of the part in the text report.
-        found: Path and version of the part, or the problem with it.
-        gds: Says whether the machine has a GPU.
-        note: A warning about the part; empty for none.
-        in_brief: Whether to show the version without the path.
-    """
+def _found(name: str, found: Found, gds: GdsProbe) -> Fact:
+    """Return the finding about one part of the CUDA software; on a machine with a GPU, also how to install a missing one."""
     if found.path is None or found.problem:
         return Fact(name, None, problems=(found.problem,) if gds.gpu else ())  # no status: only the gds op needs it
-    text = found.version or "version unknown"
-    if in_brief:
-        return Fact.checked(name, found.version, text, note)
-    return Fact.checked(name, found.path, f"{text}, {found.path}", note)
+    return Fact(name, found.path, f"{found.version or 'version unknown'}, {found.path}")
 
 
 def _cpu() -> list[Fact]:

@@ -17,7 +17,6 @@ from deepnvme.engine import Backend
 from deepnvme.version import __version__
 
 from .command_line import (
-    GIB,
     Parser,
     add_json_option,
     directory,
@@ -119,27 +118,22 @@ def _place(parser: Parser, mapping: str) -> Place:
 def as_document(measurement: Measurement) -> dict[str, Any]:
     """Return a measurement as a JSON document.
 
-    Sizes are in bytes, times in seconds, and a GB is 10^9 bytes. Only the values under "deepspeed", which DeepSpeed prints as
-    lines, use a GB of 1024^3 bytes.
+    Sizes are in bytes, times in seconds, and a GB is 10^9 bytes.
     """
-    paths, nbytes = measurement.paths, measurement.nbytes
+    paths = measurement.paths
     if paths is not None:
         by_path = {"direct": paths["zero_copy"] + paths["staged"], **{name: paths[name] for name in PATHS}}
     return {
         "tool": "ds_io",
         "version": __version__,
         **{name: value for name, value in vars(measurement).items() if name != "samples"},
+        "seconds": measurement.seconds,
+        "task_seconds": measurement.task_seconds,
         "gb_per_second": measurement.gb_per_second,
         "cpu_seconds_per_gb": measurement.cpu_seconds_per_gb,
         "request_latency": measurement.request_latency,
         "block_latency": measurement.block_latency,
         "bytes": None if paths is None else by_path,
-        "deepspeed": {
-            "task_latency": measurement.task_seconds,
-            "task_speed": nbytes / measurement.task_seconds / GIB,
-            "e2e_latency": measurement.seconds,
-            "e2e_speed": nbytes / measurement.seconds / GIB,
-        },
         "loops": [_loop(sample) for sample in measurement.samples],
     }
 

@@ -10,7 +10,6 @@ import pytest
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import transfers
 from deepnvme.tools.tune.bench import TrialBench
-from deepnvme.tools.tune.folder import NotMeasurable
 
 MIB = 1 << 20
 
@@ -42,7 +41,7 @@ def test_a_setting_is_tried_again_when_the_handles_before_it_are_gone(drive: Pat
     def make_the_second_time(setting: AioConfig) -> Any:
         tries.append(setting)
         if setting.queue_depth == 8 and len([each for each in tries if each.queue_depth == 8]) == 1:
-            raise NotMeasurable("no events left")
+            raise OSError("no events left")
         return make(setting)
 
     with TrialBench([drive], MIB, False, False, lambda step: None) as bench:

@@ -94,15 +94,6 @@ def test_a_gpu_that_is_not_there_is_told_by_number(monkeypatch: pytest.MonkeyPat
         transfers.gpu(2)
 
 
-def test_an_op_that_cannot_be_compiled_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(self: object) -> None:
-        raise RuntimeError("async_io cannot be built: no C++20 compiler\nand many\nlines of output")
-
-    monkeypatch.setattr("deepnvme.ops.op_builder.AsyncIOBuilder.load", load)
-    with pytest.raises(NotMeasurable, match=r"\Aasync_io cannot be built: no C\+\+20 compiler\Z"):
-        transfers.make_handle(AioConfig())
-
-
 # -- what is moved is right --------------------------------------------------------------------------------------------
 
 

@@ -46,7 +46,7 @@ def _few_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def make(setting: AioConfig) -> Any:
         if setting == IMPOSSIBLE:
-            raise NotMeasurable("out of events")
+            raise OSError("out of events")
         return make_handle(setting)
 
     monkeypatch.setattr(transfers, "make_handle", make)
