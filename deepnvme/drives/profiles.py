@@ -120,7 +120,7 @@ def default_settings(drive: Drive, concurrent_drives: int = 1) -> AioConfig:
         return AioConfig(block_size=4 << 20, queue_depth=4)
     # One worker saturates a drive of any kind. A RAID gets one for each of its disks, as long as half of the cores are left to
     # whatever uses the tensors.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
+    cores = len(os.sched_getaffinity(0))
     return AioConfig(queue_depth=128, intra_op_parallelism=max(1, min(len(drive.disks), cores // 2 // concurrent_drives)))
 
 

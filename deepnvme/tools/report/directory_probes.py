@@ -81,8 +81,6 @@ def try_direct_io(directory: Path, mount: Mount | None = None) -> DirectIO:
         directory: Where the file is made.
         mount: The mount that the directory is on, for better explanations; None if unknown.
     """
-    if not hasattr(os, "O_DIRECT"):
-        return DirectIO(None, "not tried: this system has no O_DIRECT", "this system has no O_DIRECT: use Linux")
     if mount is not None and mount.filesystem in _WITHOUT_FILES:
         outcome = f"not tried: {mount.filesystem} holds no files to store in"
         return DirectIO(None, outcome, f"{mount.filesystem} is the kernel's: choose a directory on a drive")

@@ -38,8 +38,8 @@ class Report:
 
     ninja: Fact
     """Path of ninja, which compiling ops requires."""
-    ops: list[machine_probes.Op]
-    """The ops: whether each is installed, and whether it can work on this machine."""
+    ops: list[Fact]
+    """The ops: whether each is installed (its value), and whether it can work on this machine (its status)."""
     backends: list[Fact]
     """The backends of async_io, fastest first."""
     environment: list[Fact]
@@ -106,10 +106,9 @@ def render(report: Report, *, operators: bool = True, explanations: bool = True)
         explain(report.ninja.status, report.ninja.problems)
         lines += [_RULE, f"{_dotted('op name', _OP_WIDTH)} {_dotted('installed', _INSTALLED_WIDTH)} compatible", _RULE]
         for op in report.ops:
-            installed: Status = "YES" if op.installed else "NO"
-            compatible: Status = "OKAY" if op.compatible else "NO"
-            dots = "." * (_INSTALLED_WIDTH - len(f"[{installed}]"))
-            lines.append(f"{_dotted(op.name, _OP_WIDTH)} [{installed}] {dots} [{compatible}]")
+            installed = "[YES]" if op.value else "[NO]"
+            dots = "." * (_INSTALLED_WIDTH - len(installed))
+            lines.append(f"{_dotted(op.name, _OP_WIDTH)} {installed} {dots} [{op.status}]")
             explain("NO", op.problems)
         lines.append(_RULE)
         facts("async_io backends:", report.backends)
@@ -135,22 +134,19 @@ def as_json(report: Report, *, operators: bool = True, explanations: bool = True
         explanations: Whether to include "problems".
     """
 
-    def entry(problems: Sequence[str], **shown: object) -> dict[str, object]:
-        return {**shown, "problems": problems} if explanations else shown
-
     def section(facts: Sequence[Fact]) -> dict[str, object]:
-        return {fact.key: entry(fact.problems, value=fact.value, text=fact.shown, status=fact.status) for fact in facts}
+        reasons = [{"problems": fact.problems} if explanations else {} for fact in facts]
+        return {
+            fact.key: {"value": fact.value, "text": fact.shown, "status": fact.status, **more}
+            for fact, more in zip(facts, reasons, strict=True)
+        }
 
     document: dict[str, object] = {}
     if operators:
-        document |= section([report.ninja])
-        document["ops"] = {op.name: entry(op.problems, installed=op.installed, compatible=op.compatible) for op in report.ops}
-        document["backends"] = section(report.backends)
-        document["selected_backend"] = report.selected_backend
-    document["environment"] = section(report.environment)
-    document["system"] = section(report.system)
-    if report.directory is not None:
-        document["directory"] = section(report.directory)
+        document = {**section([report.ninja]), "selected_backend": report.selected_backend}
+    for name in (*(("ops", "backends") if operators else ()), "environment", "system", "directory"):
+        if (facts := getattr(report, name)) is not None:
+            document[name] = section(facts)
     return json.dumps(document, indent=2)
 
 

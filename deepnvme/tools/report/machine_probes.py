@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 import shutil
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -32,20 +31,6 @@ _CAP_IPC_LOCK = 14
 _VECTOR_EXTENSIONS = ("avx", "avx2", "avx512f", "avx512bw", "asimd", "sve", "sve2")
 
 
-@dataclass(frozen=True)
-class Op:
-    """Whether one op is installed, and whether it can work on this machine."""
-
-    name: str
-    """Name of the op, such as "async_io"."""
-    installed: bool
-    """Whether the op was compiled ahead of time."""
-    compatible: bool
-    """Whether the op is compiled or can be compiled, and works on this machine."""
-    problems: tuple[str, ...]
-    """Why it is not installed or not compatible, and what to type to change that."""
-
-
 def ninja() -> Fact:
     """Return the path of ninja, which compiling ops requires."""
     path = jit.ninja()
@@ -53,8 +38,8 @@ def ninja() -> Fact:
     return Fact.checked("ninja", path, "", problem, good="OKAY", bad="FAIL")
 
 
-def ops() -> list[Op]:
-    """Return, for every op, whether it is installed and whether it can work on this machine."""
+def ops() -> list[Fact]:
+    """Return, for every op, whether it is installed, as the value, and whether it can work on this machine, as the status."""
     return [_op(builder) for builder in ALL_OPS.values()]
 
 
@@ -66,7 +51,7 @@ def backends() -> tuple[list[Fact], str | None]:
     builder = AsyncIOBuilder()
     build = builder.existing_build()
     obstacles = tuple(builder.obstacles())
-    if sys.platform != "linux" or (build is None and obstacles):
+    if build is None and obstacles:
         return [Fact(name, "unusable", status="NO", problems=obstacles) for name in ("io_uring", "libaio", "threads")], None
     facts = [_backend(backend) for backend in builder.backends()]
     facts.append(Fact("threads", "usable", status="OKAY"))
@@ -105,14 +90,12 @@ def system() -> list[Fact]:
         ("transparent huge pages", "", _huge_pages),
         ("shared memory (/dev/shm) size", "shared_memory_bytes", _shared_memory),
     ):
-        # What is unknown has no status: outside of Linux nothing can be done about it.
-        unknown = (None, f"unknown on {platform.system()} {platform.release()}", "")
-        value, text, problem = (probe() if sys.platform == "linux" else None) or unknown
+        value, text, problem = probe()
         facts.append(Fact.checked(name, value, text, problem, key))
     return facts
 
 
-def _op(builder: OpBuilder) -> Op:
+def _op(builder: OpBuilder) -> Fact:
     """Return whether an op is installed, and whether it can work on this machine.
 
     An op is compatible unless a requirement is missing, or it is neither compiled nor can be compiled. A compatible op that is
@@ -128,7 +111,7 @@ def _op(builder: OpBuilder) -> Op:
         use = "an earlier build is in the cache" if cached else "it is compiled at first use"
         to_install = [f"{installed.reason}; {use}; to have it installed: {_ahead_of_time(builder)}"]
     problems = tuple(f"{builder.name}: {problem}" for problem in against or to_install)
-    return Op(builder.name, bool(installed), not against, problems)
+    return Fact(builder.name, bool(installed), status="NO" if against else "OKAY", problems=problems)
 
 
 def _ahead_of_time(builder: OpBuilder) -> str:
@@ -188,11 +171,10 @@ def _cpu() -> list[Fact]:
 
     found = cpuinfo.get_cpu_info()
     vectors = [flag for flag in found.get("flags", []) if flag in _VECTOR_EXTENSIONS]
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return [
         Fact("CPU", found.get("brand_raw") or platform.machine()),
         Fact("vector extensions", ", ".join(vectors) or None),
-        Fact("CPUs usable", usable, named="usable_cpus"),
+        Fact("CPUs usable", len(os.sched_getaffinity(0)), named="usable_cpus"),
     ]
 
 
@@ -203,15 +185,14 @@ def _memory() -> Fact:
     return Fact("memory", found.total, text, named="memory_bytes")
 
 
-# Probes of Linux: each returns a value, its text where that is another than str(value), and what is wrong with it, with the
-# remedy; None if the value cannot be found out.
+# Each of these returns a value, its text where that is another than str(value), and what is wrong with it, with the remedy.
 
 
-def _aio_events() -> tuple[Value, str, str] | None:
-    """Return the system's limit on libaio events, as (value, text, problem); None if unknown. Few left are a problem."""
+def _aio_events() -> tuple[Value, str, str]:
+    """Return the system's limit on libaio events, as (value, text, problem). Few left are a problem."""
     used, allowed = (_read(AIO_LIMITS / name) for name in ("aio-nr", "aio-max-nr"))
     if used is None or allowed is None:
-        return None
+        return None, "unknown", ""
     left = int(allowed) - int(used)
     problem = f"only {left} more events for the libaio backend: {packages.as_root('sysctl -w fs.aio-max-nr=1048576')}"
     return int(allowed), f"{allowed}, {used} in use", problem if left < _FEW_AIO_EVENTS else ""
@@ -219,8 +200,6 @@ def _aio_events() -> tuple[Value, str, str] | None:
 
 def _memory_lock() -> tuple[Value, str, str]:
     """Return the limit on locked memory, as (value, text, problem). A small limit that applies to this process is a problem."""
-    import resource
-
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = soft == resource.RLIM_INFINITY
     text, value = "unlimited" if unlimited else size_for_people(soft), None if unlimited else soft
