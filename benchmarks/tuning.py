@@ -133,7 +133,7 @@ def run_tool(module: str, arguments: Sequence[str]) -> dict[str, Any]:
 def tuner_arguments(settings: Settings) -> list[str]:
     """The tuner's command line."""
     measured = ["--io_size", str(settings.io_size), "--seconds", str(settings.seconds)]
-    return ["--nvme_dir", str(settings.directory), *measured, "--no_save_profile"]
+    return ["--nvme_dir", str(settings.directory), *measured]
 
 
 # -- the tuner against an exhaustive sweep -----------------------------------------------------------------------------

@@ -66,9 +66,6 @@ def test_an_interrupt_while_files_are_being_removed_does_not_keep_them(drive: Pa
     assert list(drive.iterdir()) == []
 
 
-# -- what killed runs left ---------------------------------------------------------------------------------------------
-
-
 def test_pages_are_dropped_also_where_they_had_not_been_written_back(drive: Path) -> None:
     path = drive / "file"
     path.write_bytes(os.urandom(1 << 20))
