@@ -27,8 +27,7 @@ from harness.workloads import Workload
 
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
 from deepnvme.tools.tune.command_line import positive, size
-from deepnvme.tools.tune.folder import check_memory
-from deepnvme.tools.tune.workspace import NotMeasurable
+from deepnvme.tools.tune.folder import NotMeasurable, check_memory
 
 MIB = 1 << 20
 HOST = ("host", "pinned")

@@ -28,7 +28,6 @@ from harness.worker_process import WorkerProcess
 
 from deepnvme.tools.tune.command_line import positive, size
 from deepnvme.tools.tune.figures import Spread
-from deepnvme.tools.tune.fio import version
 from deepnvme.tools.tune.folder import check_memory, drop_pages, settle
 
 MIB = 1 << 20
@@ -113,7 +112,7 @@ def jobs_of_fio(settings: Settings, path: Path, measurements: Measurements) -> l
         measurements.notes.append("fio left out: not found; install it with your package manager")
         return []
     engine = fio.ioengine(program, path.parent)
-    measurements.described["fio"] = {"version": version(program), "ioengine": engine}
+    measurements.described["fio"] = {"version": fio.version(program), "ioengine": engine}
     if engine != "io_uring":
         measurements.notes.append(f"fio runs on {engine}: io_uring is refused here")
     depths = DEPTHS[1:2] if settings.quick else DEPTHS

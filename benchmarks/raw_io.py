@@ -28,7 +28,6 @@ from harness.targets import Target, judge
 from harness.workloads import Contender, Memory, Workload
 
 from deepnvme.tools.tune.command_line import positive, size
-from deepnvme.tools.tune.fio import version
 from deepnvme.tools.tune.folder import check_memory
 from deepnvme.tools.tune.job import Operation
 
@@ -147,7 +146,7 @@ def assemble(
         measurements.notes.append("fio left out: not found; install it with your package manager")
         return
     engine = fio.ioengine(program, directory)
-    measurements.described["fio"] = {"version": version(program), "ioengine": engine}
+    measurements.described["fio"] = {"version": fio.version(program), "ioengine": engine}
     if engine != "io_uring":
         measurements.notes.append(f"fio runs on {engine}: io_uring is refused here")
     yield fio.Fio(program, engine, "default")

@@ -41,9 +41,9 @@ from deepnvme.tools.tune.estimates import Difference, difference, hodges_lehmann
 from deepnvme.tools.tune.figures import Spread
 from deepnvme.tools.tune.folder import drop_pages, settle
 from deepnvme.tools.tune.job import Job, Place
+from deepnvme.tools.tune.measuring import workers
 from deepnvme.tools.tune.settings import default_space
 from deepnvme.tools.tune.transfers import page_locked
-from deepnvme.tools.tune.workers import workers
 
 MIB = 1 << 20
 # Of the sweep's best settings, those that meet the tuner's choice: the first of a noisy table need not be the best.
@@ -133,7 +133,7 @@ def run_tool(module: str, arguments: Sequence[str]) -> dict[str, Any]:
 def tuner_arguments(settings: Settings) -> list[str]:
     """The tuner's command line."""
     measured = ["--io_size", str(settings.io_size), "--seconds", str(settings.seconds)]
-    return ["--nvme_dir", str(settings.directory), *measured, "--no_save_profile"]
+    return ["--nvme_dir", str(settings.directory), *measured]
 
 
 # -- the tuner against an exhaustive sweep -----------------------------------------------------------------------------

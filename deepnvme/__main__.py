@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
-import select
 import sys
 from collections.abc import Sequence
 
@@ -28,47 +28,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: The command and its arguments; None for those of this process.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(_usage(), file=sys.stdout if words else sys.stderr)
-        sys.exit(0 if words else 2)
-    if words[0] in ("-V", "--version"):
-        print(f"deepnvme {__version__}")
-        sys.exit(0)
-    if words[0] not in _COMMANDS:
-        print(f"deepnvme: there is no command {words[0]!r}; there is {', '.join(_COMMANDS)}", file=sys.stderr)
-        sys.exit(2)
-    command = importlib.import_module(f".{_COMMANDS[words[0]][0]}", __package__).main
+    listed = "\n".join(f"  {name:8} {what}" for name, (_, what) in _COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        "deepnvme",
+        description=f"{listed}\n\ndeepnvme COMMAND --help lists a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"deepnvme {__version__}")
+    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
+    chosen = parser.parse_args(arguments)
+    command = importlib.import_module(f".{_COMMANDS[chosen.command][0]}", __package__).main
     try:
         try:
-            command(words[1:])
+            command(chosen.arguments)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except BrokenPipeError:
-        if not _abandoned():
-            raise
+    except BrokenPipeError:  # nobody reads any more, as in ``deepnvme verify *.pt | head -1``
+        # Flushing at exit would fail again, and say so on stderr.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-
-
-def _abandoned() -> bool:
-    """Return whether nobody reads stdout any more, as in ``deepnvme verify *.pt | head -1``. If so, what is left is dropped."""
-    if sys.stdout is None:
-        return False
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    # Flushing at exit would fail again, and say so on stderr.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
-
-
-def _usage() -> str:
-    """Return the text that ``--help`` prints."""
-    lines = [f"  {name:8} {what}" for name, (_, what) in _COMMANDS.items()]
-    end = "deepnvme COMMAND --help lists a command's options, deepnvme --version prints the version."
-    return "\n".join(["usage: deepnvme COMMAND ...", "", *lines, "", end])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from deepnvme.telemetry.descriptions import representation, size_for_people, sta
 from deepnvme.telemetry.report_figures import ReportFigures
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
-from ._lazy import public_names
 from .ops import load_async_io
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from .ops.aio.async_io_op import Engine as NativeEngine
 
 __all__ = ["AnySource", "Backend", "Engine", "File", "FileMode", "Future", "Stats"]
-
-__dir__ = public_names(__name__)
 
 Backend = Literal["auto", "io_uring", "libaio", "threads"]
 """Names of the I/O backends, which ``csrc/engine/backend.cpp`` makes; ``"auto"`` for the first that the kernel accepts."""

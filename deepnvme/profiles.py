@@ -1,9 +1,5 @@
 """Engine settings that ``ds_nvme_tune`` stored for a drive, and engines made with them: public names of ``deepnvme.drives``."""
 
-from deepnvme._lazy import public_names
+from .drives.profiles import default_settings, engine_for, profile_directory, profile_of, settings_for, store_profile
 
-from .drives.profiles import DriveProfile, default_settings, engine_for, profile_directory, profile_of, settings_for
-
-__all__ = ["DriveProfile", "default_settings", "engine_for", "profile_directory", "profile_of", "settings_for"]
-
-__dir__ = public_names(__name__)
+__all__ = ["default_settings", "engine_for", "profile_directory", "profile_of", "settings_for", "store_profile"]

@@ -53,8 +53,6 @@ class GdsProbe:
     cufile_library: Found
     nvidia_fs: Found
     torch_cuda: str | None
-    mismatch: str
-    """How the toolkit's CUDA differs from torch's; empty if it does not, or either is missing."""
     gpu: bool = True
     """Whether there is an NVIDIA GPU, with its driver or without."""
 
@@ -66,11 +64,6 @@ class GdsProbe:
     def without_gpu(self) -> str:
         """That there is no GPU; empty if there is one."""
         return "" if self.gpu else "this machine has no NVIDIA GPU, which only gds needs"
-
-    def problems(self) -> list[str]:
-        """Why GPU-direct storage would not work; empty if nothing is known to be in the way."""
-        parts = (self.cufile_header, self.cufile_library, self.nvidia_fs)
-        return [problem for problem in (self.without_cuda(), *(part.problem for part in parts)) if problem]
 
     def without_cuda(self) -> str:
         """That torch cannot use CUDA, and how to get one that can; empty if it can."""
@@ -85,14 +78,8 @@ def probe() -> GdsProbe:
     toolkit, nvcc = _toolkit()
     torch = installed_torch()
     torch_cuda = torch.cuda if torch else None
-    mismatch = ""
-    if toolkit.version and torch_cuda and _minor(toolkit.version) != _minor(torch_cuda):
-        mismatch = (
-            f"the CUDA toolkit is {toolkit.version} and torch was built for {torch_cuda}. async_io uses neither; "
-            f"for other CUDA extensions set CUDA_HOME to a {_minor(torch_cuda)} toolkit"
-        )
     header, library = _cufile_header(toolkit), _cufile_library(toolkit)
-    return GdsProbe(toolkit, nvcc, header, library, _nvidia_fs(), torch_cuda, mismatch, _has_gpu())
+    return GdsProbe(toolkit, nvcc, header, library, _nvidia_fs(), torch_cuda, _has_gpu())
 
 
 def _has_gpu() -> bool:
@@ -220,7 +207,3 @@ def _nvidia_fs() -> Found:
 
 def _tried(places: list[Path]) -> str:
     return "tried " + ", ".join(str(place) for place in places) if places else "no place to look in"
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])

@@ -201,16 +201,6 @@ def import_extension(name: str, library: Path) -> ModuleType:
     return module
 
 
-def load_obstacle(library: Path) -> str:
-    """Why the system's loader refuses a module; empty if it does not. It is loaded in a process of its own, for some 50 ms."""
-    program = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-I", "-c", program, str(library)], capture_output=True, text=True)
-    if done.returncode == 0:
-        return ""
-    said = done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"]
-    return said[-1].removeprefix("OSError: ")
-
-
 def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
     """Compile the module in a temporary directory and rename that to ``result``. Blocks. Raises RuntimeError if it fails."""
     program = ninja()

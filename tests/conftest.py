@@ -72,7 +72,6 @@ def no_profiles_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         place = tmp_path_factory.mktemp("configuration")
         patch.setenv("XDG_CONFIG_HOME", str(place))
-        patch.delenv("DEEPNVME_PROFILE", raising=False)
         yield place
 
 

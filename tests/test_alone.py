@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,19 +51,3 @@ def test_others_are_in_together_and_who_is_alone_waits_for_them_to_leave(enter: 
     leave.set()
     assert alone.wait(PATIENCE)
     assert late.wait(PATIENCE)
-
-
-def test_nobody_comes_in_to_who_is_alone(enter: tuple[Enter, threading.Event]) -> None:
-    send, leave = enter
-    assert send(True).wait(PATIENCE)
-    others = [send(False), send(True)]
-    assert not any(other.wait(0.1) for other in others)
-    leave.set()
-    assert all(other.wait(PATIENCE) for other in others)
-
-
-def test_a_test_that_fails_leaves(enter: tuple[Enter, threading.Event]) -> None:
-    with contextlib.suppress(ZeroDivisionError), machines.machine(True):
-        1 / 0  # noqa: B018
-    send, _ = enter
-    assert send(True).wait(PATIENCE)

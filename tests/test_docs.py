@@ -143,50 +143,6 @@ def test_most_blocks_are_run() -> None:
     assert len(blocks) - len(not_run) > len(not_run)
 
 
-class TestOfThisTest:
-    """A broken page fails."""
-
-    def test_python_that_raises(self, drive: Path, interpreters: Interpreters) -> None:
-        page = "A\n\n```python\na = 1\n```\n\n```python\nassert a == 2\n```\n"
-        with pytest.raises(AssertionError, match=r'"page.md", line 8'):
-            run(blocks_of("page.md", page), drive, interpreters)
-
-    def test_a_command_that_fails(self, drive: Path, interpreters: Interpreters) -> None:
-        with pytest.raises(AssertionError, match=r"page.md:1: ended with 1"):
-            run(blocks_of("page.md", "```console\n$ false\nan output\n$ true\n```\n"), drive, interpreters)
-
-    def test_what_a_setup_leaves_out(self, drive: Path, interpreters: Interpreters) -> None:
-        page = "<!-- setup\na = 1\n-->\n```python\nassert a == 1\n```\n"
-        run(blocks_of("page.md", page), drive, interpreters)
-        (drive / "nvme").rmdir()
-        with pytest.raises(AssertionError, match="NameError"):
-            run(blocks_of("page.md", page.replace("a = 1", "b = 1")), drive, interpreters)
-
-    @pytest.mark.parametrize(
-        ("page", "message"),
-        [
-            ("```\ntrue\n```\n", "say what the block is in"),
-            ("```console\nan output alone\n```\n", "nothing to run"),
-            ("<!-- not run: -->\n```python\na\n```\n", "say why"),
-            ("<!-- not run: needs a GPU -->\n```bash\nif\n```\n", "syntax error"),
-        ],
-    )
-    def test_what_is_no_block(self, page: str, message: str) -> None:
-        with pytest.raises(AssertionError, match=message):
-            check(blocks_of("page.md", page))
-
-    def test_what_cannot_be_parsed(self) -> None:
-        with pytest.raises(SyntaxError):
-            check(blocks_of("page.md", "<!-- not run: needs a GPU -->\n```python\nif\n```\n"))
-        with pytest.raises(json.JSONDecodeError):
-            check(blocks_of("page.md", "```json\n{,}\n```\n"))
-
-    def test_a_mark_is_for_the_next_block_alone(self) -> None:
-        block, mark, setup = "```python\na\n```\n", "<!-- not run: needs a GPU -->\n", "<!-- setup\na = 1\n-->\n"
-        reasons = [each.why_not for each in blocks_of("page.md", f"{mark}{block}\n{block}\n{setup}{block}\n{mark}{block}")]
-        assert reasons == ["needs a GPU", None, None, None, "needs a GPU"]
-
-
 def anchors_of(markdown: str) -> set[str]:
     """The anchors of headings, as GitHub and the site make them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)

@@ -63,26 +63,6 @@ def test_a_handler_of_asyncio_runs_once() -> None:
     assert called == [1]
 
 
-def test_handlers_get_the_frame_in_which_they_run() -> None:
-    frames: list[FrameType | None] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: frames.append(frame))
-    with defer_interrupts():
-        signal.raise_signal(signal.SIGUSR1)
-    assert [type(frame) for frame in frames] == [FrameType]
-
-
-@pytest.mark.parametrize("number", [signal.SIGVTALRM, signal.SIGPROF, signal.SIGALRM])
-def test_timers_are_held_back(number: signal.Signals) -> None:
-    before = signal.signal(number, up)
-    called = []
-    try:
-        with pytest.raises(TimeIsUp), defer_interrupts():
-            called = [signal.raise_signal(number)]
-        assert called == [None]
-    finally:
-        signal.signal(number, before)
-
-
 def test_nested_ones_let_through_at_the_end_of_the_outermost() -> None:
     def nested() -> None:
         with defer_interrupts():
@@ -94,19 +74,6 @@ def test_nested_ones_let_through_at_the_end_of_the_outermost() -> None:
         nested()
     assert called == [1]
     assert signal.getsignal(signal.SIGUSR1) is up
-
-
-def test_a_handler_that_runs_at_the_end_of_a_block_can_hold_signals_back_itself() -> None:
-    def handler(number: int, frame: FrameType | None) -> None:
-        with defer_interrupts():
-            signal.raise_signal(signal.SIGTERM)
-            called.append(number)
-
-    called: list[int] = []
-    signal.signal(signal.SIGUSR1, handler)
-    with pytest.raises(TimeIsUp), defer_interrupts():
-        signal.raise_signal(signal.SIGUSR1)
-    assert called == [signal.SIGUSR1]
 
 
 def test_a_child_that_another_thread_forks_has_its_handlers(interpreters: Interpreters) -> None:

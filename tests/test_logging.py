@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,7 @@ import torch
 
 import deepnvme
 
-from .support.training import give_gradients, parameters
-
-ROOT = Path(deepnvme.__file__).parent
-
-
-def test_no_module_configures_logging() -> None:
-    forbidden = {"addHandler", "basicConfig", "setLevel", "removeHandler", "dictConfig", "fileConfig"}
-    for path in ROOT.rglob("*.py"):
-        calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-        found = {call.attr for call in calls if isinstance(call, ast.Attribute)} & forbidden
-        assert not found, f"{path}: {found}"
-
-
-def test_loggers_have_the_names_of_their_modules() -> None:
-    for path in ROOT.rglob("*.py"):
-        for line in path.read_text().splitlines():
-            if line.startswith("_logger ="):
-                assert line == "_logger = logging.getLogger(__name__)", path
+from .support.training import parameters
 
 
 def test_nothing_is_written_to_stderr_unless_the_program_asks(drive: Path, interpreters: Any) -> None:
@@ -49,15 +31,6 @@ assert logging.getLogger("deepnvme").handlers == []
     estimate, saved = told.stderr.splitlines()
     assert estimate.startswith(f"deepnvme.offload.optimizer: AdamW with its states in {drive}/states writes ")
     assert saved.startswith(f"deepnvme.checkpoint.publication: saved '{drive}/a.pt': ")
-
-
-def test_each_step_is_logged_for_debugging(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
-    params = parameters()
-    with deepnvme.OffloadedOptimizer(params, torch.optim.AdamW, nvme_path=drive / "states") as optimizer:
-        caplog.set_level(logging.DEBUG, logger="deepnvme.states")
-        give_gradients(params, 0)
-        optimizer.step()
-        assert caplog.messages == [optimizer.report().line()]
 
 
 def test_a_save_that_fails_is_not_logged_as_saved(drive: Path, caplog: pytest.LogCaptureFixture) -> None:

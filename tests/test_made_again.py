@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import os
-import sys
 import threading
-import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +17,10 @@ import torch
 import deepnvme
 from deepnvme import OffloadedOptimizer
 from deepnvme.files.directory_lock import StoreLocked
-from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.offload import OffloadedTraining
-from deepnvme.states.step import OptimizerStep
 from deepnvme.streaming import WeightStore
-from deepnvme.swap import BufferPool, TensorStore
-from deepnvme.tables import RowOptimizer, Table
+from deepnvme.swap import TensorStore
+from deepnvme.tables import Table
 
 SETUP = """
 import torch
@@ -116,7 +111,7 @@ def test_a_cell_that_makes_an_optimizer_runs_again(notebook: Notebook) -> None:
         notebook.run(OPTIMIZER)
     assert [(each.filename, each.lineno) for each in warned] == [("cell-0", LINE)]
     assert notebook["opt"].steps == 2
-    for use in (old.step, old.state_dict, old.measure_limits, lambda: old.clip_grad_norm_(1.0)):
+    for use in (old.step, old.state_dict, lambda: old.clip_grad_norm_(1.0)):
         says = f"this OffloadedOptimizer was closed: another one was made on '.*states' at {MADE}: use that one"
         with pytest.raises(RuntimeError, match=says):
             use()
@@ -136,9 +131,7 @@ def test_an_old_optimizer_trains_no_old_model_in_silence(notebook: Notebook) -> 
     assert all(map(torch.equal, before, notebook["old_model"].parameters()))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"offload_gradients": True}, {"step_in_backward": True}, {"dram_budget": 1 << 20}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"dram_budget": 1 << 20}], ids=str)
 def test_an_optimizer_that_nobody_has_frees_its_directory(
     notebook: Notebook, no_collection: None, options: dict[str, Any]
 ) -> None:
@@ -154,72 +147,6 @@ def test_an_optimizer_that_nobody_has_frees_its_directory(
         del optimizer, scheduler
     gc.collect()
     assert not (notebook["path"] / "states").exists()
-
-
-def test_a_sweep_in_a_function_needs_no_close(notebook: Notebook, no_collection: None) -> None:
-    notebook.run("""
-def run(lr):
-    model = Model()
-    opt = optimizer_of(model)
-    opt.param_groups[0]["lr"] = lr
-    train(model, opt, 2)
-    return model(batch).item()
-
-losses = [run(lr) for lr in (0.1, 0.01, 0.001)]
-""")
-    assert len(set(notebook["losses"])) == 3
-    gc.collect()
-
-
-def test_an_optimizer_that_only_a_traceback_has_gives_way(notebook: Notebook) -> None:
-    """As a notebook keeps the last one."""
-    notebook.run("def fails():\n    model = Model()\n    opt = optimizer_of(model)\n    raise ArithmeticError")
-    with pytest.raises(ArithmeticError) as kept:
-        notebook["fails"]()
-    notebook.run(OPTIMIZER)
-    old = kept.tb.tb_next.tb_frame.f_locals["opt"]
-    with pytest.raises(RuntimeError, match="another one was made"):
-        old.step()
-
-
-def test_a_loop_that_keeps_the_optimizer_of_its_last_fit_makes_another(notebook: Notebook) -> None:
-    """Lightning's Trainer does so: it asks the module for an optimizer, and has that of the last fit until then."""
-    notebook.run("""
-class Fitting:
-    def fit(self, model):
-        self.optimizers = [optimizer_of(model)]
-        train(model, self.optimizers[0], 1)
-        self.state = self.optimizers[0].state_dict()
-
-fitting = Fitting()
-fitting.fit(Model())
-fitting.fit(Model())  # without a warning: the states were taken
-opt = fitting.optimizers[0]
-""")
-    assert notebook["opt"].steps == 1
-
-
-def test_states_that_were_taken_are_no_loss(notebook: Notebook) -> None:
-    notebook.run(OPTIMIZER + "state = opt.state_dict()")
-    notebook.run("opt = optimizer_of(model)\nopt.load_state_dict(state)")
-    notebook.run("opt = optimizer_of(model)\nopt.load_state_dict(state)")
-    notebook.run("train(model, opt, 1)")
-    with pytest.warns(UserWarning, match="its 1 steps"):
-        notebook.run("opt = optimizer_of(model)")
-
-
-def test_the_memory_of_the_optimizer_before_counts_no_more(notebook: Notebook) -> None:
-    """Both together would not fit into the pool."""
-    pool = BufferPool(1 << 20)
-    options: dict[str, Any] = {"nvme_path": notebook["path"] / "states", "dram_budget": 400 << 10, "pool": pool}
-    options |= {"sub_group_size": 4096}
-    for again in (False, True):
-        model = notebook["Model"]()
-        with pytest.warns(UserWarning, match="are removed") if again else contextlib.nullcontext():
-            optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, **options)
-        notebook["train"](model, optimizer, 2)
-        assert pool.in_use > 100 << 10
-    optimizer.close()
 
 
 def test_a_warning_that_is_an_error_leaves_the_optimizer_before(notebook: Notebook) -> None:
@@ -268,28 +195,6 @@ def test_an_optimizer_whose_step_runs_is_not_closed(notebook: Notebook) -> None:
     assert notebook["opt"].steps == 4
 
 
-def test_an_optimizer_of_another_thread_is_refused_while_that_runs(notebook: Notebook) -> None:
-    made, ends = threading.Event(), threading.Event()
-
-    def work() -> None:
-        notebook.run("opt = optimizer_of(Model())")
-        made.set()
-        ends.wait()
-
-    thread = threading.Thread(target=work, name="trainer-7")
-    thread.start()
-    made.wait()
-    try:
-        with pytest.raises(StoreLocked, match=r"OffloadedOptimizer of this process .* in another thread \('trainer-7'\)"):
-            notebook.run("other = optimizer_of(Model())")
-    finally:
-        ends.set()
-        thread.join()
-    notebook.run("other = optimizer_of(Model())")
-    with pytest.raises(RuntimeError, match="another one was made"):
-        notebook["opt"].step()
-
-
 def test_an_optimizer_stays_if_another_one_cannot_have_all_directories(notebook: Notebook, drive: Path) -> None:
     notebook.run(OPTIMIZER)
     states = notebook["path"] / "states"
@@ -302,46 +207,11 @@ def test_an_optimizer_stays_if_another_one_cannot_have_all_directories(notebook:
     assert notebook["opt"].steps == 3
 
 
-def test_an_optimizer_says_that_the_one_it_was_closed_for_could_not_be_made(
-    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notebook.run(OPTIMIZER + "state = opt.state_dict()")
-
-    def fails(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no room for the states")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(OptimizerStep, "add", fails)
-        with pytest.raises(OSError, match="no room"):
-            notebook.run("other = optimizer_of(Model())")
-    says = rf"closed for another one on '.*states' at {MADE}, which could not be made \(OSError: .*no room for the states\)"
-    with pytest.raises(RuntimeError, match=says):
-        notebook["opt"].step()
-    notebook.run("opt = optimizer_of(model)\nopt.load_state_dict(state)\ntrain(model, opt, 1)")
-
-
-def test_errors_of_an_optimizer_say_nothing_of_a_store(notebook: Notebook) -> None:
-    notebook.run("table = Table.create(path / 'states', 10, 4, torch.float32)")
-    with pytest.raises(StoreLocked) as refused:
-        notebook.run("opt = optimizer_of(Model())")
-    assert "store" not in str(refused.value).lower().replace("deepnvme-store", "")
-    assert "the Table of this process" in str(refused.value)
-
-
 def test_another_kind_of_object_does_not_take_an_optimizers_directory(notebook: Notebook) -> None:
     notebook.run(OPTIMIZER)
     with pytest.raises(StoreLocked, match=rf"the OffloadedOptimizer .* that was made at {MADE}: call its close\(\), or choose"):
         TensorStore(notebook["path"] / "states")
     notebook.run("train(model, opt, 1)")
-
-
-def test_a_cell_of_ipython_has_its_number(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = types.SimpleNamespace(format_code_name=lambda name: ("Cell", "In[3]") if name == "cell-0" else None)
-    shell = types.SimpleNamespace(compile=compiler)
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
-    notebook.run("opt = optimizer_of(Model())")
-    with pytest.raises(StoreLocked, match=rf"that was made at cell In\[3\], line {LINE}:"):
-        TensorStore(notebook["path"] / "states")
 
 
 # A training of a whole model
@@ -355,16 +225,6 @@ def test_a_cell_that_makes_a_model_and_its_training_runs_again(notebook: Noteboo
     for _ in range(4):
         notebook.run(TRAINING)
         assert len(trainings(notebook["path"])) <= 2
-
-
-def test_trainings_in_a_loop_do_not_fill_the_drive(notebook: Notebook, no_collection: None) -> None:
-    def run() -> None:
-        notebook.run("def run():\n" + "".join(f"    {line}\n" for line in TRAINING.splitlines()) + "run()")
-
-    for _ in range(3):
-        run()
-        assert len(trainings(notebook["path"])) == 1
-    gc.collect()
 
 
 def test_a_second_training_of_a_model_names_the_first(notebook: Notebook) -> None:
@@ -404,15 +264,6 @@ def test_a_store_is_refused_and_named(notebook: Notebook) -> None:
         notebook.run("store = deepnvme.swap.TensorStore(path / 'store')")
     assert torch.equal(notebook["store"].get("a").result(), notebook["batch"])
     notebook.run("store.close()\nstore = deepnvme.swap.TensorStore(path / 'store')")
-
-
-def test_a_store_in_a_cycle_is_collected(drive: Path, no_collection: None) -> None:
-    for _ in range(3):
-        store = TensorStore(drive / "store")
-        cycle: list[Any] = [store]
-        cycle.append(cycle)
-        del store, cycle
-    gc.collect()
 
 
 def test_a_store_of_weights_is_opened_again_and_named_when_it_is_built_again(notebook: Notebook) -> None:
@@ -462,17 +313,6 @@ optimizer.zero_grad()
     notebook.run(cell)
     notebook.run(cell)
     notebook["embedding"].table.close()
-
-
-def test_a_step_of_rows_without_gradients_is_no_mistake(notebook: Notebook) -> None:
-    """A batch may have no ids of an embedding. And one that is made anew is refused, since its table is open."""
-    notebook.run("""
-embedding = EmbeddingOnDisk(100, 8, path=path / "table", optimizer=torch.optim.SGD)
-optimizer = RowOptimizer(embedding, lr=0.1)
-optimizer.step()
-""")
-    assert isinstance(notebook["optimizer"], RowOptimizer)
-    assert isinstance(notebook["embedding"], EmbeddingOnDisk)
 
 
 # What has a directory of its own, or no lock

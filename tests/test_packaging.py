@@ -38,14 +38,6 @@ op = AsyncIOBuilder().load()
 print(deepnvme.ops.op_builder.__file__, op.__file__, op.value, sep="\\n")
 """
 
-LOOK_AT_GDS = """
-import sys, types
-package = types.ModuleType("deepnvme"); package.__path__ = [sys.argv[1]]; sys.modules["deepnvme"] = package
-from deepnvme.ops.op_builder import GDSBuilder, cuda
-cuda.installed_torch = lambda: None
-print(GDSBuilder().is_prebuilt().ok, "; ".join(GDSBuilder().lacking()), sep="\\n")
-"""
-
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
@@ -146,11 +138,6 @@ def test_asking_for_an_op_without_a_compiler_fails_the_install_with_the_reason(
     assert f"{variable}=1, but {name} cannot be built" in done.stdout + done.stderr
 
 
-def test_all_ops_means_those_that_can_be_built(small_engine: Path, tmp_path: Path) -> None:
-    wheel = built("wheel", small_engine, tmp_path / "wheels", DS_BUILD_OPS="1", CXX="no-such-compiler")
-    assert not any(name.endswith(".so") for name in contents(wheel))
-
-
 SETUP = REPOSITORY / ".ci" / "install_system_packages"
 
 
@@ -226,26 +213,6 @@ def test_the_makefile_says_what_it_installs_before_it_does(tmp_path: Path, torch
     assert ("torch==" in done.stdout) == (torch == "missing")
 
 
-def test_a_compiler_of_several_words_is_understood_and_a_missing_one_named(bare_machine: Path) -> None:
-    (bare_machine / "ccache").write_text("#!/bin/sh\n")
-    (bare_machine / "ccache").chmod(0o755)
-    assert "compiler" not in prepare(PATH=str(bare_machine), CXX="ccache g++").stderr
-    done = prepare(PATH=str(bare_machine), CXX="no-such g++")
-    assert (done.returncode, done.stderr) == (1, "CXX=no-such g++ is not found: correct or unset CXX\n")
-
-
-@pytest.mark.parametrize(("body", "said"), [("echo 3.9.2; exit 1", "is 3.9.2"), (None, "was not found")])
-def test_a_python_that_is_missing_or_too_old_is_named_first(body: str | None, said: str, bare_machine: Path) -> None:
-    python = bare_machine / "python3"
-    if body:
-        python.write_text(f"#!/bin/sh\n{body}\n")
-        python.chmod(0o755)
-    done = prepare(PATH=str(bare_machine), PYTHON=str(python))
-    assert done.returncode == 1
-    assert done.stderr.startswith("Python 3.10 or later is needed")
-    assert said in done.stderr
-
-
 # Contents
 
 
@@ -284,17 +251,6 @@ def test_an_installed_wheel_compiles_the_op_at_first_use(small_engine: Path, tmp
     assert value == "1"
 
 
-@pytest.mark.parametrize("symlinks", [True, False], ids=["symlinks", "no symlinks"])
-def test_an_editable_install_finds_the_builder_in_the_checkout(small_engine: Path, tmp_path: Path, symlinks: bool) -> None:
-    """The link in deepnvme/ops serves tools that know no import hooks; where git makes none, the install's hook does."""
-    if not symlinks:
-        (small_engine / "deepnvme" / "ops" / "op_builder").unlink()
-    installed = unpack(built("editable", small_engine, tmp_path / "wheels"), tmp_path / "installed")
-    done = load(installed, small_engine / "deepnvme")
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.splitlines()[0]).resolve() == small_engine / "op_builder" / "__init__.py"
-
-
 def test_an_op_compiled_ahead_of_time_is_loaded_without_a_compiler(
     small_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,18 +262,6 @@ def test_an_op_compiled_ahead_of_time_is_loaded_without_a_compiler(
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1].startswith(str(installed / "deepnvme" / "ops" / "aio" / "async_io_op"))
     assert "Warning" not in done.stderr
-
-
-def test_gds_is_compiled_ahead_of_time_where_neither_torch_nor_cufile_is(small_engine: Path, tmp_path: Path) -> None:
-    """As in the environment that pip builds in."""
-    wheel = built("wheel", small_engine, tmp_path / "wheels", DS_BUILD_GDS="1")
-    (library,) = (name for name in contents(wheel) if name.endswith(".so"))
-    assert library.startswith("deepnvme/ops/gds/gds_op.")
-    done = load(unpack(wheel, tmp_path / "installed"), program=LOOK_AT_GDS)
-    assert done.returncode == 0, done.stderr
-    prebuilt, lacking = done.stdout.splitlines()
-    assert prebuilt == "True"
-    assert "torch is missing" in lacking or "no NVIDIA GPU" in lacking
 
 
 def test_a_prebuilt_op_that_does_not_match_is_compiled_again_saying_why(small_engine: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepnvme.tools.tune.workspace import NotMeasurable
+from deepnvme.tools.tune.folder import NotMeasurable
 from harness.other_load import OtherLoad
 from harness.workloads import ContenderFailed
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from deepnvme.tools.tune.folder import check_space, folder_facts
-from deepnvme.tools.tune.workspace import NotMeasurable
+from deepnvme.tools.tune.folder import NotMeasurable, check_space, folder_facts
 from harness import pattern
 
 

@@ -5,16 +5,109 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import signal
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from deepnvme.tools.tune.fio import FioFailed, FioTransfer, huge_pages_free, output_of
+from deepnvme.files.regular_files import lines_of
+from deepnvme.tools.tune.job import Operation, Timing
 from harness.workloads import ContenderFailed, Sample, Workload
 
 QUEUE_DEPTH = 32
 _NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+class FioFailed(Exception):
+    """Raised if fio fails. The message is fio's own."""
+
+
+def output_of(command: Sequence[str]) -> str:
+    """Run fio with these arguments and return its standard output. Raises FioFailed if it fails."""
+    # fio's jobs are separate processes; in a session of their own, an interrupt can end all of them.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        output, errors = process.communicate()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if process.returncode != 0:
+        said = (errors.strip() or output.strip()).splitlines()
+        raise FioFailed(f"fio ended with {process.returncode}: {said[0] if said else 'no message'}")
+    return output
+
+
+def version(program: str) -> str:
+    """Return the version of fio, as it prints it. Raises FioFailed."""
+    return output_of([program, "--version"]).strip()
+
+
+@dataclass(frozen=True)
+class FioTransfer:
+    """A transfer that fio makes: all files at the same time, with O_DIRECT."""
+
+    program: str
+    """Path of fio."""
+    ioengine: str
+    """fio's I/O engine, such as "io_uring" or "libaio"."""
+    operation: Operation
+    """Whether to read or to write."""
+    paths: Sequence[Path]
+    """Paths of the files."""
+    nbytes: int
+    """Bytes of each file: a multiple of ``block_size``, or one smaller request of whole sectors."""
+    block_size: int
+    """Bytes of a request."""
+    queue_depth: int
+    """Requests in flight for each file."""
+    huge_pages: bool = False
+    """Whether buffers are in reserved huge pages (vm.nr_hugepages), instead of ordinary memory."""
+
+    def run(self, fresh: bool = False) -> Timing:
+        """Run fio once, and return the time by fio's own clocks, which excludes its start-up. Blocks.
+
+        An interrupt of this process ends fio's processes.
+
+        Args:
+            fresh: Whether the files are new: fio then reserves their space before its measured time begins.
+
+        Raises:
+            FioFailed: If fio fails, does not move all bytes, or its report cannot be read.
+        """
+        command = [self.program, f"--rw={self.operation}", f"--iodepth={self.queue_depth}", f"--ioengine={self.ioengine}"]
+        command += [f"--iomem={'mmaphuge' if self.huge_pages else 'malloc'}", f"--fallocate={'native' if fresh else 'none'}"]
+        command += [f"--bs={min(self.block_size, self.nbytes)}", f"--size={self.nbytes}"]
+        command += ["--direct=1", "--group_reporting"]
+        command.append("--output-format=json")
+        for index, path in enumerate(self.paths):
+            filename = str(path).replace(":", "\\:")  # fio splits file names at colons
+            command += [f"--name=job{index}", f"--filename={filename}"]
+        output = output_of(command)
+        try:
+            # fio may print notes before the JSON document.
+            (job,) = json.loads(output[f"\n{output}".index("\n{") :])["jobs"]  # --group_reporting combines all jobs into one
+            moved = job[self.operation]
+            # fio's clock has a resolution of a millisecond: a shorter job counts as one.
+            seconds = max(moved["runtime"], 1) / 1000
+            # usr_cpu and sys_cpu are percentages of the jobs' milliseconds, by fio's own getrusage.
+            found = Timing(moved["io_bytes"], seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000)
+        except (ValueError, LookupError, TypeError) as error:
+            raise FioFailed(f"the report of {self.program} cannot be read: {error!r}") from error
+        if found.nbytes != self.nbytes * len(self.paths):
+            raise FioFailed(f"fio moved {found.nbytes} bytes of {self.nbytes * len(self.paths)}")
+        return found
+
+
+def huge_pages_free() -> tuple[int, int]:
+    """Return the size of a huge page in bytes, and the number of free huge pages; (0, 0) if the kernel does not report them."""
+    fields = dict(line.split(":", 1) for line in lines_of(Path("/proc/meminfo")))
+    size, free = (int(fields.get(name, "0").split()[0]) for name in ("Hugepagesize", "HugePages_Free"))
+    return size * 1024, free
 
 
 class HugePagesUnavailable(Exception):

@@ -14,7 +14,7 @@ import deepnvme
 from deepnvme import AioConfig
 from deepnvme.tools.tune.folder import drop_pages, settle
 from deepnvme.tools.tune.job import OPERATIONS, Job, Operation, Place
-from deepnvme.tools.tune.workers import CallWorkers, workers
+from deepnvme.tools.tune.measuring import CallWorkers, workers
 from harness.comparison import Counts
 from harness.worker_process import WorkerProcess
 

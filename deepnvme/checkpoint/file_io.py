@@ -58,7 +58,6 @@ def shared_engine(path: Path, config: AioConfig | None = None) -> Engine:
 
     Raises:
         TypeError: If ``config`` is something else than an AioConfig.
-        ValueError: If DEEPNVME_PROFILE has an unknown value.
         OSError: If the path cannot be reached, naming it; or if the kernel refuses the backend that ``config`` names.
         RuntimeError: If the op cannot be built.
     """

@@ -9,14 +9,11 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from deepnvme._lazy import public_names
 from deepnvme.engine import Backend
 from deepnvme.files.regular_files import open_regular
 from deepnvme.telemetry.sizes import byte_count
 
 __all__ = ["AioConfig"]
-
-__dir__ = public_names(__name__)
 
 _WORKERS = ("intra_op_parallelism", "thread_count", "num_threads")
 """Names under which an ``aio`` block may give the number of workers."""
@@ -54,6 +51,16 @@ class AioConfig(BaseModel):
     def in_flight_bytes(self) -> int:
         """Most bytes in flight for each drive: block size times queue depth times number of workers."""
         return self.block_size * self.queue_depth * self.intra_op_parallelism
+
+    def __str__(self) -> str:
+        """Return the settings in words: "block_size 1048576, queue_depth 32, 1 worker"."""
+        workers = "1 worker" if self.intra_op_parallelism == 1 else f"{self.intra_op_parallelism} workers"
+        parts = [f"block_size {self.block_size}", f"queue_depth {self.queue_depth}", workers]
+        if self.single_submit:
+            parts.append("single_submit")
+        if self.backend != "auto":
+            parts.append(self.backend)
+        return ", ".join(parts)
 
     @model_validator(mode="before")
     @classmethod

@@ -11,23 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deepnvme._lazy import public_names
 from deepnvme.files.regular_files import lines_of
-
-__all__ = [
-    "BLOCK_DEVICES",
-    "MEMORY_FILESYSTEMS",
-    "MOUNTS",
-    "Drive",
-    "Kind",
-    "Mount",
-    "block_device",
-    "drive_of",
-    "mount_of",
-    "unescaped",
-]
-
-__dir__ = public_names(__name__)
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 """Filesystems that keep files in memory."""
@@ -38,13 +22,8 @@ _VIRTUAL_VENDORS = ("QEMU", "VBOX", "VMware", "Msft")
 These disks often report that they are rotational, whatever the host has.
 """
 
-Kind = Literal["nvme", "ssd", "rotational", "virtual", "memory", "unknown"]
-"""Kinds of drives.
-
-"nvme", "ssd" and "rotational" are what the disks report. "virtual": virtio and Xen disks, and disks of hypervisors
-that report that they are rotational, since the medium behind them is not known. "memory": no disk, but tmpfs or
-ramfs. "unknown": a network file system, an overlay, or several kinds in one RAID.
-"""
+Kind = Literal["rotational", "memory", "other"]
+"""Kinds of drives that need settings of their own: "rotational" if all disks report it; "memory" for tmpfs and ramfs."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +49,7 @@ class Drive:
     disks: tuple[Path, ...]
     """The /sys directories of the disks: several below RAID or LVM, none for a file system that is on no block device."""
     kind: Kind
-    """Kind of the disks; "unknown" if they are of several kinds."""
+    """Kind of the drive."""
 
     @property
     def models(self) -> str:
@@ -169,25 +148,14 @@ def _disks_below(device: Path) -> Iterator[Path]:
 
 
 def _kind_of(mount: Mount | None, disks: tuple[Path, ...]) -> Kind:
-    """Return the kind that all disks have; "unknown" for several kinds or none."""
+    """Return the kind of a drive."""
     if mount is not None and mount.filesystem in MEMORY_FILESYSTEMS:
         return "memory"
-    kinds = {_kind_of_disk(disk) for disk in disks}
-    return kinds.pop() if len(kinds) == 1 else "unknown"
+    return "rotational" if disks and all(map(_is_rotational, disks)) else "other"
 
 
-def _vendor_and_model(disk: Path) -> str:
-    """Return the vendor and model that a disk reports, as one text."""
-    return " ".join("".join(lines_of(disk / "device" / name)) for name in ("vendor", "model"))
-
-
-def _kind_of_disk(disk: Path) -> Kind:
-    """Return the kind that a disk reports; "virtual" for disks of hypervisors that always report to be rotational."""
-    if disk.name.startswith("nvme"):
-        return "nvme"
-    if disk.name.startswith(("vd", "xvd")):  # these say that they are rotational, whatever the host has
-        return "virtual"
-    rotational = "".join(lines_of(disk / "queue/rotational")).strip()
-    if rotational == "1" and any(vendor in _vendor_and_model(disk) for vendor in _VIRTUAL_VENDORS):
-        return "virtual"
-    return "rotational" if rotational == "1" else "ssd" if rotational == "0" else "unknown"
+def _is_rotational(disk: Path) -> bool:
+    """Return whether a disk reports to be rotational, and is none of a hypervisor, which say so whatever the host has."""
+    said = " ".join("".join(lines_of(disk / "device" / name)) for name in ("vendor", "model"))
+    virtual = disk.name.startswith(("vd", "xvd")) or any(vendor in said for vendor in _VIRTUAL_VENDORS)
+    return not virtual and "".join(lines_of(disk / "queue/rotational")).strip() == "1"

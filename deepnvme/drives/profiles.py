@@ -7,121 +7,36 @@ DeepSpeed's handles and swappers, which are given the ``aio`` block of DeepSpeed
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from deepnvme._lazy import public_names
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.mounts import Drive, drive_of
 from deepnvme.engine import Engine
 from deepnvme.files.regular_files import NotARegularSmallFile, read_regular
 from deepnvme.files.replacing import replacing, with_filename
+from deepnvme.telemetry.descriptions import printable
 from deepnvme.telemetry.sizes import ByteCount, byte_count
-
-__all__ = [
-    "PROFILE_VARIABLE",
-    "AnyPath",
-    "DriveProfile",
-    "create_engine",
-    "default_settings",
-    "engine_for",
-    "profile_directory",
-    "profile_of",
-    "profiles_enabled",
-    "settings_for",
-]
-
-__dir__ = public_names(__name__)
 
 _logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
-PROFILE_VARIABLE = "DEEPNVME_PROFILE"
-"""The environment variable that switches profiles off (``off``) or on (``on``, the default)."""
 _MIN_QUEUE_DEPTH = 128
 """Smallest queue depth of an engine whose settings the user has not given; docs/tuning.md has the reason."""
 _MAX_FILE_BYTES = 1 << 16
 """Most bytes of a profile's file."""
 
 
-class DriveProfile(BaseModel):
-    """Settings for files on one drive, stored as a JSON file of its own.
+class _ProfileFile(BaseModel):
+    """The part of a profile's file that is read. The rest says for people which drive it is of."""
 
-    A drive is identified by its mount point, the type of its file system and the models of its disks. If a disk reports
-    no model, as with virtio, the mounted device takes the place of the models, such as ``/dev/vda1``; its name may change
-    after a restart.
-    """
-
-    model_config = ConfigDict(extra="ignore", frozen=True)  # what a newer version has noted besides does no harm
-
-    mount: str
-    """Directory on which the file system is mounted."""
-    filesystem: str
-    """Type of the file system, such as "ext4"."""
-    disk_models: str
-    """Models of the disks; the source of the mount if one of them has none."""
     settings: AioConfig
-    """Settings of engines for the drive. ``use_gds`` and ``overlap_events`` have no effect."""
-    read_gb_per_second: float | None = None
-    """Read speed measured with these settings, in 10^9 bytes per second; None if it was not measured."""
-    write_gb_per_second: float | None = None
-    """Write speed measured with these settings, in 10^9 bytes per second; None if it was not measured."""
-    measured_at: str = ""
-    """Date and time of the measurement, as ISO 8601; empty if unknown."""
-
-    @classmethod
-    def of(
-        cls,
-        drive: Drive,
-        settings: AioConfig,
-        read_gb_per_second: float | None = None,
-        write_gb_per_second: float | None = None,
-        measured_at: str = "",
-    ) -> DriveProfile:
-        """Return a profile of a drive, which is not stored yet. The other arguments are fields of the profile.
-
-        Raises:
-            ValueError: If the drive's mount is not known, or its mount point or name is not printable UTF-8.
-        """
-        if drive.mount is None:
-            raise ValueError("it is not known on which file system it is: /proc/self/mountinfo cannot be read")
-        mount = drive.mount
-        models = drive.models
-        for what, text in (("mount point", mount.point), ("disks", models)):
-            if not text.isprintable():  # undecoded bytes are surrogates, which no JSON file can hold
-                raise ValueError(f"a profile cannot name the {what} {text!r}: not printable UTF-8")
-        return cls(
-            mount=mount.point,
-            filesystem=mount.filesystem,
-            disk_models=models,
-            settings=settings,
-            read_gb_per_second=read_gb_per_second,
-            write_gb_per_second=write_gb_per_second,
-            measured_at=measured_at,
-        )
-
-    @property
-    def path(self) -> Path:
-        """Path of the file that the profile is stored in."""
-        return _path_of(self.mount, self.filesystem, self.disk_models)
-
-    def save(self) -> Path:
-        """Store the profile, in place of an older one of the same drive. Blocks. Returns the path of its file.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
-        path = self.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.{os.getpid()}")
-        with with_filename(path, instead=True), replacing(path, new):
-            new.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        return path
 
 
 def profile_directory() -> Path:
@@ -134,49 +49,63 @@ def profile_directory() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "deepnvme" / "drives"
 
 
-def profiles_enabled() -> bool:
-    """Return whether profiles are used: True unless the environment variable DEEPNVME_PROFILE is ``off``.
+def profile_path(drive: Drive) -> Path:
+    """Return the path of the JSON file that a drive's profile is in, if it has one.
+
+    A drive is identified by its mount point, the type of its file system and the models of its disks. If a disk reports
+    no model, as with virtio, the mounted device takes the place of the models, such as ``/dev/vda1``; its name may change
+    after a restart. The file's name has the mount's name, for people, and a hash that identifies the drive.
 
     Raises:
-        ValueError: If the variable is neither ``on`` nor ``off`` nor empty.
+        ValueError: If the drive's mount is not known.
+        RuntimeError: If the user has no home directory.
     """
-    value = os.environ.get(PROFILE_VARIABLE, "").lower()
-    if value not in ("", "on", "off"):
-        raise ValueError(f"{PROFILE_VARIABLE} must be on or off, got {value!r}")
-    return value != "off"
+    if drive.mount is None:
+        raise ValueError("it is not known on which file system it is: /proc/self/mountinfo cannot be read")
+    mount = drive.mount.point
+    identity = "\0".join((mount, drive.mount.filesystem, drive.models)).encode(errors="surrogateescape")
+    readable = os.path.basename(mount).encode(errors="ignore")[:64].decode(errors="ignore")
+    return profile_directory() / f"{readable or 'root'}-{hashlib.sha256(identity).hexdigest()[:16]}.json"
 
 
-def profile_of(drive: Drive) -> DriveProfile | None:
-    """Return the stored profile of a drive, even if profiles are switched off; None if none is stored.
+def store_profile(drive: Drive, settings: AioConfig) -> Path:
+    """Store settings as the profile of a drive, in place of an older one. Blocks. Returns the path of its file.
+
+    Raises:
+        ValueError, RuntimeError: As for :func:`profile_path`.
+        OSError: If the file cannot be written.
+    """
+    path, mount = profile_path(drive), drive.mount
+    assert mount is not None
+    names = {"mount": mount.point, "filesystem": mount.filesystem, "disk_models": drive.models}
+    document = {**{name: printable(text) for name, text in names.items()}, "settings": settings.model_dump()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    with with_filename(path, instead=True), replacing(path, new):
+        new.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def profile_of(drive: Drive) -> AioConfig | None:
+    """Return the settings that are stored as the profile of a drive; None if there are none.
 
     Raises:
         ValueError: If the profile cannot be read, is damaged, or has settings that this version does not know. The
             message says what to do.
     """
-    if drive.mount is None:
+    try:
+        path = profile_path(drive)
+    except (ValueError, RuntimeError):  # a user without a home directory has no profiles
         return None
     try:
-        path = _path_of(drive.mount.point, drive.mount.filesystem, drive.models)
-    except RuntimeError:  # a user without a home directory has no profiles
+        return _ProfileFile.model_validate_json(read_regular(path, _MAX_FILE_BYTES)).settings
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # of a service, the home directory may be another user's
         return None
-    try:
-        return DriveProfile.model_validate_json(read_regular(path, _MAX_FILE_BYTES))
-    except (FileNotFoundError, NotADirectoryError):  # a service's home directory may be /dev/null
-        return None
-    except OSError as error:
-        # The directory is another user's, as after setuid().
-        if isinstance(error, PermissionError) and not os.access(path.parent, os.X_OK, effective_ids=True):
-            return None
-        raise ValueError(f"the drive profile cannot be read ({error}): remove it, or tune the drive again") from error
-    except (NotARegularSmallFile, ValidationError) as error:
+    except (OSError, NotARegularSmallFile, ValidationError) as error:
         reason = str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
-            place = map(str, first["loc"])
-            if first["type"] == "extra_forbidden":
-                what = f"the drive profile '{path}' has a setting that this version does not know ({': '.join(place)})"
-                raise ValueError(f"{what}: use a newer version, or tune the drive again") from error
-            reason = ": ".join((*place, first["msg"]))
+            reason = ": ".join((*map(str, first["loc"]), first["msg"]))
         raise ValueError(f"the drive profile '{path}' is damaged ({reason}): remove it, or tune the drive again") from error
 
 
@@ -191,7 +120,7 @@ def default_settings(drive: Drive, concurrent_drives: int = 1) -> AioConfig:
         return AioConfig(block_size=4 << 20, queue_depth=4)
     # One worker saturates a drive of any kind. A RAID gets one for each of its disks, as long as half of the cores are left to
     # whatever uses the tensors.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
+    cores = len(os.sched_getaffinity(0))
     return AioConfig(queue_depth=128, intra_op_parallelism=max(1, min(len(drive.disks), cores // 2 // concurrent_drives)))
 
 
@@ -209,7 +138,7 @@ def settings_for(paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = 
 
     Raises:
         TypeError: If ``config`` is something else than an AioConfig.
-        ValueError: If no path is given, or DEEPNVME_PROFILE has an unknown value.
+        ValueError: If no path is given.
         OSError: If a path cannot be reached, for another reason than that it does not exist.
     """
     if config is not None:
@@ -252,7 +181,7 @@ def engine_for(
 
     Raises:
         TypeError: If ``config`` is something else than an AioConfig.
-        ValueError: If no path is given, or DEEPNVME_PROFILE has an unknown value.
+        ValueError: If no path is given.
         OSError: If a path cannot be reached, for another reason than that it does not exist; or if the kernel refuses the
             backend that ``config`` names.
         RuntimeError: If the op cannot be built.
@@ -295,19 +224,9 @@ def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | N
 
 
 def _profile_settings(drive: Drive) -> AioConfig | None:
-    """Return the settings of a drive's profile; None if there is none or profiles are off. Warns of an unusable profile."""
-    if not profiles_enabled():
-        return None
+    """Return the settings of a drive's profile; None if there is none. Warns of an unusable profile."""
     try:
-        profile = profile_of(drive)
+        return profile_of(drive)
     except ValueError as error:
         warnings.warn(f"{error}; until then it is ignored", RuntimeWarning, stacklevel=2)
         return None
-    return None if profile is None else profile.settings
-
-
-def _path_of(mount: str, filesystem: str, disk_models: str) -> Path:
-    """Return the path of a drive's profile. The name has the mount's name, for people, and a hash that identifies the drive."""
-    digest = hashlib.sha256("\0".join((mount, filesystem, disk_models)).encode(errors="surrogateescape")).hexdigest()[:16]
-    readable = os.path.basename(mount).encode(errors="ignore")[:64].decode(errors="ignore")
-    return profile_directory() / f"{readable or 'root'}-{digest}.json"

@@ -8,11 +8,7 @@ from typing import overload
 
 import torch
 
-from deepnvme._lazy import public_names
-
 __all__ = ["cast_to_byte_tensor", "flatten", "unflatten"]
-
-__dir__ = public_names(__name__)
 
 
 @overload

@@ -1,8 +1,5 @@
 """Public names of ``ds_report``, which is in :mod:`deepnvme.tools.report`."""
 
-from deepnvme._lazy import public_names
 from deepnvme.tools.report import Report, as_json, gather, main, render
 
 __all__ = ["Report", "as_json", "gather", "main", "render"]
-
-__dir__ = public_names(__name__)

@@ -10,10 +10,9 @@ _NOT_THE_USERS = frozenset(("deepnvme", "torch", "contextlib", "functools"))
 
 
 def caller() -> str:
-    """Return file and line of the innermost call that is not of this package: "train.py:12", or "cell In[3], line 1"."""
+    """Return file and line of the innermost call that is not of this package: "train.py:12"."""
     frame, _ = _user_frame()
-    cell = _notebook_cell(frame.f_code.co_filename)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if cell is None else f"{cell}, line {frame.f_lineno}"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def stack_level() -> int:
@@ -27,12 +26,3 @@ def _user_frame() -> tuple[FrameType, int]:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
         frame, level = frame.f_back, level + 1
     return frame, level
-
-
-def _notebook_cell(filename: str) -> str | None:
-    """Return what IPython calls the cell whose code has this file name, such as "cell In[3]"; None if it has no such cell."""
-    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    compiler = getattr(get_shell() if get_shell is not None else None, "compile", None)
-    name_of = getattr(compiler, "format_code_name", None)  # since IPython 8
-    found = name_of(filename) if name_of is not None else None
-    return None if found is None else f"cell {found[1]}"

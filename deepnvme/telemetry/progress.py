@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal, Protocol
+from typing import Literal
 
 from deepnvme.telemetry.descriptions import printable
 
@@ -31,7 +32,7 @@ _SHOW_AFTER_SECONDS = 2.0
 _CANNOT_WRITE = (OSError, ValueError)
 """Errors of writing to a terminal that is gone or a stream that is closed. They do not fail the operation."""
 _REDRAW_INTERVAL_SECONDS = 0.1
-"""Least seconds between two updates of a notebook's line, because a notebook keeps every update it is sent."""
+"""Least seconds between two updates of the line, because a notebook keeps every update it is sent."""
 
 
 def count_bytes(progress: Progress | None, total: int) -> Callable[[int], None]:
@@ -70,14 +71,13 @@ def shown_progress(progress: ProgressOption, what: str, unit: Unit = "bytes") ->
     if callable(progress):
         yield progress
         return
-    if (silenced() or not _is_first_of_its_machine()) if progress is None else not progress:
+    if (silenced() or os.environ.get("LOCAL_RANK", "0") not in ("", "0")) if progress is None else not progress:
         yield None
         return
-    make = _display()
-    if make is None:
+    if not _is_watched():
         yield None
         return
-    shown: _Display | None = None
+    shown: _Line | None = None
     began = time.monotonic()
     due = began + (0.0 if progress else _SHOW_AFTER_SECONDS)
 
@@ -89,7 +89,7 @@ def shown_progress(progress: ProgressOption, what: str, unit: Unit = "bytes") ->
                 # What is about to end is not worth showing any more.
                 if time.monotonic() < due or (progress is None and done >= total):
                     return
-                shown = make(printable(what), unit, began)
+                shown = _Line(printable(what), unit, began)
             shown.update(done, total)
 
     try:
@@ -113,77 +113,17 @@ def silenced() -> bool:
     return os.environ.get("DEEPNVME_PROGRESS", "").lower() in ("off", "0")
 
 
-class _Display(Protocol):
-    """A display of progress, on a terminal or in a notebook."""
-
-    def update(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` bytes or steps are done."""
-
-    def close(self) -> None:
-        """Remove the display when the operation has ended."""
-
-
-def _speed(nbytes: int, seconds: float) -> str:
-    """Return the average speed as text, such as "1.2 GB/s"; empty in the first 0.1 s."""
-    return f"{nbytes / seconds / 1e9:.1f} GB/s" if seconds >= _REDRAW_INTERVAL_SECONDS and nbytes > 0 else ""
-
-
-def _display() -> Callable[[str, Unit, float], _Display] | None:
-    """Return the class of display for this process's stderr; None if nobody would see it."""
-    if sys.stderr is None:
-        return None
-    if _in_notebook():
-        return _Line
-    with contextlib.suppress(*_CANNOT_WRITE):
-        return _Bar if sys.stderr.isatty() else None
-    return None
-
-
-def _in_notebook() -> bool:
-    """Return whether this is the kernel of a notebook (Jupyter, VS Code, Colab)."""
+def _is_watched() -> bool:
+    """Return whether stderr is a terminal, or that of a notebook's kernel (Jupyter, VS Code, Colab)."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
-    return getattr(shell, "kernel", None) is not None
-
-
-def _is_first_of_its_machine() -> bool:
-    """Return whether this process is the one on its machine that may draw on the terminal, if torchrun has started several."""
-    return os.environ.get("LOCAL_RANK", "0") in ("", "0")
-
-
-class _Bar:
-    """A bar on a terminal."""
-
-    def __init__(self, what: str, unit: Unit, began: float) -> None:
-        from rich import progress as rich
-        from rich.console import Console
-
-        figures = (
-            (rich.DownloadColumn(), rich.TextColumn("{task.fields[speed]}"), rich.TimeRemainingColumn())
-            if unit == "bytes"
-            else (rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
-        )
-        columns = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn(), *figures)
-        # Redirected, what the program prints to stdout meanwhile would come out on stderr.
-        self._shown = rich.Progress(
-            *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
-        )
-        self._began = began
-        self._task = self._shown.add_task(what, total=None, speed="")
-        self._shown.start()
-
-    def update(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` bytes or steps are done."""
-        speed = _speed(done, time.monotonic() - self._began)
-        self._shown.update(self._task, completed=done, total=total, speed=speed)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self._shown.stop()
+    with contextlib.suppress(*_CANNOT_WRITE):
+        return sys.stderr is not None and (getattr(shell, "kernel", None) is not None or sys.stderr.isatty())
+    return False
 
 
 class _Line:
-    """A line in a notebook, rewritten by carriage returns: rich would need ipywidgets there, and warn where they are missing."""
+    """A line on a terminal or in a notebook, rewritten by carriage returns."""
 
     def __init__(self, what: str, unit: Unit, began: float) -> None:
         self._what, self._unit, self._began = what, unit, began
@@ -196,19 +136,15 @@ class _Line:
         if now - self._drawn < _REDRAW_INTERVAL_SECONDS and done < total:
             return
         self._drawn = now
-        self._write(f"{self._what}: {self._figures(done, total, now)}")
-
-    def _figures(self, done: int, total: int, now: float) -> str:
-        """Return the amount done, the total and the speed as text."""
-        if self._unit == "steps":
-            return f"{done}/{total}"
-        share = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
-        return ", ".join(filter(None, (share, _speed(done, now - self._began))))
+        figures = f"{done}/{total}" if self._unit == "steps" else f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
+        seconds = now - self._began
+        if self._unit == "bytes" and seconds >= _REDRAW_INTERVAL_SECONDS:
+            figures += f", {done / seconds / 1e9:.1f} GB/s"
+        self._write(f"{self._what}: {figures}")
 
     def _write(self, text: str) -> None:
-        """Replace the line's text."""
-        if sys.stderr is None:
-            return
+        """Replace the line's text, cut to the width of the terminal: what wraps could not be replaced."""
+        text = text[: shutil.get_terminal_size().columns - 1]
         print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)
         self._width = len(text)
 

@@ -75,9 +75,4 @@ def refuse_text(text: str, name: str, further: str = "") -> NoReturn:
         name: The name of the argument.
         further: Further forms that the argument can have, for the message.
     """
-    hint = ""
-    if not further and text.strip().endswith("%"):
-        hint = ": only memory budgets can be a share of the available memory"
-    elif not further and text.strip().lower() == "auto":
-        hint = ": it has no automatic value"
-    raise ValueError(f'{name} must be a number of bytes, or a size such as "8GB" or "512MiB"{further}, got {text!r}{hint}')
+    raise ValueError(f'{name} must be a number of bytes, or a size such as "8GB" or "512MiB"{further}, got {text!r}')

@@ -1,8 +1,5 @@
 """Public names of ``ds_io`` and ``ds_nvme_tune``, which are in :mod:`deepnvme.tools.tune`."""
 
-from deepnvme._lazy import public_names
 from deepnvme.tools.tune import Difference, Figures, Job, Order, Place, Result, Search, Tuning, measure, tune
 
 __all__ = ["Difference", "Figures", "Job", "Order", "Place", "Result", "Search", "Tuning", "measure", "tune"]
-
-__dir__ = public_names(__name__)

@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from harness import activation_identity
-from harness.activation_models import ChainShape, SavedBytes, make
 from harness.activation_worker import OFFLOADED, OFFLOADED_WITH_ROOM
-from harness.torch_save_hooks import TorchSaveHooks
 
 from ..support.patience import PATIENCE
 
@@ -70,14 +66,6 @@ def test_activations_go_to_the_drive_and_no_gradient_changes(quick: Run) -> None
     assert all(sample["bytes_written"] == 0 for sample in chain[OFFLOADED_WITH_ROOM])
 
 
-def test_memory_is_seen_from_outside(quick: Run) -> None:
-    in_memory, offloaded = quick.document["memory"]
-    if in_memory["growth"] is None:
-        pytest.skip("the kernel does not let peak memory be reset: /proc/self/clear_refs")
-    assert in_memory["growth"] >= in_memory["saved_bytes"]
-    assert offloaded["growth"] < in_memory["growth"]
-
-
 def test_every_target_has_a_line_and_the_directory_is_empty_afterwards(quick: Run) -> None:
     targets = quick.document["targets"]
     assert len(targets) == 10
@@ -93,44 +81,3 @@ def test_the_trainer_has_the_same_losses_with_and_without(drive: Path) -> None:
     assert all(len(taken["losses"]) == 2 for taken in done.document["trainer"].values())
     assert done.document["trainer"]["enable()"]["bytes_written"] > 0
     assert done.left_behind == []
-
-
-@pytest.mark.parametrize("case", activation_identity.CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("checkpointing", ["none", "torch", "on disk"])
-def test_bits_are_compared(case: activation_identity.Case, checkpointing: Any, drive: Path) -> None:
-    offloaded = activation_identity.train(case, checkpointing, 2, drive)
-    assert activation_identity.differences(activation_identity.train(case, checkpointing, 2), offloaded) == 0
-    assert offloaded.bytes_written
-    assert list(drive.iterdir()) == []
-
-
-def test_a_single_wrong_bit_is_counted() -> None:
-    case = activation_identity.CASES[0]
-    one, other = (activation_identity.train(case, "none", 2) for _ in range(2))
-    other.weights[0].view(torch.int32).view(-1)[0] += 1
-    assert activation_identity.differences(one, other) == 1
-    other.losses[1] = torch.nan
-    assert activation_identity.differences(one, other) == 2
-
-
-def test_what_autograd_saves_is_counted_once_for_each_storage() -> None:
-    model, given = make(ChainShape(nbytes=1 << 12, length=5))
-    counted = SavedBytes(model, min_bytes=1)
-    with counted:
-        model(given).square().sum()  # its last sigmoid is saved by the square too
-    assert counted.nbytes == 5 << 12
-
-
-@pytest.mark.parametrize("drive_only", [True, False])
-def test_the_hook_with_torch_save_gives_the_same_gradient_and_removes_its_files(drive: Path, drive_only: bool) -> None:
-    model, given = make(ChainShape(nbytes=1 << 12, length=5))
-    model(given).square().sum().backward()
-    expected, given.grad = given.grad, None
-    with TorchSaveHooks(model, drive, min_bytes=1, drive=drive_only):
-        loss = model(given).square().sum()
-    assert len(list(drive.iterdir())) == 6
-    loss.backward()
-    assert expected is not None
-    assert given.grad is not None
-    assert torch.equal(given.grad, expected)
-    assert list(drive.iterdir()) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,3 @@ def test_a_load_that_comes_back_differently_is_a_failure(tmp_path: Path, monkeyp
     monkeypatch.setattr(checkpoint, "library", lambda name: liar)
     with pytest.raises(ContenderFailed, match="came back differently"):
         checkpoint.loading("liar", state, tmp_path, FreeMemory(1 << 20))()
-
-
-def test_a_library_that_is_not_installed_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    checkpoints.library.cache_clear()
-    with pytest.raises(ContenderFailed, match=r"not installed: .*safetensors"):
-        checkpoints.library("safetensors")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from harness.command_line import Parser, measuring, write_json
+from harness.command_line import Parser, measuring
 from harness.workloads import ContenderFailed
 
-from deepnvme.tools.tune.workspace import NotMeasurable
+from deepnvme.tools.tune.folder import NotMeasurable
 
 
 @pytest.fixture(autouse=True)
@@ -44,16 +43,6 @@ def test_a_place_that_is_not_there_is_refused_before_anything_is_measured(
     assert said in capsys.readouterr().err
 
 
-def test_places_are_absolute_and_an_environments_interpreter_is_no_link_to_follow(
-    parser: Parser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "python").symlink_to("/bin/sh")
-    monkeypatch.chdir(tmp_path)
-    given = parser.parse(["--dir", ".", "--deepspeed-python", "./python", "--json", "file"])
-    assert (given.dir, given.deepspeed_python) == (tmp_path.resolve(), str(tmp_path / "python"))
-    assert parser.description == "What it does."
-
-
 @pytest.mark.parametrize("reason", [NotMeasurable("a full drive"), ContenderFailed("a full drive")], ids=repr)
 def test_what_makes_it_impossible_is_told_in_one_line(reason: Exception) -> None:
     with pytest.raises(SystemExit) as end, measuring("it"):
@@ -66,9 +55,3 @@ def test_a_terminated_run_ends_as_an_interrupted_one(capsys: pytest.CaptureFixtu
         signal.raise_signal(signal.SIGTERM)
     assert end.value.code == 130
     assert capsys.readouterr().err == "it: interrupted; its files are removed\n"
-
-
-def test_figures_are_written_where_a_file_was_asked_for(tmp_path: Path) -> None:
-    write_json(None, {})
-    write_json(tmp_path / "file", {"figures": [1]})
-    assert (tmp_path / "file").read_text() == '{\n "figures": [\n  1\n ]\n}\n'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -52,24 +51,6 @@ def test_drives_are_measured_with_the_engine_and_without_it_and_drawn(
             assert len(rate["gb_per_s"]) == point["drives"]
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert len(document["targets"]) == 1
-
-
-def test_the_threads_of_a_part_run_on_the_cores_it_is_given(document_of: Callable[..., dict[str, Any]], drive: Path) -> None:
-    before = os.sched_getaffinity(0)
-    document = document_of(engine_ceiling.main, drive, "--only", "drives", "--cores", "1")
-    assert {point["cores"] for point in document["drives"]} == {1}
-    assert os.sched_getaffinity(0) == before
-    (target,) = document["targets"]
-    assert target["met"] is None
-    assert "two cores were not measured" in target["note"]
-
-
-def test_the_neighbours_of_each_fault_are_measured(document_of: Callable[..., dict[str, Any]], drive: Path) -> None:
-    document = document_of(engine_ceiling.main, drive, "--only", "neighbours")
-    neighbours = document["neighbours"]
-    assert list(neighbours["beside"]) == ["slow", "failing", "hanging"]
-    assert len(neighbours["healthy"]) == len(neighbours["beside"]["hanging"]) == 1
-    assert [target["bound"] for target in document["targets"]] == [0.03] * 3
 
 
 @pytest.mark.parametrize(

@@ -89,46 +89,6 @@ def test_what_failed_fails_the_check_and_is_in_the_table(gpu_check: ModuleType, 
     assert (row.failed, row.result) == (True, "FAILED: the device is gone")
 
 
-@pytest.mark.parametrize(
-    ("body", "figure", "failed"),
-    [
-        ("def test_a(): pass\ndef test_b(): pass", "2 passed, 0 failed, 0 skipped", False),
-        ("def test_a(): pass\ndef test_b(): assert False", "1 passed, 1 failed, 0 skipped", True),
-        ("import pytest\ndef test_b(): pytest.skip('no')", "0 passed, 0 failed, 1 skipped", True),
-        ("import nothing_of_that_name", "0 passed, 1 failed, 0 skipped", True),
-    ],
-)
-def test_tests_are_counted(
-    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, figure: str, failed: bool
-) -> None:
-    monkeypatch.setattr(gpu_check, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(sys, "stderr", sys.__stderr__)  # of this process, where the tests' output goes
-    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--io-dir')")
-    (tmp_path / "test_it.py").write_text(body)
-    row = gpu_check.run_tests(tmp_path, tmp_path)
-    assert (row.figure, row.failed) == (figure, failed)
-
-
-def test_an_op_that_cannot_be_built_is_told_with_its_reason(gpu_check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    class Builder:
-        name = "gds"
-
-        def load(self) -> None:
-            raise RuntimeError("gds cannot be used: there is no libcufile\nand more")
-
-    row = gpu_check.build(Builder())
-    assert (row.what, row.result, row.failed) == ("gds op", "FAILED: gds cannot be used: there is no libcufile", True)
-    assert "and more" in capsys.readouterr().err
-
-
-def test_a_benchmark_that_ends_early_is_told(gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "gpu_io.py").write_text("raise SystemExit(3)")
-    monkeypatch.setattr(gpu_check, "REPOSITORY", tmp_path)
-    (row,) = gpu_check.run_benchmark(tmp_path, 4096)
-    assert (row.failed, row.result) == (True, "FAILED: it ended with 3")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 @pytest.mark.parametrize(
     "command", [[sys.executable, "benchmarks/gpu_check.py"], ["make", "gpu-check", f"PYTHON={sys.executable}"]], ids=str

@@ -6,7 +6,6 @@ import importlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -94,70 +93,6 @@ def test_a_gds_that_goes_through_the_host_is_measured_but_not_judged(gpu_io: Mod
     judged = [verdict for verdict in gpu_io.verdicts(settings, measurements) if "gds" in verdict.what]
     assert [(verdict.met, verdict.note) for verdict in judged] == [(None, "the driver is not loaded")] * 3
     assert "note: gds: the driver is not loaded" in gpu_io.report(settings, measurements)
-
-
-def test_a_gds_that_cannot_be_made_is_left_out_with_the_reason(gpu_io: ModuleType, measure: Any) -> None:
-    def refuse() -> None:
-        raise RuntimeError("gds cannot be used: there is none")
-
-    settings, measurements = measure(refuse)
-    assert list(measurements.first_requests) == ["host", "aio", "torch"]
-    assert measurements.notes == ["gds left out: gds cannot be used: there is none"]
-    judged = gpu_io.verdicts(settings, measurements)
-    assert [verdict.met is None for verdict in judged] == [False, True] * 3
-
-
-def test_memory_that_cannot_be_registered_is_a_note(gpu_io: ModuleType, op: ModuleType, measure: Any) -> None:
-    class Full(Gds):
-        def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
-            raise OSError("more device memory than can be pinned")
-
-    _, measurements = measure(lambda: Full(op))
-    assert measurements.notes == ["gds: its tensor is not registered: more device memory than can be pinned"]
-    assert "gds" in measurements.first_requests
-
-
-@pytest.mark.parametrize("method", ["async_pread", "async_pwrite"])
-def test_one_that_moves_nothing_is_no_contender(op: ModuleType, measure: Any, method: str) -> None:
-    gds = Gds(op)
-    setattr(gds, method, lambda tensor, path: 0 if method == "async_pread" else Path(path).touch())
-    _, measurements = measure(lambda: gds)
-    failures = {result.workload.name: result.find("gds", "device").failure for result in measurements.results}
-    broken = ["read"] if method == "async_pread" else ["overwrite", "fresh"]
-    assert [name for name, failure in failures.items() if failure] == broken
-
-
-def test_one_that_fails_is_left_out_with_its_error(op: ModuleType, measure: Any) -> None:
-    gds = Gds(op)
-
-    def fail() -> int:
-        raise OSError(5, "the device is gone")
-
-    setattr(gds, "wait", fail)  # noqa: B010, mypy takes an assignment for a method's
-    _, measurements = measure(lambda: gds)
-    assert all("the device is gone" in result.find("gds", "device").failure for result in measurements.results)
-    assert all(len(result.find("torch", "device").samples) == ROUNDS for result in measurements.results)
-
-
-def test_every_write_is_timed_until_it_is_on_stable_storage(
-    gpu_io: ModuleType, op: ModuleType, measure: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("harness.one_tensor.sync", lambda path: time.sleep(0.1))
-    _, measurements = measure(lambda: Gds(op))
-    for result in measurements.results:
-        slow = [min(sample.seconds for sample in series.samples) >= 0.1 for series in result.series]
-        assert slow == [result.workload.operation == "write"] * 4
-
-
-def test_an_interrupted_run_removes_its_files(op: ModuleType, measure: Any, drive: Path) -> None:
-    def interrupt(step: str) -> None:
-        if "round" in step:
-            assert any(drive.iterdir())
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure(lambda: Gds(op), interrupt)
-    assert list(drive.iterdir()) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")

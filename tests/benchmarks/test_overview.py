@@ -10,7 +10,6 @@ from typing import Any
 
 import overview
 import pytest
-import raw_io
 from harness.figures import Verdict
 
 from deepnvme.tools.tune.figures import Spread
@@ -42,38 +41,6 @@ def test_the_recorded_runs_are_those_of_the_results() -> None:
     assert len(ranges) == len(overview.ROWS)
     for text in ranges:
         assert f"| {text} |" in glance
-
-
-def test_several_runs_are_a_range() -> None:
-    what = "save, times as fast: deepnvme / torch"
-    found = [document("checkpoint", what, 4.13), document("checkpoint", what, 4.37), document("checkpoint", what, None)]
-    (bar,) = overview.bars(found)
-    assert (bar.lowest, bar.highest, bar.text) == (4.13, 4.37, "4.1 - 4.4\N{MULTIPLICATION SIGN}")
-
-
-def test_what_is_not_the_comparison_is_left_out() -> None:
-    others = [
-        document("streaming", "save, times as fast: deepnvme / torch", 4.0),
-        document("checkpoint", "save, times as fast: deepnvme DCP / DCP", 4.0),
-        document("checkpoint", "load, times as fast: deepnvme / torch", None),
-    ]
-    assert overview.bars(others) == []
-
-
-def test_names_are_those_that_the_benchmarks_use() -> None:
-    settings = raw_io.Settings(Path(), None, rounds=3, size=1 << 30, small_files=4000, backend="auto", quick=False)
-    names = [target.what for target in raw_io.targets(settings)]
-    for row in overview.ROWS:
-        if row.benchmark == "raw_io":
-            assert [name for name in names if re.fullmatch(row.target, name)]
-    for benchmark, text in (  # these make their names while they measure
-        ("checkpoint", "{verb}, times as fast: {ours} / {theirs}"),
-        ("streaming", "times as fast: deepnvme / accelerate's disk_offload"),
-        ("optimizer_swap", "memory of {BUFFERS} buffers / DeepSpeed's, pipelined"),
-        ("deepspeed_training", ": a step, times as fast"),
-        ("training", ": times as fast as ZeRO-3 with its own op"),
-    ):
-        assert text in (ROOT / "benchmarks" / f"{benchmark}.py").read_text()
 
 
 def test_it_prints_a_table_and_ends_with_1_if_there_is_nothing_to_show(

@@ -28,17 +28,3 @@ def test_without_fio_its_targets_are_neither_met_nor_missed(
     monkeypatch.setattr(shutil, "which", lambda program: None)
     document = document_of(random_reads.main, drive)
     assert [target["met"] is None for target in document["targets"]] == [True, False, True]
-
-
-def test_the_fastest_of_fio_is_who_is_compared_with() -> None:
-    def sample(reads: int) -> dict[str, Any]:
-        return {"reads": reads, "seconds": 1.0, "cpu_seconds": 0.5}
-
-    rounds = {"gather": [sample(100)], "fio, depth 16, 1 job": [sample(50)], "fio, depth 256, 2 jobs": [sample(200)]}
-    assert random_reads.verdicts(random_reads.Comparison(rounds))[0].figure.median == 0.5  # type: ignore[union-attr]
-
-
-def test_a_size_that_is_no_whole_mebibyte_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        random_reads.parse_arguments(["--size", "1000"])
-    assert "multiple of 1 MiB, got '1000'" in capsys.readouterr().err

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import tables
-import torch
-from harness.table_worker import Zipf
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +26,3 @@ def test_every_target_has_a_figure_or_says_why_not(drive: Path, document_of: Cal
     assert killed["met"]
     if shutil.which("fio"):
         assert all(target["figure"] is not None for what, target in targets.items() if "fio" in what)
-
-
-def test_frequencies_are_those_of_zipf() -> None:
-    zipf = Zipf(1000, 1.05, seed=0)
-    drawn = torch.cat([zipf.draw(50_000) for _ in range(4)])
-    share = torch.bincount(drawn, minlength=1000)[zipf.rows].double() / len(drawn)
-    assert share[:100].sum().item() == pytest.approx(zipf.cumulative[99].item(), abs=0.01)

@@ -13,12 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import training
-from harness import training_buffers, training_dtype, training_identity, training_models
-from harness.in_memory import InMemory
+from harness import training_buffers
 from harness.training_models import TrainingShape
-from harness.training_usage import PeakMemory, own_memory
 
 from ..support.patience import PATIENCE
 
@@ -84,95 +81,6 @@ def test_deepspeed_trains_the_same_model_from_the_drive(
     assert list(benchmarked.iterdir()) == []
 
 
-@pytest.mark.parametrize("case", training_identity.CASES, ids=str)
-def test_bits_are_compared(case: training_identity.Case, drive: Path) -> None:
-    assert training_identity.differences(case, drive, steps=2) == 0
-
-
-def test_a_single_wrong_bit_is_counted(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, steps = InMemory.step, 0
-
-    def disturbed(self: InMemory) -> None:
-        nonlocal steps
-        step(self)
-        steps += 1
-        if steps == 2:  # the last: one weight is off by its least bit
-            self._parameters[0].data.view(torch.int32)[0, 0] += 1
-
-    monkeypatch.setattr(InMemory, "step", disturbed)
-    assert training_identity.differences(training_identity.CASES[0], drive, steps=2) == 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_shape_counts_its_parameters_and_all_that_belongs_to_them(dtype: str) -> None:
-    shape = TrainingShape(64, 2, 97, 1, 8, dtype=dtype)
-    model = training_models.make(shape)
-    params = list(model.parameters())
-    assert [param.numel() for param in params] == shape.numels
-    assert sum(shape.numels) == shape.elements
-    assert {param.dtype for param in params} == {shape.torch_dtype}
-    model(training_models.batch(shape, 0)).backward()
-    masters = [param.detach().float().requires_grad_() for param in params]
-    for master in masters:
-        master.grad = torch.zeros_like(master)
-    optimizer = torch.optim.AdamW(masters)
-    optimizer.step()
-    kept = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    kept += [*params, *(param.grad for param in params)] + ([] if dtype == "float32" else masters)
-    assert shape.nbytes == sum(tensor.nbytes for tensor in kept)
-
-
-def test_what_changes_a_parameter_after_it_was_made_is_no_part_of_the_model() -> None:
-    """DeepSpeed has taken its values to the drive by then."""
-    embedding = training_models.Embedding(1000, 64)
-    assert embedding.weight.std().item() == pytest.approx(0.02, rel=0.1)
-
-
-def test_losses_show_what_was_learnt() -> None:
-    shape = TrainingShape(64, 1, 97, 1, 8, dtype="float32")
-    model = training_models.make(shape)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(8):
-        loss = model(training_models.batch(shape, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert max(losses[4:]) < 0.9 * min(losses[:2])
-
-
-@pytest.mark.parametrize(("low", "chosen"), [(5.0, "float32"), (1.9, "bfloat16"), (0.5, "bfloat16")])
-def test_bfloat16_is_for_machines_that_multiply_it(low: float, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {torch.bfloat16: low, torch.float32: 1.0}
-    monkeypatch.setattr(training_dtype, "_seconds", lambda dtype, *sizes: seconds[dtype])
-    settings, _ = training.parse_arguments(["--quick"])
-    shapes = (settings.compute_bound, settings.drive_bound, settings.with_deepspeed)
-    assert {shape.dtype for shape in shapes} == {chosen}
-    assert f"{low * 1e3:.3g} ms in bfloat16 and 1e+03 ms in float32" in settings.why_this_dtype
-
-
-def test_both_dtypes_are_timed() -> None:
-    dtype, why = training_dtype.choose(64, 128, 4)
-    assert dtype in DTYPES
-    assert "4 x 64 by 64 x 128, forward and backward" in why
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("millions", [94, 250, 1000])
-def test_the_buffers_of_deepspeed_fill_the_budget(millions: int, dtype: str) -> None:
-    settings, _ = training.parse_arguments(["--parameters", str(millions), "--dtype", dtype])
-    buffers = training_buffers.divide(settings.with_deepspeed, settings.memory_budget)
-    assert 0.9 * settings.memory_budget < buffers.nbytes <= settings.memory_budget
-
-
-def test_buffers_have_room_for_the_largest_parameter_whatever_the_budget() -> None:
-    shape = TrainingShape(64, 2, 97, 1, 8)
-    buffers = training_buffers.divide(shape, 0)
-    assert buffers.sub_group_size == 1  # each parameter is one
-    assert buffers.nbytes == (16 * 4 + 2 + 5 * 2) * shape.largest_parameter
-
-
 def losses_of(ours: float, theirs: float, monkeypatch: pytest.MonkeyPatch, drive: Path) -> tuple[training.Measurements, Any]:
     """What becomes of a comparison in which two processes have these losses."""
 
@@ -208,24 +116,3 @@ def test_another_model_is_no_comparison(loss: float, monkeypatch: pytest.MonkeyP
     assert faster.figure is None
     assert "another model" in faster.note
     assert "another model" in comparison.absent["DeepSpeed"]  # and so the benchmark ends with 1
-
-
-def test_parameters_are_made_of_layers() -> None:
-    shape = training.shape_of(250 * 10**6, 1024, 1, 32, 8192)
-    assert abs(shape.elements - 250 * 10**6) <= shape.layer_elements / 2
-
-
-def test_memory_is_seen_after_it_was_freed() -> None:
-    before = own_memory()
-    with PeakMemory() as memory:
-        torch.ones(64 << 20, dtype=torch.uint8).sum()
-        held = torch.ones(64 << 20, dtype=torch.uint8)
-        memory._stop.wait(0.05)
-        del held
-    assert memory.highest - before > 48 << 20
-
-
-def test_a_width_that_has_no_heads_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        training.parse_arguments(["--width", "100"])
-    assert "--width: 100 is not a multiple of 64" in capsys.readouterr().err

@@ -51,16 +51,6 @@ def test_it_says_what_it_is_and_does_what_it_is_asked(directory: Path) -> None:
         assert worker.call("add", a=1, b=2) == {"sum": 3}
 
 
-def test_it_has_the_variables_that_it_is_given_beside_the_benchmarks_own(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ONE", "benchmark's")
-    monkeypatch.setenv("OTHER", "benchmark's")
-    with WorkerProcess(sys.executable, "some_worker", ["willing"], directory, {"ONE": "its own"}) as worker:
-        assert worker.call("variable", name="ONE") == {"ONE": "its own"}
-        assert worker.call("variable", name="OTHER") == {"OTHER": "benchmark's"}
-
-
 def test_one_that_cannot_begin_says_why(directory: Path) -> None:
     with pytest.raises(ContenderFailed, match="RuntimeError: not today"):
         WorkerProcess(sys.executable, "some_worker", ["unwilling"], directory)
@@ -71,11 +61,3 @@ def test_a_request_that_fails_says_why_and_the_next_is_served(directory: Path) -
         with pytest.raises(ContenderFailed, match="TypeError"):
             worker.call("add", a=1, b="2")
         assert worker.call("add", a=1, b=2) == {"sum": 3}
-
-
-def test_one_that_dies_is_quoted(directory: Path) -> None:
-    with (
-        WorkerProcess(sys.executable, "some_worker", ["willing"], directory) as worker,
-        pytest.raises(ContenderFailed, match="ended with 3: last words"),
-    ):
-        worker.call("die")

@@ -18,7 +18,7 @@ import deepnvme.checkpoint
 from deepnvme import AioConfig, Engine, safetensors
 from deepnvme.checkpoint import file_io
 from deepnvme.drives.mounts import drive_of
-from deepnvme.drives.profiles import DriveProfile, default_settings
+from deepnvme.drives.profiles import store_profile
 
 from ..support.interpreters import Interpreters
 from ..support.torch_versions import ALONE, VERSION
@@ -50,12 +50,10 @@ def settings_in(config: AioConfig) -> tuple[int, int, int]:
 
 
 @pytest.fixture
-def profile(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DriveProfile:
+def profile(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drive's profile, stored."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    made = DriveProfile.of(drive_of(drive), PROFILE)
-    made.save()
-    return made
+    store_profile(drive_of(drive), PROFILE)
 
 
 class Uses(NamedTuple):
@@ -202,7 +200,7 @@ def use(request: pytest.FixtureRequest, drive: Path) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("given", [{}, {"config": GIVEN}])
 def test_the_profile_is_used_unless_settings_are_given(
-    use: Callable[..., Any], profile: DriveProfile, monkeypatch: pytest.MonkeyPatch, given: dict[str, AioConfig]
+    use: Callable[..., Any], profile: None, monkeypatch: pytest.MonkeyPatch, given: dict[str, AioConfig]
 ) -> None:
     with watched(monkeypatch) as uses:
         use(**given)
@@ -234,13 +232,13 @@ def test_the_drive_is_looked_up_once_for_tensors_that_are_read_one_at_a_time(
 
 
 @pytest.mark.filterwarnings("ignore:.*page cache:RuntimeWarning")  # in memory there is no direct I/O
-def test_a_link_is_looked_up_where_it_leads(drive: Path, profile: DriveProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_is_looked_up_where_it_leads(drive: Path, profile: None, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK) or drive_of(memory) == drive_of(drive):
         pytest.skip("needs /dev/shm, on another file system")
     target = memory / f"deepnvme-test-{os.getpid()}"
     (drive / "link").symlink_to(target)
-    DriveProfile.of(drive_of(memory), GIVEN).save()
+    store_profile(drive_of(memory), GIVEN)
     try:
         with watched(monkeypatch) as uses:
             deepnvme.save(tensors(), drive / "link")
@@ -278,21 +276,16 @@ def test_a_path_that_cannot_be_reached_is_named_as_it_was_given(drive: Path, mon
 # -- shared engines ----------------------------------------------------------------------------------------------------
 
 
-def test_files_with_the_same_settings_share_an_engine(drive: Path, profile: DriveProfile) -> None:
+def test_files_with_the_same_settings_share_an_engine(drive: Path, profile: None) -> None:
     engine = file_io.shared_engine(drive / "one")
     assert file_io.shared_engine(drive / "missing" / "another") is engine
     assert file_io.shared_engine(drive, GIVEN) is not engine
     assert file_io.shared_engine(drive, GIVEN) is file_io.shared_engine(drive / "one", AioConfig(**GIVEN.model_dump()))
 
 
-def test_without_profiles_the_default_is_used(drive: Path, profile: DriveProfile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEPNVME_PROFILE", "off")
-    assert settings_of(file_io.shared_engine(drive)) == settings_in(default_settings(drive_of(drive)))
-
-
-def test_a_profile_that_is_stored_meanwhile_is_used_from_then_on(drive: Path, profile: DriveProfile) -> None:
+def test_a_profile_that_is_stored_meanwhile_is_used_from_then_on(drive: Path, profile: None) -> None:
     before = file_io.shared_engine(drive)
-    DriveProfile.of(drive_of(drive), GIVEN).save()
+    store_profile(drive_of(drive), GIVEN)
     assert settings_of(before) == settings_in(PROFILE)
     assert settings_of(file_io.shared_engine(drive)) == settings_in(GIVEN)
 

@@ -112,7 +112,7 @@ class ReadyBuilder(GDSBuilder):
 
     def probe(self) -> GdsProbe:
         found = Found(str(self._library or "/nowhere/libcufile.so.0"), "1.14")
-        return GdsProbe(Found(), Found(), Found(), found, Found(), torch_cuda="13.0", mismatch="")
+        return GdsProbe(Found(), Found(), Found(), found, Found(), torch_cuda="13.0")
 
 
 def load_op(library: Path | str | None = None, compiled: Path | str | None = None) -> ModuleType:

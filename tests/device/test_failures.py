@@ -6,17 +6,15 @@ import errno
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 import deepnvme
 
 from ..support.memory import page_aligned, pattern
 from ..support.patience import PATIENCE
-from .stand_in import INVALID_VALUE, DeviceTensor, StandIn
+from .stand_in import StandIn
 
 CONTENT = pattern(300_001)
 OLD = pattern(300_001, 1)
@@ -65,21 +63,6 @@ def test_what_cuda_refuses_at_submission_leaves_file_and_tensor_alone(
     assert_usable(driver, engine, drive)
 
 
-@pytest.mark.parametrize("function", AT_SUBMISSION)
-@pytest.mark.parametrize("target", ["open file", "descriptor"])
-def test_what_cuda_refuses_for_an_open_file_names_it(
-    driver: StandIn, op: ModuleType, drive: Path, function: str, target: str
-) -> None:
-    tensor = driver.tensor(CONTENT)
-    with deepnvme.Engine() as engine, engine.open(drive / "file", "w") as file, (drive / "file").open("rb+") as descriptor:
-        handle = op.aio_handle()
-        driver.fail(function)
-        with pytest.raises(OSError, match=f"{function}: {REASON}") as caught:
-            engine.write(tensor, file) if target == "open file" else handle.async_pwrite(tensor, descriptor.fileno())
-    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(drive / "file"))
-    assert (drive / "file").read_bytes() == b""
-
-
 @pytest.mark.parametrize("late", [True, False], ids=["to watch the stream", "to wait for copies"])
 def test_a_thread_that_cannot_be_started_is_an_error_of_the_request(
     interpreters: Any, libcuda: Path, drive: Path, late: bool
@@ -108,18 +91,6 @@ def test_a_thread_that_cannot_be_started_is_an_error_of_the_request(
         with open(path, "rb") as file:
             assert file.read() == b"x" * 4096
     """).check()
-
-
-def test_a_context_that_cannot_be_had_is_an_error_and_asked_for_again(
-    driver: StandIn, engine: deepnvme.Engine, drive: Path
-) -> None:
-    """Of a device that no other test has used: a context is kept for good."""
-    tensor = driver.tensor(CONTENT, 40)
-    driver.fail("cuDevicePrimaryCtxRetain")
-    with pytest.raises(OSError, match=f"cuDevicePrimaryCtxRetain: {REASON}"):
-        engine.write(tensor, drive / "file")
-    engine.write(tensor, drive / "file").result(PATIENCE)
-    assert (drive / "file").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("function", ON_THE_WAY)
@@ -234,47 +205,6 @@ def test_the_failure_of_the_work_before_is_an_error_and_nothing_is_moved(
     assert_usable(driver, engine, drive)
 
 
-def test_a_flush_behind_a_write_whose_stream_failed_is_still_made(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
-    with driver.using(driver.stream()) as stream:
-        stream.break_off(0.1)
-        refused = engine.write(driver.tensor(CONTENT), drive / "file")
-    assert engine.fsync(drive / "file").result(PATIENCE) == 0
-    assert refused.exception(0) is not None
-
-
-def test_memory_that_is_refused_for_more_staging_is_done_without(driver: StandIn, drive: Path) -> None:
-    """The first chunk is there: what it holds will do."""
-    content = pattern(1 << 20) * 20
-    with deepnvme.Engine() as engine:
-        engine.write(driver.tensor(b"-" * 4096), drive / "file").result()
-        driver.fail("cuMemHostRegister")
-        engine.write(driver.tensor(content), drive / "file").result(PATIENCE)
-    assert (drive / "file").read_bytes() == content
-
-
-def test_an_address_of_no_device_memory_is_an_error(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
-    lost = torch.zeros(5000, dtype=torch.uint8).as_subclass(DeviceTensor)
-    with pytest.raises(OSError, match="cuMemcpyDtoHAsync: CUDA_ERROR_INVALID_VALUE"):
-        engine.write(lost, drive / "file").result(PATIENCE)
-
-
-def test_an_error_without_a_name_is_told_by_its_number(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
-    driver.fail("cuEventCreate", 0, 999)
-    with pytest.raises(OSError, match="cuEventCreate: CUDA error 999"):
-        engine.write(driver.tensor(CONTENT), drive / "file")
-
-
-def test_a_handle_tells_each_failure_once(driver: StandIn, op: ModuleType, drive: Path) -> None:
-    handle = op.aio_handle(65536, 1)
-    driver.fail("cuMemcpyDtoHAsync", 2, INVALID_VALUE)
-    for index in range(4):
-        handle.async_pwrite(driver.tensor(CONTENT), str(drive / str(index)))
-    with pytest.raises(OSError, match="cuMemcpyDtoHAsync: CUDA_ERROR_INVALID_VALUE"):
-        handle.wait()
-    assert handle.wait() == 0
-    assert [(drive / str(index)).read_bytes() == CONTENT for index in range(4)] == [False, True, True, True]
-
-
 # -- the drive's failures, while device memory is transferred
 
 
@@ -299,37 +229,6 @@ def test_a_drive_that_stumbles_loses_nothing_of_a_device(
     driver: StandIn, faulty: Callable[..., Any], backend: Any, drive: Path, faults: dict[str, int]
 ) -> None:
     round_trip(driver, faulty(backend, **{"block_size": 16384, **faults}), drive / "file")
-
-
-@pytest.mark.filterwarnings("ignore:transfers of")
-def test_a_file_that_refuses_direct_transfers_serves_devices_through_the_page_cache(
-    driver: StandIn, faulty: Callable[..., Any], backend: Any, drive: Path
-) -> None:
-    engine = faulty(backend, refuse_direct=True)
-    round_trip(driver, engine, drive / "file")
-    assert engine.stats()["bytes_buffered"] == 2 * len(CONTENT)
-
-
-@pytest.mark.parametrize("direction", ["read", "write"])
-@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
-def test_an_error_of_the_drive_is_of_its_request_alone(
-    driver: StandIn, faulty: Callable[..., Any], backend: Any, drive: Path, direction: str, error: int
-) -> None:
-    (drive / "file").write_bytes(bytes(20 * 4096))
-    engine = faulty(backend, error_every=7, error=error)
-    futures = [getattr(engine, direction)(driver.tensor(bytes(4096)), drive / "file", at * 4096) for at in range(20)]
-    failed = [future.exception(PATIENCE) for future in futures if future.exception(PATIENCE) is not None]
-    assert [problem.errno for problem in failed] == [error, error]
-    assert f"{direction} of 4096 bytes at offset" in str(failed[0])
-
-
-def test_a_device_request_with_one_bad_block_gives_its_staging_back(
-    driver: StandIn, faulty: Callable[..., Any], backend: Any, drive: Path
-) -> None:
-    engine = faulty(backend, queue_depth=4, error_every=30, error_limit=1, error=errno.EIO)
-    with pytest.raises(OSError, match="write of 409600 bytes"):
-        engine.write(driver.tensor(bytes(409_600)), drive / "bad").result(PATIENCE)
-    round_trip(driver, engine, drive / "file")
 
 
 @pytest.mark.parametrize("direction", ["read", "write"])

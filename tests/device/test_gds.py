@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import ctypes
 import errno
@@ -21,14 +20,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder
-
-from ..support.disks import Disk
 from ..support.examples import examples
 from ..support.interpreters import Ended, Interpreters
-from ..support.memory import EXCHANGES, Guarded, page_aligned, pattern, zeros
+from ..support.memory import EXCHANGES, pattern
 from ..support.transfers import lengths
-from .gds_fixtures import CuFile, cached_stand_in, compile_stand_in, load_op
+from .gds_fixtures import CuFile, cached_stand_in, load_op
 from .stand_in import DeviceTensor, StandIn
 
 PAGE = 4096
@@ -200,51 +196,6 @@ def test_every_call_of_the_handle_serves_devices(gds: ModuleType, driver: StandI
     assert handle.stats()["bytes_gds"] == 2 * whole_pages(100, len(CONTENT), PAGE)
 
 
-def test_a_descriptor_that_is_not_direct_is_written_by_cufile(handle: Any, driver: StandIn, path: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
-    handle.async_pwrite(driver.tensor(CONTENT), descriptor, 777)
-    os.close(descriptor)
-    assert handle.wait() == 1
-    assert Path(path).read_bytes() == bytes(777) + CONTENT
-    assert handle.stats()["bytes_gds"] == whole_pages(777, len(CONTENT), PAGE)
-
-
-def test_tensors_on_the_host_are_served_too_and_are_no_fallback(handle: Any, cufile: CuFile, path: str) -> None:
-    calls = cufile.calls("cuFileHandleRegister")
-    target = zeros(len(CONTENT), 1)
-    handle.sync_pwrite(page_aligned(CONTENT), path)
-    handle.sync_pread(target.tensor, path)
-    assert target.content() == CONTENT
-    assert target.guards_are_intact()
-    stats = handle.stats()
-    assert (stats["bytes_gds"], stats["fallbacks"]) == (0, {})
-    assert stats["bytes_zero_copy"] > 0
-    assert stats["bytes_staged"] > 0
-    assert cufile.calls("cuFileHandleRegister") == calls
-
-
-def test_a_transfer_that_holds_no_whole_page_is_none_of_cufiles(handle: Any, driver: StandIn, cufile: CuFile, path: str) -> None:
-    calls = cufile.calls("cuFileHandleRegister")
-    handle.sync_pwrite(driver.tensor(CONTENT[:5000]), path, 100)
-    assert Path(path).read_bytes() == bytes(100) + CONTENT[:5000]
-    assert cufile.calls("cuFileHandleRegister") == calls
-
-
-def test_several_handles_and_many_requests_at_once(gds: ModuleType, driver: StandIn, cufile: CuFile, drive: Path) -> None:
-    handles = [gds.gds_handle(16384, 8, index % 2 == 1, True, 1 + index, strict=True) for index in range(3)]
-    contents = [pattern(100_000 + index, index) for index in range(60)]
-    on_device = [driver.tensor(content, index % 2, index % 3) for index, content in enumerate(contents)]
-    on_host = [Guarded(content, index % 2).tensor for index, content in enumerate(contents)]
-    for index in range(60):
-        handles[index % 3].async_pwrite((on_host if index % 4 == 0 else on_device)[index], str(drive / str(index)))
-    assert [handle.wait() for handle in handles] == [20, 20, 20]
-    targets = [driver.tensor(bytes(len(content)), index % 2) for index, content in enumerate(contents)]
-    for index, target in enumerate(targets):
-        handles[(index + 1) % 3].async_pread(target, str(drive / str(index)))
-    assert [handle.wait() for handle in handles] == [20, 20, 20]
-    assert [driver.content(target) for target in targets] == contents
-
-
 def test_one_file_written_by_several_handles_at_once(gds: ModuleType, driver: StandIn, path: str) -> None:
     handles = [gds.gds_handle(4096, strict=True) for _ in range(4)]
     parts = [pattern(100_003, index) for index in range(4)]  # the pages at their borders are shared
@@ -304,45 +255,6 @@ def test_a_block_within_registered_memory_goes_by_its_base_and_an_offset(
     assert cufile.calls_on_registered_memory == before + 8
 
 
-@pytest.mark.parametrize("registered", [4096, 5000, 65536, 100_000])
-def test_a_block_of_which_only_the_beginning_is_registered(
-    gds: ModuleType, driver: StandIn, cufile: CuFile, path: str, registered: int
-) -> None:
-    handle = gds.gds_handle(block_size=65536, strict=True)
-    source, target = driver.tensor(CONTENT), driver.tensor(bytes(len(CONTENT)))
-    for tensor in (source, target):
-        assert handle.pin_device_tensor(tensor[:registered])
-    handle.sync_pwrite(source, path)
-    handle.sync_pread(target, path)
-    for tensor in (source, target):
-        assert handle.unpin_device_tensor(tensor[:registered])
-    assert Path(path).read_bytes() == driver.content(target) == CONTENT
-
-
-@pytest.mark.parametrize("size", [0, 1, 100, 4095])
-def test_a_tensor_that_holds_no_sector_is_not_registered_and_what_goes_on_behind_it_is_transferred(
-    handle: Any, driver: StandIn, cufile: CuFile, path: str, size: int
-) -> None:
-    """cuFile would take its address for the whole of the block's memory."""
-    source, target = driver.tensor(CONTENT), driver.tensor(bytes(len(CONTENT)))
-    for tensor in (source, target):
-        assert not handle.pin_device_tensor(tensor[:size])
-    assert cufile.tensors == 0
-    handle.sync_pwrite(source, path)
-    handle.sync_pread(target, path)
-    assert Path(path).read_bytes() == driver.content(target) == CONTENT
-    assert not handle.unpin_device_tensor(source[:size])
-
-
-def test_what_one_handle_registers_serves_the_others(gds: ModuleType, driver: StandIn, cufile: CuFile, path: str) -> None:
-    tensor, before = driver.tensor(CONTENT), cufile.calls_on_registered_memory
-    gds.gds_handle().pin_device_tensor(tensor)
-    other = gds.gds_handle()
-    other.sync_pwrite(tensor, path)
-    assert cufile.calls_on_registered_memory > before
-    assert other.unpin_device_tensor(tensor)
-
-
 def test_memory_registered_twice_is_refused_and_stays_registered(handle: Any, driver: StandIn, cufile: CuFile) -> None:
     tensor = driver.tensor(CONTENT)
     assert handle.pin_device_tensor(tensor)
@@ -352,45 +264,6 @@ def test_memory_registered_twice_is_refused_and_stays_registered(handle: Any, dr
     assert cufile.tensors == 1
     assert handle.unpin_device_tensor(tensor)
     assert not handle.unpin_device_tensor(tensor)
-
-
-def test_what_is_not_registered_is_not_unregistered(handle: Any, driver: StandIn, cufile: CuFile) -> None:
-    tensor = driver.tensor(CONTENT)
-    assert not handle.unpin_device_tensor(tensor)
-    assert not handle.free_pinned_device_tensor(tensor)
-    assert handle.pin_device_tensor(tensor)
-    assert not handle.unpin_device_tensor(tensor[1:])
-    assert cufile.tensors == 1
-    assert handle.unpin_device_tensor(tensor)
-
-
-def test_memory_that_cannot_be_unregistered_now_can_be_later(handle: Any, driver: StandIn, cufile: CuFile, path: str) -> None:
-    tensor, before = driver.tensor(CONTENT), cufile.calls_on_registered_memory
-    assert handle.pin_device_tensor(tensor)
-    driver.fail("cuCtxPushCurrent")
-    with pytest.raises(OSError, match="cuCtxPushCurrent"):
-        handle.unpin_device_tensor(tensor)
-    assert cufile.tensors == 1
-    handle.sync_pwrite(tensor, path)
-    assert cufile.calls_on_registered_memory > before
-    assert handle.unpin_device_tensor(tensor)
-    assert cufile.tensors == 0
-
-
-@pytest.mark.parametrize("verb", ["pin", "unpin"])
-def test_a_tensor_laid_out_otherwise_cannot_be_registered(handle: Any, driver: StandIn, cufile: CuFile, verb: str) -> None:
-    strided = driver.tensor(CONTENT)[::2]
-    with pytest.raises(ValueError, match=f"^cannot {verb} a tensor that is not contiguous; {verb} a contiguous one and copy it$"):
-        getattr(handle, f"{verb}_device_tensor")(strided)
-    assert cufile.tensors == 0
-
-
-@pytest.mark.parametrize("method", ["pin_device_tensor", "unpin_device_tensor", "free_pinned_device_tensor"])
-def test_a_tensor_on_the_host_is_not_to_be_registered(handle: Any, method: str) -> None:
-    with pytest.raises(ValueError, match="takes a tensor on a CUDA device"):
-        getattr(handle, method)(torch.empty(4096))
-    with pytest.raises(TypeError, match=r"expected a torch\.Tensor"):
-        getattr(handle, method)([1, 2])
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
@@ -405,19 +278,6 @@ def test_memory_lives_for_as_long_as_it_is_registered(
     assert kept is not None
     assert handle.unpin_device_tensor(tensor.set_(kept))  # type: ignore[call-overload]
     del tensor, kept
-    assert gone() is None
-
-
-def test_a_tensor_that_cannot_be_registered_is_not_kept(handle: Any, driver: StandIn, cufile: CuFile) -> None:
-    tensor = driver.tensor(CONTENT)
-    gone = weakref.ref(tensor.untyped_storage())
-    cufile.fail("cuFileBufRegister", result=5036)
-    with pytest.raises(OSError, match=f"cuFileBufRegister of {len(CONTENT)} bytes: .*could not be pinned") as caught:
-        handle.pin_device_tensor(tensor)
-    assert caught.value.errno == errno.ENOMEM
-    assert not handle.unpin_device_tensor(tensor)
-    del tensor, caught
-    gc.collect()
     assert gone() is None
 
 
@@ -439,27 +299,7 @@ def test_a_new_tensor_is_like_its_example_and_registered(
     assert cufile.tensors == 0
 
 
-def test_tensors_on_both_devices_are_registered_under_their_own(handle: Any, driver: StandIn, cufile: CuFile, path: str) -> None:
-    before = cufile.calls_on_registered_memory
-    for device in (0, 1):
-        tensor = driver.tensor(CONTENT, device)
-        assert handle.pin_device_tensor(tensor)
-        handle.sync_pwrite(tensor, path)
-        assert handle.unpin_device_tensor(tensor)
-    assert cufile.calls_on_registered_memory > before
-
-
 # Files
-
-
-def test_a_file_is_registered_once_for_a_transfer_and_let_go_before_it_is_closed(
-    gds: ModuleType, driver: StandIn, cufile: CuFile, path: str
-) -> None:
-    handle, calls = gds.gds_handle(block_size=4096, intra_op_parallelism=4, strict=True), cufile.calls("cuFileHandleRegister")
-    handle.async_pwrite(driver.tensor(CONTENT), path)
-    handle.wait()
-    assert cufile.calls("cuFileHandleRegister") == calls + 1
-    assert (cufile.files, cufile.calls("closed too early")) == (0, 0)
 
 
 # Order
@@ -473,15 +313,6 @@ def test_a_write_sees_what_was_computed_before(gds: ModuleType, driver: StandIn,
         handle.sync_pwrite(tensor, path)
     assert Path(path).read_bytes() == bytes(size - 100) + b"\1" * 100
     assert handle.stats()["bytes_gds"] == size
-
-
-def test_a_read_is_not_overwritten_by_what_was_computed_before(handle: Any, driver: StandIn, file: str) -> None:
-    tensor = driver.tensor(bytes(len(CONTENT)))
-    with driver.using(driver.stream()) as stream:
-        stream.fill(tensor, bytes(len(CONTENT)), SOON)
-        handle.sync_pread(tensor, file)
-        assert driver.content(tensor) == CONTENT
-    assert handle.stats()["bytes_gds"] == whole_pages(0, len(CONTENT), PAGE)
 
 
 # Failures
@@ -507,14 +338,6 @@ def test_what_cufile_returns_is_an_oserror_with_its_errno_and_the_file(
     assert result != 5016 or "cuFile error 5016 (more device memory than can be pinned)" in str(caught.value)
     assert getattr(handle, f"sync_p{direction}")(tensor, file) == 1
     assert Path(file).read_bytes() == driver.content(tensor) == CONTENT
-
-
-@pytest.mark.parametrize("passing", [errno.EINTR, errno.EAGAIN], ids=errno.errorcode.get)
-def test_what_passes_is_tried_again(handle: Any, driver: StandIn, cufile: CuFile, path: str, passing: int) -> None:
-    cufile.fail("cuFileWrite", result=passing)
-    handle.sync_pwrite(driver.tensor(CONTENT), path)
-    assert Path(path).read_bytes() == CONTENT
-    assert handle.stats()["retries"] == 1
 
 
 def test_the_first_failure_is_raised_once_all_have_ended(gds: ModuleType, driver: StandIn, cufile: CuFile, drive: Path) -> None:
@@ -551,13 +374,6 @@ def test_whichever_call_of_cuda_fails_the_transfer_ends_and_the_next_succeeds(
     assert failed > 0
 
 
-def test_a_device_that_fails_before_its_turn_is_said(handle: Any, driver: StandIn, path: str) -> None:
-    driver.fail("cuEventSynchronize", result=700)
-    with pytest.raises(OSError, match="CUDA_ERROR_ILLEGAL_ADDRESS") as caught:
-        handle.sync_pwrite(driver.tensor(CONTENT), path)
-    assert caught.value.filename == path
-
-
 def test_a_read_past_the_end_of_a_file_that_shrank_is_an_error(handle: Any, driver: StandIn, cufile: CuFile, file: str) -> None:
     with driver.using(driver.stream()) as stream:
         tensor = driver.tensor(bytes(len(CONTENT)))
@@ -591,32 +407,6 @@ def test_a_file_that_cufile_refuses_goes_through_the_host_and_the_reason_is_coun
     ]
     handle.sync_pread(target, path)
     assert handle.stats()["bytes_gds"] == whole_pages(0, len(CONTENT), PAGE)
-
-
-@pytest.mark.parametrize(("result", "code"), [(5008, errno.ENOTSUP), (5025, errno.EACCES), (5999, errno.EIO)])
-def test_strict_a_file_that_cufile_refuses_is_an_oserror(
-    handle: Any, driver: StandIn, cufile: CuFile, path: str, result: int, code: int
-) -> None:
-    cufile.fail("cuFileHandleRegister", result=result)
-    with pytest.raises(OSError, match=f"cuFileHandleRegister: cuFile error {result}") as caught:
-        handle.sync_pwrite(driver.tensor(CONTENT), path)
-    assert (caught.value.errno, caught.value.filename) == (code, path)
-    assert handle.sync_pwrite(driver.tensor(CONTENT), path) == 1
-
-
-@pytest.mark.root
-@pytest.mark.filterwarnings("ignore:transfers of")
-def test_a_filesystem_without_direct_io_goes_through_the_host(gds: ModuleType, driver: StandIn, tmpfs: Disk) -> None:
-    handle, target = gds.gds_handle(), driver.tensor(bytes(len(CONTENT)))
-    handle.sync_pwrite(driver.tensor(CONTENT), str(tmpfs / "file"))
-    handle.sync_pread(target, str(tmpfs / "file"))
-    assert driver.content(target) == CONTENT
-    stats = handle.stats()
-    assert (stats["bytes_gds"], stats["bytes_buffered"]) == (0, 2 * len(CONTENT))
-    assert stats["fallbacks"]["not by GPUDirect Storage, through host memory: tmpfs has no direct I/O"] == 2
-    with pytest.raises(OSError, match="tmpfs has no direct I/O") as caught:
-        gds.gds_handle(strict=True).sync_pwrite(target, str(tmpfs / "file"))
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOTSUP, str(tmpfs / "file"))
 
 
 # Machines without
@@ -661,14 +451,6 @@ def test_a_libcufile_that_is_too_old_is_named_with_what_is_needed(program: Progr
     assert reason == "cuFile 1.7 is installed and 1.8 is needed: pip install --upgrade nvidia-cufile"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("function", ["cuFileGetVersion", "cuFileSetParameterBool"])
-def test_a_libcufile_that_lacks_a_function_is_named_with_what_is_needed(program: Program, tmp_path: Path, function: str) -> None:
-    library = compile_stand_in("libcufile.so.0", tmp_path, f"-D{function}=renamed")
-    reason = without_cufile(program(WITHOUT_CUFILE, cufile=library))
-    assert reason == f"libcufile.so.0 lacks {function}: install cuFile 1.8 or later"
-
-
 @pytest.mark.parametrize(
     ("function", "result", "reason"),
     [
@@ -704,11 +486,6 @@ def test_without_libcuda_tensors_on_the_host_are_served(program: Program) -> Non
     assert all("CUDA is not to be had: libcuda.so.1" in line and line.endswith("install the NVIDIA driver") for line in lines)
 
 
-def test_cufile_in_a_place_that_only_the_builder_finds_is_used(program: Program, libraries: tuple[Path, Path]) -> None:
-    ended = program("gds.gds_handle(strict=True)\nprint(gds.version())", cufile="", library=libraries[1])
-    assert ended.check() == "1.14\n"
-
-
 # The driver
 
 
@@ -731,16 +508,6 @@ def test_the_driver_is_opened_once_without_its_own_detours_and_closed_at_exit(pr
     assert deregistered == ["cuFileHandleDeregister"] * 3
     assert last == "cuFileDriverClose with 0 files"
     assert list((tmp_path / "here").iterdir()) == []
-
-
-def test_importing_and_loading_open_nothing(program: Program, tmp_path: Path) -> None:
-    assert program("").check() == ""
-    assert logged(tmp_path) == []
-
-
-def test_a_log_file_that_the_user_named_is_kept(program: Program, tmp_path: Path) -> None:
-    program("gds.gds_handle()", before='os.environ["CUFILE_LOGFILE_PATH"] = "/tmp/cufile.log"').check()
-    assert logged(tmp_path)[0].endswith("log /tmp/cufile.log")
 
 
 def test_a_forked_child_leaves_the_driver_to_its_parent(program: Program, tmp_path: Path) -> None:
@@ -778,22 +545,6 @@ def test_a_process_that_ends_with_transfers_under_way_completes_them(program: Pr
 # The op
 
 
-def test_settings_come_in_deepspeeds_order_and_with_its_names(gds: ModuleType) -> None:
-    for handle in (
-        gds.gds_handle(4096, 7, True, True, 2),
-        gds.gds_handle(block_size=4096, queue_depth=7, single_submit=True, overlap_events=True, num_threads=2),
-    ):
-        names = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism", "thread_count")
-        assert [getattr(handle, f"get_{name}")() for name in names] == [4096, 7, True, True, 2, 2]
-
-
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("name", ["block_size", "queue_depth", "intra_op_parallelism"])
-def test_an_absurd_setting_is_refused_with_its_range_and_value(gds: ModuleType, name: str, strict: bool) -> None:
-    with pytest.raises(ValueError, match=rf"{name} must be in \[\d+, \d+\], got 0"):
-        gds.gds_handle(**{name: 0}, strict=strict)
-
-
 def test_pinned_memory_of_either_op_is_known_to_both(gds: ModuleType, op: ModuleType) -> None:
     handles = gds.gds_handle(), op.aio_handle()
     for made, other in (handles, handles[::-1]):
@@ -802,35 +553,3 @@ def test_pinned_memory_of_either_op_is_known_to_both(gds: ModuleType, op: Module
         assert other.is_pinned(tensor[100:])
         assert other.free_cpu_locked_tensor(tensor)
         assert not made.is_pinned(tensor)
-
-
-def test_pinned_memory_is_forgotten_with_its_tensor_in_both(gds: ModuleType, op: ModuleType) -> None:
-    handle = gds.gds_handle()
-    tensor = handle.new_cpu_locked_tensor(5000, torch.empty(0, dtype=torch.uint8))
-    view = torch.frombuffer((ctypes.c_char * 5000).from_address(tensor.data_ptr()), dtype=torch.uint8)
-    assert op.aio_handle().is_pinned(view)
-    del tensor
-    gc.collect()
-    assert not op.aio_handle().is_pinned(view)
-    assert not handle.is_pinned(view)
-
-
-def test_the_stub_describes_what_there_is(gds: ModuleType, op: ModuleType) -> None:
-    stub = ast.parse((Path(__file__).resolve().parents[2] / "deepnvme" / "ops" / "gds" / "gds_op.pyi").read_text())
-    described = {node.name for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))} | {"source_hash"}
-    assert described <= set(dir(gds))
-    (handle,) = (node for node in stub.body if isinstance(node, ast.ClassDef))
-    methods = {node.name for node in handle.body if isinstance(node, ast.FunctionDef)} - {"__init__"}
-    assert set(dir(gds.gds_handle)) - set(dir(op.aio_handle)) == methods
-    assert set(dir(op.aio_handle)) <= set(dir(gds.gds_handle))
-
-
-def test_nothing_of_cuda_is_included_or_linked(gds: ModuleType) -> None:
-    builder = GDSBuilder()
-    repository = Path(__file__).resolve().parents[2]
-    paths = {repository / source for source in builder.sources()} | set((repository / "csrc").rglob("*.h"))
-    included = {line.split()[1] for path in paths for line in path.read_text().splitlines() if line.startswith("#include <")}
-    assert [name for name in included if name.startswith(("<cu", "<nv", "<driver"))] == []
-    assert builder.sources() != AsyncIOBuilder().sources()
-    assert not any("cu" in flag for flag in builder.extra_ldflags())
-    assert b"libcuda.so.1" in Path(str(gds.__file__)).read_bytes()

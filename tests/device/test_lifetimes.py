@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
 import weakref
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 
 import deepnvme
-from deepnvme.ops.op_builder import toolchain
 
 from ..support.memory import EXCHANGES, pattern
 from .stand_in import StandIn
@@ -47,17 +45,6 @@ def test_closing_waits_for_what_is_under_way(driver: StandIn, backend: Any, driv
     assert all((drive / str(index)).read_bytes() == CONTENT for index in range(10))
     with pytest.raises(ValueError, match="the engine is closed"):
         engine.write(tensors[0], drive / "late")
-
-
-@pytest.mark.parametrize("kind", ["engine", "handle"])
-def test_dropping_it_waits_too_and_tensors_live_till_then(driver: StandIn, op: ModuleType, drive: Path, kind: str) -> None:
-    with driver.using(driver.stream()) as stream:
-        stream.pause(PAUSE)
-        write = deepnvme.Engine().write if kind == "engine" else op.aio_handle().async_pwrite
-        for index in range(10):
-            write(driver.tensor(CONTENT), str(drive / str(index)))
-        del write
-    assert all((drive / str(index)).read_bytes() == CONTENT for index in range(10))
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
@@ -134,18 +121,6 @@ def test_ctrl_c_interrupts_a_wait_for_slow_work_and_nothing_else(driver: StandIn
     assert (drive / "engine's").read_bytes() == (drive / "handle's").read_bytes() == CONTENT
 
 
-def test_leaving_the_interpreter_writes_everything(interpreters: Any, preamble: str, drive: Path) -> None:
-    interpreters.run(preamble + f"""
-engine = deepnvme.Engine()
-stream = driver.stream()
-with driver.using(stream):
-    stream.pause({PAUSE})
-    for index in range(10):
-        engine.write(driver.tensor(bytes([index]) * 100_001), {str(drive)!r} + "/" + str(index))
-""").check()  # fmt: skip
-    assert all((drive / str(index)).read_bytes() == bytes([index]) * 100_001 for index in range(10))
-
-
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_forked_child_leaves_the_driver_alone(interpreters: Any, preamble: str, drive: Path, busy: bool) -> None:
     """Whatever it drops: the handles are its parent's, and the locks are as they were at the fork."""
@@ -195,22 +170,6 @@ engine.close()
 """).check()  # fmt: skip
 
 
-def test_a_forked_child_is_told_that_the_engine_is_its_parents(interpreters: Any, preamble: str, drive: Path) -> None:
-    interpreters.run(preamble + f"""
-engine, tensor = deepnvme.Engine(), driver.tensor(bytes(10_000))
-engine.write(tensor, {str(drive / "file")!r}).result()
-pid = os.fork()
-if pid == 0:
-    try:
-        engine.write(tensor, {str(drive / "file")!r})
-    except RuntimeError as error:
-        os._exit(7 if "belongs to the parent process" in str(error) else 1)
-    os._exit(2)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-engine.read(tensor, {str(drive / "file")!r}).result()
-""").check()  # fmt: skip
-
-
 # -- without CUDA
 
 LOST = """
@@ -240,31 +199,4 @@ def test_without_libcuda_a_cuda_tensor_is_one_clear_error(interpreters: Any, lib
 text = refusal({str(drive / "file")!r})
 assert text.startswith("CUDA is not to be had: ") and ("libcuda.so.1" in text or "cuInit" in text), text
 assert engine.write(torch.ones(1000), {str(drive / "file")!r}).result() == 4000
-""").check()  # fmt: skip
-
-
-def test_a_driver_that_does_not_start_is_an_error_and_asked_again(interpreters: Any, libcuda: Path, drive: Path) -> None:
-    interpreters.run(LOST + f"""
-from tests.device.stand_in import StandIn
-driver = StandIn({str(libcuda)!r})
-driver.fail("cuInit", 0, 2)
-text = refusal({str(drive / "file")!r})
-assert text == "CUDA is not to be had: cuInit: CUDA_ERROR_OUT_OF_MEMORY (as the test asked)", text
-torch.cuda.current_stream = driver.current_stream
-assert engine.write(driver.tensor(bytes(1000)), {str(drive / "file")!r}).result() == 1000
-""").check()  # fmt: skip
-
-
-def test_a_driver_that_is_too_old_is_named(interpreters: Any, libcuda: Path, drive: Path, tmp_path: Path) -> None:
-    compiler = toolchain.find()
-    assert isinstance(compiler, toolchain.Toolchain)
-    (tmp_path / "old.cpp").write_text('extern "C" int cuInit(unsigned) { return 0; }')
-    old = tmp_path / "libcuda.so.1"
-    flags = ["-shared", "-fPIC", f"-Wl,-soname,{old.name}"]
-    subprocess.run([*compiler.command, *flags, str(tmp_path / "old.cpp"), "-o", str(old)], check=True)
-    interpreters.run(LOST + f"""
-import ctypes
-ctypes.CDLL({str(old)!r})
-text = refusal({str(drive / "file")!r})
-assert text.startswith("libcuda.so.1 lacks cu") and "install a newer NVIDIA driver" in text, text
 """).check()  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,14 +23,6 @@ PLENTY = 60.0  # nothing takes as long that waits for nothing
 def engine() -> Iterator[deepnvme.Engine]:
     with deepnvme.Engine(block_size=65536) as engine:
         yield engine
-
-
-def test_a_write_of_many_blocks_sees_it_in_the_last(driver: StandIn, drive: Path) -> None:
-    tensor = driver.tensor(bytes(20 << 20))
-    with deepnvme.Engine(num_threads=2) as engine, driver.using(driver.stream()) as stream:
-        stream.fill(tensor[19 << 20 :], b"\1" * (1 << 20), SOON)
-        engine.write(tensor, drive / "file").result()
-    assert (drive / "file").read_bytes() == bytes(19 << 20) + b"\1" * (1 << 20)
 
 
 def test_a_read_does_not_disturb_what_reads_the_tensor_before(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
@@ -62,24 +53,6 @@ def test_a_read_is_on_the_device_when_its_future_is_done(driver: StandIn, engine
     driver.delay(0.02)
     engine.read(tensor, drive / "file").result()
     assert driver.content(tensor) == NEW
-
-
-@pytest.mark.parametrize("direction", ["read", "write"])
-def test_what_comes_after_the_call_is_not_waited_for(
-    driver: StandIn, engine: deepnvme.Engine, drive: Path, direction: str
-) -> None:
-    (drive / "file").write_bytes(OLD)
-    with driver.using(driver.stream()) as stream:
-        future = getattr(engine, direction)(driver.tensor(OLD), drive / "file")
-        with stream.held():
-            future.result(PLENTY)
-
-
-def test_other_streams_are_not_waited_for(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
-    """Nor is another device's current one."""
-    busy, elsewhere = driver.stream(), driver.stream(1)
-    with busy.held(), elsewhere.held(), driver.using(driver.stream()), driver.using(elsewhere):
-        engine.write(driver.tensor(OLD), drive / "file").result(PLENTY)
 
 
 def test_each_device_has_its_own_current_stream(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
@@ -130,34 +103,6 @@ def test_requests_behind_slow_work_keep_no_others_waiting(
         held_up.result(PLENTY)
 
 
-def test_requests_go_on_in_the_order_in_which_their_streams_do(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
-    """Whatever the order in which they were submitted; more streams than there were threads before."""
-    with contextlib.ExitStack() as held:
-        futures, releases = [], []
-        for index in range(5):
-            stream = driver.stream(index % 2)
-            releases.append(held.enter_context(contextlib.ExitStack()))
-            releases[-1].enter_context(stream.held())
-            with driver.using(stream):
-                futures.append(engine.write(driver.tensor(NEW, index % 2), drive / str(index)))
-        while futures:
-            releases.pop().close()
-            futures.pop().result(PLENTY)
-            assert not any(future.done() for future in futures)
-
-
-def test_a_stream_is_not_asked_again_and_again_whether_it_is_done(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
-    before = driver.calls("cuEventQuery")
-    with driver.stream().held() as stream:
-        with driver.using(stream):
-            held_up = engine.write(driver.tensor(NEW), drive / "held up")
-        with driver.using(driver.stream()) as other:
-            other.pause(SOON)
-            engine.write(driver.tensor(NEW), drive / "other").result(PLENTY)
-        assert driver.calls("cuEventQuery") - before == 2  # one for each submission
-    held_up.result(PLENTY)
-
-
 def test_a_flush_covers_a_write_that_waits_for_its_stream(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
     tensor = driver.tensor(OLD)
     with driver.using(driver.stream()) as stream:
@@ -166,20 +111,3 @@ def test_a_flush_covers_a_write_that_waits_for_its_stream(driver: StandIn, engin
         engine.fsync(drive / "file").result()
     assert write.done()
     assert (drive / "file").read_bytes() == NEW
-
-
-def test_the_default_stream_counts_too(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
-    """torch calls it 0. What is recorded there is recorded in the device's own context."""
-    before = driver.calls("cuEventRecord")
-    engine.write(driver.tensor(OLD, 1), drive / "file").result()
-    assert driver.calls("cuEventRecord") > before
-    assert (drive / "file").read_bytes() == OLD
-
-
-def test_many_writes_see_what_was_computed_before(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
-    tensors = [driver.tensor(OLD) for _ in range(3)]
-    with driver.using(driver.stream()) as stream:
-        for tensor in tensors:
-            stream.fill(tensor, NEW, SOON)
-        engine.write_many(tensors, drive / "file", [0, 500_001, 1_000_002]).result()
-    assert (drive / "file").read_bytes() == NEW * 3

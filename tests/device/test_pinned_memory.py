@@ -48,19 +48,6 @@ def test_pinned_memory_is_registered_for_as_long_as_it_lives(driver: StandIn, ma
     assert driver.registered_bytes() == before
 
 
-@pytest.mark.usefixtures("in_use")
-@pytest.mark.parametrize("nbytes", [0, 1, 4095])
-def test_any_size_can_be_had(driver: StandIn, make: Make, nbytes: int) -> None:
-    assert make(nbytes).eq(0).all()
-
-
-def test_where_torch_does_not_use_cuda_nothing_is_registered(driver: StandIn, make: Make) -> None:
-    before, calls = driver.registered_bytes(), driver.calls("cuCtxPushCurrent")
-    tensor = make(MIB)
-    assert (driver.registered_bytes(), driver.calls("cuCtxPushCurrent")) == (before, calls)
-    assert tensor.eq(0).all()
-
-
 @pytest.mark.parametrize("function", ["cuMemHostRegister", "cuCtxPushCurrent", "cuInit", "no libcuda"])
 def test_a_refusal_is_a_warning_once_and_the_memory_serves(interpreters: Any, libcuda: Path, drive: Path, function: str) -> None:
     interpreters.run(f"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -71,14 +70,6 @@ def test_every_dtype_comes_back_as_it_was(driver: StandIn, engine: deepnvme.Engi
     assert driver.content(target) == content
 
 
-def test_blocks_of_device_memory_go_to_the_drive_directly(driver: StandIn, backend: Any, drive: Path) -> None:
-    with deepnvme.Engine(backend=backend) as engine:
-        engine.write(driver.tensor(CONTENT), drive / "file").result()
-        stats = engine.stats()
-    assert (stats.bytes_staged, stats.bytes_buffered) == (len(CONTENT) // 4096 * 4096, len(CONTENT) % 4096)
-    assert stats.bytes_zero_copy == 0
-
-
 def test_a_file_of_whole_pages_serves_devices(driver: StandIn, backend: Any, drive: Path) -> None:
     target = driver.tensor(bytes(len(CONTENT)))
     with deepnvme.Engine(backend=backend) as engine, engine.open(drive / "file", "w+", whole_pages=True) as file:
@@ -88,18 +79,6 @@ def test_a_file_of_whole_pages_serves_devices(driver: StandIn, backend: Any, dri
     assert driver.content(target) == CONTENT
     assert driver.guards_are_intact(target)
     assert (drive / "file").read_bytes() == CONTENT + bytes(-len(CONTENT) % 4096)
-
-
-def test_many_small_requests_of_devices(driver: StandIn, backend: Any, drive: Path) -> None:
-    contents = [pattern(4000 + index, index) for index in range(300)]
-    sources = [driver.tensor(content, index % 2, index % 3) for index, content in enumerate(contents)]
-    targets = [driver.tensor(bytes(len(content)), index % 2) for index, content in enumerate(contents)]
-    with deepnvme.Engine(backend=backend, num_threads=2) as engine, engine.open(drive / "file", "w+") as file:
-        for future in [engine.write(source, file, index * 5000) for index, source in enumerate(sources)]:
-            future.result()
-        for future in [engine.read(target, file, index * 5000) for index, target in enumerate(targets)]:
-            future.result()
-    assert [driver.content(target) for target in targets] == contents
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -131,12 +110,6 @@ def test_a_device_tensor_laid_out_otherwise_is_written_as_it_reads(
     with driver.using(driver.stream()):
         engine.write(tensor, drive / "file").result()
     assert (drive / "file").read_bytes() == driver.gather(tensor)
-
-
-def test_a_device_tensor_laid_out_otherwise_cannot_be_read_into(driver: StandIn, engine: deepnvme.Engine, drive: Path) -> None:
-    (drive / "file").write_bytes(bytes(4096))
-    with pytest.raises(ValueError, match="not contiguous"):
-        engine.read(driver.tensor(bytes(4096)).view(64, 64).t(), drive / "file")
 
 
 @pytest.mark.root
@@ -173,15 +146,6 @@ def test_a_handle_serves_devices(driver: StandIn, op: ModuleType, drive: Path, c
     assert driver.content(target) == CONTENT
 
 
-def test_a_handle_writes_device_memory_to_a_descriptor(driver: StandIn, op: ModuleType, drive: Path) -> None:
-    handle = op.aio_handle()
-    descriptor = os.open(drive / "file", os.O_WRONLY | os.O_CREAT)
-    handle.async_pwrite(driver.tensor(CONTENT), descriptor, 777)
-    os.close(descriptor)
-    assert handle.wait() == 1
-    assert (drive / "file").read_bytes() == bytes(777) + CONTENT
-
-
 def test_validation_finds_what_differs_on_the_device(driver: StandIn, op: ModuleType, drive: Path) -> None:
     """Far into it: what the device has is fetched in parts."""
     handle, path = op.aio_handle(), drive / "file"
@@ -198,13 +162,6 @@ def test_validation_finds_what_differs_on_the_device(driver: StandIn, op: Module
             pass
     with pytest.raises(OSError, match=f"tensor and file differ at byte {5 + differs}"):
         handle.wait()
-
-
-def test_alone_standing_functions_serve_devices(driver: StandIn, op: ModuleType, drive: Path) -> None:
-    path, target = str(drive / "file"), driver.tensor(bytes(len(CONTENT)))
-    op.aio_write(driver.tensor(CONTENT), path, 65536, 8, False, False, True)
-    op.aio_read(target, path, 65536, 8, False, False, True)
-    assert driver.content(target) == CONTENT
 
 
 @pytest.mark.parametrize("files", [1, 3])

@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -104,24 +103,6 @@ assert not bare.stop()
 """)  # fmt: skip
 
 
-def test_rings_are_entered_by_their_registered_descriptors(interpreters: Any, backends: list[Any], drive: Path) -> None:
-    if "io_uring" not in backends:
-        pytest.skip("needs io_uring")
-    if tuple(map(int, os.uname().release.split(".")[:2])) < (5, 18):
-        pytest.skip("needs Linux 5.18, which registers them")
-    run_filtered(interpreters, f"""
-refuse_unregistered_rings()
-with deepnvme.Engine("io_uring") as engine:
-    engine.write(torch.ones(10000), {str(drive / "file")!r}).result()
-    assert engine.read(torch.zeros(10000), {str(drive / "file")!r}).result() == 40000
-""")  # fmt: skip
-
-
-def test_every_backend_says_whether_it_works(op: ModuleType) -> None:
-    assert list(op.backends()) == ["io_uring", "libaio", "threads"]
-    assert op.backends()["threads"] is None
-
-
 @pytest.mark.alone
 def test_more_events_than_the_system_allows_leave_no_worker_behind(backends: list[Any]) -> None:
     if "libaio" not in backends:
@@ -136,16 +117,6 @@ def test_more_events_than_the_system_allows_leave_no_worker_behind(backends: lis
     assert caught.value.errno == errno.EAGAIN
     assert len(os.listdir("/proc/self/task")) == before
     deepnvme.Engine(backend="libaio", queue_depth=4096).close()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_workers_are_threads_that_end_with_the_engine(backend: Any, threads: int) -> None:
-    before = set(os.listdir("/proc/self/task"))
-    engine = deepnvme.Engine(backend=backend, num_threads=threads)
-    added = set(os.listdir("/proc/self/task")) - before
-    engine.close()
-    assert len(added) >= threads
-    assert not added & set(os.listdir("/proc/self/task"))
 
 
 def test_workers_leave_signals_to_the_program(backend: Any) -> None:

@@ -71,24 +71,6 @@ def test_a_read_that_hangs_in_the_ring_ends_when_it_is_cancelled(uring: Any, fil
         assert_idle(uring)
 
 
-def test_a_read_that_is_still_in_the_ring_can_be_cancelled(uring: Any) -> None:
-    with pipe() as (empty, _):
-        assert uring.submit(0, empty)
-        uring.cancel(0)
-        assert uring.reap() == [(0, -errno.ECANCELED)]
-        assert_idle(uring)
-
-
-def test_all_that_fits_into_the_ring_can_be_cancelled_at_once(uring: Any) -> None:
-    with pipe() as (empty, _):
-        for _ in range(3):
-            assert all(uring.submit(index, empty) for index in range(64))
-            for index in range(64):
-                uring.cancel(index)
-            assert reap(uring, 64) == dict.fromkeys(range(64), -errno.ECANCELED)
-            assert_idle(uring)
-
-
 def test_a_cancel_does_not_hit_a_later_operation(uring: Any) -> None:
     with pipe() as (empty, end):
         assert uring.submit(0, empty)
@@ -104,39 +86,11 @@ def test_a_cancel_does_not_hit_a_later_operation(uring: Any) -> None:
         assert_idle(uring)
 
 
-def test_a_wake_reaches_a_ring_of_which_all_is_in_use(uring: Any) -> None:
-    with pipe() as (empty, _):
-        assert all(uring.submit(index, empty) for index in range(64))
-        for _ in range(3):
-            waker = threading.Timer(0.01, uring.wake)
-            waker.start()
-            assert uring.reap() == []
-            waker.join()
-        assert uring.stop()
-
-
 def test_a_ring_that_is_stopped_gives_up_what_hangs(uring: Any) -> None:
     with pipe() as (empty, _):
         assert all(uring.submit(index, empty) for index in range(64))
         uring.flush()
         assert uring.stop()
-
-
-def test_an_operation_that_is_cancelled_completes_once_and_the_next_is_none_the_worse(
-    testing: ModuleType, backend: str, file: int
-) -> None:
-    bare = testing.BareBackend(backend, 16)
-    for attempt in range(20):
-        assert all(bare.submit(index, file, offset=index * PAGE) for index in range(16))
-        if attempt % 2:
-            bare.flush()
-        for index in range(16):
-            bare.cancel(index)
-        assert set(reap(bare, 16).values()) <= {PAGE, -errno.ECANCELED}
-        assert all(bare.submit(index, file, offset=index * PAGE) for index in range(16))
-        assert reap(bare, 16) == dict.fromkeys(range(16), PAGE)
-        assert_idle(bare)
-    assert bare.stop()
 
 
 def wait_for_hanging(bare: Any, count: int) -> None:
@@ -166,32 +120,6 @@ def test_the_thread_pool_stops_without_beginning_what_is_queued(testing: ModuleT
     assert bare.stop()
     releaser.join()
     assert os.pread(file, PAGE, 0) == b"x" * PAGE
-
-
-def test_a_thread_of_the_pool_that_gets_no_memory_reports_it(testing: ModuleType) -> None:
-    bare = testing.BareBackend("threads", 4)
-    assert bare.submit(0, -1, write=True)  # the device has none
-    assert bare.reap() == [(0, -errno.ENOMEM)]
-
-
-def test_operations_wait_in_the_ring_until_they_are_flushed(uring: Any) -> None:
-    with pipe() as (empty, end):
-        os.write(end, b"four")
-        assert uring.submit(0, empty)
-        assert os.read(empty, 1) == b"f"
-        uring.flush()
-        assert uring.reap() == [(0, 3)]
-
-
-def test_more_than_the_ring_holds_is_taken_as_room_is_made(testing: ModuleType, backends: list[Any], file: int) -> None:
-    if "io_uring" not in backends:
-        pytest.skip("needs io_uring")
-    bare = testing.BareBackend("io_uring", 7)
-    for _ in range(10):
-        assert all(bare.submit(index, file, offset=index * PAGE) for index in range(7))
-        for index in range(7):
-            bare.cancel(index)
-        assert len(reap(bare, 7)) == 7
 
 
 @pytest.fixture
@@ -258,71 +186,6 @@ def test_an_older_kernel_gets_a_ring_as_it_knows_it(
         assert bare.reap() == [(0, 4)] and bare.memory(0).decode() == "xxxx"
         """)  # fmt: skip
     assert [int(line, 16) for line in printed.split()] == [taken, taken]
-
-
-TWO_MAPPINGS = """
-static long answer(long number, long *a) {
-    const long result = ask(number, a);
-    if (number == SETUP) ((unsigned *)a[1])[FEATURES] &= ~ONE_MAPPING;
-    return result;
-}
-"""
-NO_PROBE = """
-static long answer(long number, long *a) {
-    return number == REGISTER && a[1] == PROBE ? refuse(EINVAL) : ask(number, a);
-}
-"""
-
-
-NO_ENTER = """
-static long answer(long number, long *a) { return number == ENTER ? refuse(EPERM) : ask(number, a); }
-"""
-NO_MEMORY = """
-#include <sys/mman.h>
-#include <sys/syscall.h>
-static long answer(long number, long *a) { return ask(number, a); }
-void *mmap(void *address, size_t size, int protection, int flags, int fd, off_t offset) {
-    if (flags & MAP_POPULATE && offset == REFUSED) return (void *)refuse(ENOMEM);
-    return (void *)ask(SYS_mmap, (long[]){(long)address, size, protection, flags, fd, offset});
-}
-"""
-NOTHING_TO_POLL = """
-#include <fcntl.h>
-static long answer(long number, long *a) { return ask(number, a); }
-int eventfd(unsigned begin, int flags) { return open("/", O_PATH); }
-"""
-
-
-@pytest.mark.parametrize(
-    ("answer", "backend", "error", "sentence"),
-    [
-        (TWO_MAPPINGS, "io_uring", errno.EOPNOTSUPP, "io_uring with one mapping (Linux 5.4 has it)"),
-        (NO_PROBE, "io_uring", errno.EOPNOTSUPP, "io_uring read and write (Linux 5.6 has them)"),
-        (NO_ENTER, "io_uring", errno.EPERM, "io_uring_enter"),
-        (f"#define REFUSED 0\n{NO_MEMORY}", "io_uring", errno.ENOMEM, "mmap of an io_uring"),
-        (f"#define REFUSED 0x10000000\n{NO_MEMORY}", "io_uring", errno.ENOMEM, "mmap of an io_uring"),
-        (NOTHING_TO_POLL, "io_uring", errno.EBADF, "io_uring poll"),
-        (NOTHING_TO_POLL, "libaio", errno.EBADF, "io_submit of a poll (Linux 4.19 has it)"),
-    ],
-    ids=[
-        "before Linux 5.4", "before Linux 5.6", "a filter that allows the set-up alone", "no memory for the rings",
-        "no memory for the entries", "io_uring's poll", "AIO's poll",
-    ],
-)  # fmt: skip
-def test_what_the_kernel_refuses_in_the_beginning_is_named_and_leaves_nothing_open(
-    run_answered: Callable[[str, str], str], backends: list[Any], answer: str, backend: str, error: int, sentence: str
-) -> None:
-    if backend not in backends:
-        pytest.skip(f"needs {backend}")
-    printed = run_answered(answer, f"""
-        before = len(os.listdir("/proc/self/fd"))
-        try:
-            testing.BareBackend({backend!r}, 4)
-        except OSError as error:
-            print(error.errno, str(error).partition(": ")[2])
-        assert len(os.listdir("/proc/self/fd")) == before
-        """)  # fmt: skip
-    assert printed == f"{error} {sentence}\n"
 
 
 REFUSING = """

@@ -110,17 +110,6 @@ def test_a_handle_transfers_the_memory_of_the_call(
     assert transferred == (direct_disk.behind / "file").read_bytes() == CONTENT
 
 
-def test_of_a_tensor_that_is_not_contiguous_the_copy_of_the_call_is_written(faulty: Any, gate: Any, drive: Path) -> None:
-    engine = faulty("threads", queue_depth=1, gate=gate)
-    tensor = torch.arange(20_000, dtype=torch.int32)[::2]
-    content = bytes_of(tensor)
-    futures = [engine.write(tensor, drive / "one"), engine.write_many([tensor], [drive / "many"])]
-    tensor.data = torch.zeros(1)
-    gate.release()
-    assert [future.result() for future in futures] == [len(content)] * 2
-    assert (drive / "one").read_bytes() == (drive / "many").read_bytes() == content
-
-
 @pytest.mark.parametrize("direction", ["read", "write"])
 @pytest.mark.parametrize("made_by", ["engine", "handle"])
 def test_pinned_memory_cannot_be_freed_by_resizing(

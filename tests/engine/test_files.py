@@ -33,12 +33,6 @@ def test_a_file_opened_for_reading_is_not_written(engine: deepnvme.Engine, file:
         engine.write(page_aligned(b"y"), opened)
 
 
-@pytest.mark.parametrize("mode", ["w", "x"])
-def test_a_file_opened_for_writing_is_not_read(engine: deepnvme.Engine, drive: Path, mode: Any) -> None:
-    with engine.open(drive / "new", mode) as opened, pytest.raises(ValueError, match="was not opened for reading"):
-        engine.read(zeros(1).tensor, opened)
-
-
 @pytest.mark.parametrize("mode", ["x", "x+"])
 def test_an_exclusive_file_must_be_new(engine: deepnvme.Engine, file: Path, mode: Any) -> None:
     with pytest.raises(FileExistsError) as caught:
@@ -70,20 +64,6 @@ def test_a_new_file_has_the_permissions_that_the_umask_leaves(engine: deepnvme.E
     assert (drive / "new").stat().st_mode & 0o777 == 0o640
 
 
-def test_a_file_knows_its_path_and_alignment(engine: deepnvme.Engine, file: Path) -> None:
-    with engine.open(file) as opened:
-        assert opened.path == str(file)
-        assert opened.direct
-        assert opened.alignment in (512, 4096)
-        assert not opened.closed
-
-
-def test_a_file_serves_any_engine(engine: deepnvme.Engine, file: Path, backend: Any) -> None:
-    with engine.open(file, "r+") as opened, deepnvme.Engine(backend=backend) as other:
-        other.write(page_aligned(b"y" * 10_000), opened).result()
-    assert file.read_bytes() == b"y" * 10_000
-
-
 def test_closing_a_file_lets_what_is_under_way_end(testing: Any, faulty: Any, gate: Any, drive: Path) -> None:
     content = pattern(50_000)
     engine = faulty("threads", gate=gate)
@@ -105,25 +85,6 @@ def test_a_file_truncated_since_it_was_opened_is_an_error_of_that_read(engine: d
             assert engine.read(zeros(size).tensor, opened).result() == size
 
 
-def test_a_file_that_has_grown_since_it_was_opened_is_read_to_its_end(engine: deepnvme.Engine, file: Path) -> None:
-    with engine.open(file) as opened:
-        with file.open("ab") as more:
-            more.write(b"z" * 10_000)
-        target = zeros(10_000)
-        engine.read(target.tensor, opened, 10_000).result()
-    assert target.content() == b"z" * 10_000
-
-
-def test_a_file_replaced_while_open_is_written_to_the_end(engine: deepnvme.Engine, file: Path, drive: Path) -> None:
-    """The unaligned end needs a second descriptor, opened after the path leads elsewhere."""
-    (drive / "other").write_bytes(b"other")
-    with file.open("rb") as original, engine.open(file, "r+") as opened:
-        os.replace(drive / "other", file)
-        engine.write(page_aligned(b"y" * 9999), opened).result()
-        assert original.read() == b"y" * 9999 + b"x"
-    assert file.read_bytes() == b"other"
-
-
 def test_a_file_replaced_while_requests_are_under_way_gets_them_all(faulty: Any, gate: Any, backend: Any, drive: Path) -> None:
     (drive / "file").write_bytes(bytes(40_000))
     (drive / "other").write_bytes(b"other")
@@ -136,15 +97,6 @@ def test_a_file_replaced_while_requests_are_under_way_gets_them_all(faulty: Any,
             future.result()
         assert original.read() == b"y" * 39_996 + bytes(4)
     assert (drive / "file").read_bytes() == b"other"
-
-
-def test_a_deleted_file_is_still_a_file(engine: deepnvme.Engine, file: Path) -> None:
-    with engine.open(file, "r+") as opened:
-        file.unlink()
-        engine.write(page_aligned(b"y" * 9999), opened).result()
-        target = zeros(10_000)
-        engine.read(target.tensor, opened).result()
-    assert target.content() == b"y" * 9999 + b"x"
 
 
 @pytest.mark.root

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-
-import deepnvme
 
 from ..support.memory import page_aligned
 
@@ -50,14 +47,6 @@ def test_a_flush_begins_once_the_earlier_writes_have_ended_and_not_after_the_lat
     assert positions(journal, "submit", "sync")[0] < max(positions(journal, "submit", "write"))
 
 
-def test_a_flush_is_pending_while_an_earlier_write_is(faulty: Faulty, gate: Any, drive: Path) -> None:
-    engine = faulty("threads", gate=gate)
-    engine.write(BLOCK, drive / "file")
-    flushed = engine.fsync(drive / "file")
-    time.sleep(0.05)
-    assert not flushed.done()
-
-
 def test_two_flushes_each_wait_for_their_own_writes(faulty: Faulty, testing: ModuleType, drive: Path) -> None:
     journal = testing.Journal()
     engine = faulty("threads", num_threads=2, journal=journal)
@@ -82,22 +71,3 @@ def test_a_flush_that_fails_says_of_which_file(faulty: Faulty, backend: Any, dri
     with pytest.raises(OSError, match="fsync") as caught:
         engine.fsync(drive / "file").result()
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(drive / "file"))
-
-
-def test_a_flush_of_an_idle_engine_is_a_flush(backend: Any, drive: Path) -> None:
-    (drive / "file").write_bytes(b"x")
-    with deepnvme.Engine(backend=backend) as engine:
-        assert engine.fsync(drive / "file").result() == 0
-        assert engine.stats().requests == 1
-
-
-@pytest.mark.parametrize("mode", ["r", "r+", "rw", "w"])
-def test_an_open_file_is_flushed_whatever_its_mode(engine: deepnvme.Engine, drive: Path, mode: Any) -> None:
-    (drive / "file").write_bytes(b"x")
-    with engine.open(drive / "file", mode) as file:
-        assert engine.fsync(file).result() == 0
-
-
-def test_a_flush_moves_no_bytes(engine: deepnvme.Engine, drive: Path) -> None:
-    (drive / "file").touch()
-    assert engine.fsync(drive / "file").nbytes == 0

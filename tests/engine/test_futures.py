@@ -48,34 +48,6 @@ def test_a_timeout_is_an_error_and_the_request_goes_on(held: Any, gate: Any, dri
     assert (drive / "file").read_bytes() == content
 
 
-@pytest.mark.parametrize("timeout", [0, 0.0, -1, -1e300])
-@pytest.mark.alone
-def test_no_time_at_all_times_out_at_once(held: Any, drive: Path, timeout: float) -> None:
-    future = held.write(page_aligned(b"x"), drive / "file")
-
-    def seconds() -> float:
-        begin = time.monotonic()
-        with pytest.raises(TimeoutError):
-            future.result(timeout)
-        return time.monotonic() - begin
-
-    assert min(seconds() for _ in range(3)) < 0.5
-
-
-@pytest.mark.parametrize("timeout", [1e300, float("inf")])
-def test_a_timeout_beyond_all_measure_is_none(held: Any, gate: Any, drive: Path, timeout: float) -> None:
-    future = held.write(page_aligned(b"x"), drive / "file")
-    threading.Timer(0.1, gate.release).start()
-    assert future.result(timeout) == 1
-
-
-@pytest.mark.parametrize("timeout", ["1", [], object(), float("nan")], ids=lambda timeout: type(timeout).__name__)
-def test_a_timeout_that_is_no_number_is_refused(engine: deepnvme.Engine, drive: Path, timeout: Any) -> None:
-    future = engine.write(page_aligned(b"x"), drive / "file")
-    with pytest.raises(ValueError if isinstance(timeout, float) else TypeError):
-        future.result(timeout)
-
-
 def test_a_request_that_failed_raises_each_time_it_is_asked(broken: Any, drive: Path) -> None:
     future = broken.write(page_aligned(b"x" * 4096), drive / "file")
     for _ in range(2):
@@ -93,22 +65,6 @@ def test_done_turns_true_at_the_end_and_not_before(held: Any, gate: Any, drive: 
     gate.release()
     future.result()
     assert (before, future.done()) == (False, True)
-
-
-def test_a_future_knows_what_was_asked_for(held: Any, drive: Path) -> None:
-    assert held.write(torch.empty(7, dtype=torch.float64), drive / "file").nbytes == 56
-
-
-def test_every_thread_that_waits_is_told(held: Any, gate: Any, drive: Path) -> None:
-    future = held.write(page_aligned(b"x" * 5000), drive / "file")
-    results: list[int] = []
-    threads = [threading.Thread(target=lambda: results.append(future.result())) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    gate.release()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert results == [5000] * 5
 
 
 def test_other_threads_run_while_one_waits(held: Any, gate: Any, drive: Path) -> None:
@@ -168,32 +124,6 @@ def test_a_tensor_whose_future_is_dropped_is_let_go_when_its_request_ends(held: 
     until(lambda: alive() is None)
 
 
-@pytest.mark.parametrize(("wait", "fails"), [("result", False), ("exception", False), ("exception", True)])
-def test_a_tensor_is_let_go_once_its_request_was_waited_for(
-    engine: deepnvme.Engine, broken: Any, drive: Path, wait: str, fails: bool
-) -> None:
-    tensor = page_aligned(b"x" * 4096)
-    alive = weakref.ref(tensor.untyped_storage())
-    future = (broken if fails else engine).write(tensor, drive / "file")
-    getattr(future, wait)()
-    del tensor
-    assert alive() is None
-
-
-def test_tensors_of_forgotten_requests_are_let_go_as_later_ones_come(engine: deepnvme.Engine, drive: Path) -> None:
-    alive = []
-    for index in range(200):
-        tensor = page_aligned(b"x" * 4096)
-        alive.append(weakref.ref(tensor.untyped_storage()))
-        engine.write(tensor, drive / str(index % 4))
-        del tensor
-    for _ in range(1000):  # requests of several files end in any order
-        engine.write(page_aligned(b"x"), drive / "last").result()
-        if not any(reference() is not None for reference in alive):
-            break
-    assert not any(reference() is not None for reference in alive)
-
-
 def test_the_copy_of_a_tensor_that_is_not_contiguous_lives_as_long_as_the_request(held: Any, gate: Any, drive: Path) -> None:
     tensor = torch.arange(20_000, dtype=torch.int32)[::2]
     future = held.write(tensor, drive / "file")
@@ -207,13 +137,6 @@ def test_the_copy_of_a_tensor_that_is_not_contiguous_lives_as_long_as_the_reques
     assert len(other) == 20
 
 
-def test_a_future_outlives_its_engine(drive: Path) -> None:
-    engine = deepnvme.Engine()
-    future = engine.write(page_aligned(b"x" * 5000), drive / "file")
-    del engine
-    assert future.result() == 5000
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_end_of_a_with_block_waits_for_everything(drive: Path, backend: Any, count: int) -> None:
     content = pattern(1 << 20)
@@ -221,9 +144,3 @@ def test_the_end_of_a_with_block_waits_for_everything(drive: Path, backend: Any,
         for index in range(20):
             engine.write(page_aligned(content), drive / str(index))
     assert all((drive / str(index)).read_bytes() == content for index in range(20))
-
-
-def test_an_error_nobody_asked_for_does_not_come_out_of_close(broken: Any, drive: Path) -> None:
-    broken.write(page_aligned(b"x" * 4096), drive / "file")
-    broken.close()
-    assert broken.stats()["failed_requests"] == 1

@@ -24,7 +24,6 @@ import deepnvme
 from ..support.examples import examples
 from ..support.memory import PAGE, Guarded, bytes_of, page_aligned, pattern, zeros
 from ..support.patience import PATIENCE
-from ..support.threads import others_run_during
 from ..support.transfers import lengths
 
 Faulty = Callable[..., Any]
@@ -152,17 +151,6 @@ def test_ids_of_any_integer_type_and_shape_choose_records(
     assert out.equal(table[ids.long()])
 
 
-def test_ids_may_be_changed_while_records_are_read(held: Any, gate: Any, drive: Path) -> None:
-    content = pattern(8 * PAGE)
-    (drive / "file").write_bytes(content)
-    ids, out = torch.arange(8)[::2], torch.empty(4, PAGE, dtype=torch.uint8)
-    future = held.gather(drive / "file", ids, out)
-    ids.fill_(1 << 40)
-    gate.release()
-    future.result()
-    assert bytes_of(out) == b"".join(content[index * PAGE : (index + 1) * PAGE] for index in (0, 2, 4, 6))
-
-
 def test_neighbours_are_one_block_and_others_are_not(backend: Any, drive: Path) -> None:
     (drive / "file").write_bytes(pattern(64 * PAGE))
     with deepnvme.Engine(backend=backend) as engine:
@@ -179,16 +167,6 @@ def test_neighbours_are_one_block_and_others_are_not(backend: Any, drive: Path) 
         before = engine.stats().blocks
         engine.read_many(list(out), drive / "file", range(0, 64 * PAGE, PAGE)).result()
         assert engine.stats().blocks == before + 1
-
-
-def test_a_hundred_thousand_tensors_are_one_call(engine: deepnvme.Engine, drive: Path) -> None:
-    memory = torch.arange(100_000 * 8, dtype=torch.int64)
-    tensors = memory.view(-1, 8).flip(0).unbind()  # in the file the other way round: no two are neighbours
-    future = engine.write_many(tensors, drive / "file", [(99_999 - index) * 64 for index in range(100_000)])
-    assert future.result() == future.nbytes == memory.nbytes
-    back = torch.zeros_like(memory)
-    assert engine.read_many(back.view(-1, 8).unbind(), drive / "file", range(0, memory.nbytes, 64)).result() == memory.nbytes
-    assert back.equal(memory)
 
 
 class _Subclass(torch.Tensor):
@@ -214,40 +192,6 @@ def test_tensors_of_any_kind_are_written_as_they_are_seen(
     assert (drive / "file").read_bytes() == bytes_of(tensor.as_subclass(torch.Tensor)) + bytes_of(torch.ones(1))
 
 
-def test_a_lazy_copy_is_read_into_without_its_original(engine: deepnvme.Engine, drive: Path) -> None:
-    (drive / "file").write_bytes(b"x" * 100)
-    original = torch.zeros(100, dtype=torch.uint8)
-    copy = torch._lazy_clone(original)
-    engine.read_many([copy], drive / "file", [0]).result()
-    assert (bytes_of(copy), bytes_of(original)) == (b"x" * 100, bytes(100))
-
-
-def test_offsets_left_out_mean_the_start_of_each_file(engine: deepnvme.Engine, drive: Path) -> None:
-    tensors = [torch.full((index,), index, dtype=torch.uint8) for index in range(1, 6)]
-    engine.write_many(tensors, [drive / str(index) for index in range(5)]).result()
-    assert [(drive / str(index)).read_bytes() for index in range(5)] == [bytes_of(tensor) for tensor in tensors]
-
-
-@pytest.mark.parametrize("start", [
-    pytest.param(lambda engine, path: engine.read_many([], path, []), id="no tensors"),
-    pytest.param(lambda engine, path: engine.read_many([], []), id="no tensors and no files"),
-    pytest.param(lambda engine, path: engine.write_many([], path), id="no offsets either"),
-    pytest.param(lambda engine, path: engine.gather(path, torch.empty(0, dtype=torch.int64), torch.empty(0, 5)), id="no records"),
-])  # fmt: skip
-def test_nothing_to_transfer_is_done_at_once(
-    engine: deepnvme.Engine, drive: Path, start: Callable[[Any, Path], deepnvme.Future]
-) -> None:
-    future = start(engine, drive / "missing")
-    assert (future.done(), future.nbytes, future.result(), future.exception()) == (True, 0, 0, None)
-    assert not (drive / "missing").exists()
-
-
-def test_tensors_without_bytes_are_among_the_others(engine: deepnvme.Engine, drive: Path) -> None:
-    empty, full = torch.empty(0), torch.ones(5, dtype=torch.uint8)
-    assert engine.write_many([empty, full, empty, full, empty], drive / "file", [0, 0, 5, 5, 10]).result() == 10
-    assert (drive / "file").read_bytes() == b"\1" * 10
-
-
 def test_whole_pages_are_padded_each(engine: deepnvme.Engine, drive: Path) -> None:
     contents = [pattern(length) for length in (100, PAGE, PAGE + 1, 3 * PAGE - 1)]
     offsets = [0, PAGE, 2 * PAGE, 4 * PAGE]
@@ -269,12 +213,6 @@ def test_a_file_named_several_times_is_opened_once(held: Any, gate: Any, drive: 
     gate.release()
     assert future.result() == 9 * PAGE
     assert [opened.count(str(drive / name)) for name in "ab"] == [1, 1]
-
-
-def test_an_fsync_covers_all_of_it(engine: deepnvme.Engine, drive: Path) -> None:
-    future = engine.write_many([torch.ones(5000)] * 50, drive / "file", range(0, 50 * 20_000, 20_000))
-    engine.fsync(drive / "file").result()
-    assert future.done()
 
 
 # Arguments.
@@ -321,13 +259,6 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_read(engine: An
         with pytest.raises(kind, match=message):
             call()
     assert engine.stats().requests == 0
-
-
-def test_the_end_of_the_file_is_told_with_the_error(engine: deepnvme.Engine, drive: Path) -> None:
-    (drive / "file").write_bytes(bytes(1000))
-    with pytest.raises(ValueError, match="past the end") as caught:
-        engine.read_many([torch.empty(10)] * 2, drive / "file", [0, 990])
-    assert caught.value.file_size == 1000  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("count", [10, 1000])
@@ -397,27 +328,6 @@ def test_gathered_records_that_failed_are_told_by_their_place(faulty: Faulty, ba
     assert error.strerror.endswith(f"({len(wrong)} of 100 transfers failed)")
 
 
-def test_of_a_tensor_of_many_blocks_one_that_fails_is_enough(faulty: Faulty, backend: Any, drive: Path) -> None:
-    engine = faulty(backend, error_every=15, error_limit=1, error=errno.ENOSPC)
-    contents = [pattern(10 * PAGE, index) for index in range(5)]
-    offsets = range(0, 100 * PAGE, 20 * PAGE)
-    error: Any = engine.write_many([page_aligned(content) for content in contents], drive / "file", offsets).exception()
-    assert (error.errno, error.indices) == (errno.ENOSPC, [1])
-    assert "write of 40960 bytes at offset 81920 (" in str(error)
-    written = (drive / "file").read_bytes()
-    for index in (0, 2, 3, 4):
-        assert written[20 * index * PAGE : (20 * index + 10) * PAGE] == contents[index]
-
-
-def test_neighbours_in_a_block_that_fails_have_all_failed(faulty: Faulty, backend: Any, drive: Path) -> None:
-    (drive / "file").write_bytes(pattern(100 * PAGE))
-    rows = torch.frombuffer(bytearray(99 * PAGE), dtype=torch.uint8).view(99, PAGE)
-    ids = torch.cat([torch.arange(10), torch.arange(20, 50), torch.arange(60, 99)])
-    engine = faulty(backend, block_size=1 << 20, error_every=1, error_limit=1, error=errno.EIO)
-    error: Any = engine.gather(drive / "file", ids, rows[: len(ids)]).exception()
-    assert error.indices == list(range(10))
-
-
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_backend_that_breaks_fails_what_it_had_not_done(faulty: Faulty, backend: Any, drive: Path, num_threads: int) -> None:
     content = pattern(200 * PAGE)
@@ -478,12 +388,6 @@ def test_ctrl_c_interrupts_the_waiting_and_not_the_transfers(faulty: Faulty, gat
     assert future.result() == 20 * PAGE
 
 
-def test_other_threads_run_while_transfers_are_submitted(engine: deepnvme.Engine, drive: Path) -> None:
-    tensors = [torch.ones(1)] * 500
-    paths = [drive / str(index) for index in range(500)]
-    assert others_run_during(lambda: engine.write_many(tensors, paths).result())
-
-
 @pytest.mark.parametrize("keep", [True, False], ids=["future kept", "future dropped"])
 def test_tensors_live_until_all_transfers_have_ended(held: Any, gate: Any, drive: Path, keep: bool) -> None:
     tensors = [page_aligned(pattern(PAGE, index)) for index in range(10)]
@@ -501,16 +405,6 @@ def test_tensors_live_until_all_transfers_have_ended(held: Any, gate: Any, drive
     assert not any(reference() is not None for reference in alive)
     for index in range(10):
         assert (drive / str(index % 3)).read_bytes()[index * PAGE : (index + 1) * PAGE] == pattern(PAGE, index)
-
-
-def test_the_list_may_be_changed_meanwhile(held: Any, gate: Any, drive: Path) -> None:
-    tensors = [page_aligned(b"x" * PAGE) for _ in range(5)]
-    future = held.write_many(tensors, drive / "file", range(0, 5 * PAGE, PAGE))
-    tensors.clear()
-    gc.collect()
-    gate.release()
-    assert future.result() == 5 * PAGE
-    assert (drive / "file").read_bytes() == b"x" * 5 * PAGE
 
 
 def test_close_waits_for_all_and_a_closed_engine_refuses(drive: Path) -> None:
@@ -556,12 +450,3 @@ def test_cancelled_transfers_end_and_are_told(held: Any, gate: Any, drive: Path,
     assert (error.errno, error.indices) == (errno.ECANCELED, list(range(200)))
     assert not future.cancel()
     assert many(held, drive / "file").result() == 20 * PAGE
-
-
-def test_an_engine_that_is_cancelled_or_closed_in_time_counts_the_call_as_one(held: Any, gate: Any, drive: Path) -> None:
-    future = held.write_many([torch.ones(PAGE, dtype=torch.uint8)] * 9, [drive / str(index) for index in range(9)])
-    with pytest.raises(TimeoutError, match="1 transfer: write of "):
-        held.close(0.01)
-    assert held.cancel() == 1
-    gate.release()
-    assert len(future.exception().indices) == 9

@@ -72,32 +72,6 @@ def near(testing: Any, sysfs: Sysfs) -> Callable[[str], list[int]]:
     return lambda number: list(testing.processors_near(*map(int, number.split(":")), str(sysfs.root)))
 
 
-def test_a_device_that_sysfs_does_not_know_is_near_no_processor(near: Callable[[str], list[int]]) -> None:
-    assert near("0:44") == []
-
-
-def test_a_node_that_the_firmware_does_not_tell_is_near_no_processor(sysfs: Sysfs, near: Callable[[str], list[int]]) -> None:
-    sysfs.nvme(0, -1, "259:0")
-    assert near("259:0") == []
-
-
-@pytest.mark.parametrize("cpulist", ["", "x", "3-", "4-7,,a", "0-99999999"])
-def test_a_list_of_processors_that_makes_no_sense_is_empty(sysfs: Sysfs, near: Callable[[str], list[int]], cpulist: str) -> None:
-    sysfs.nodes("0-1", "0-3", cpulist)
-    sysfs.nvme(0, 1, "259:0")
-    assert near("259:0") == []
-
-
-def test_on_a_machine_of_one_node_nothing_is_near(sysfs: Sysfs, near: Callable[[str], list[int]]) -> None:
-    sysfs.nodes("0", "0-7")
-    sysfs.nvme(0, 0, "259:0")
-    assert near("259:0") == []
-
-
-def test_without_a_sysfs_nothing_is_near(testing: Any, tmp_path: Path) -> None:
-    assert testing.processors_near(259, 0, str(tmp_path / "none")) == []
-
-
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_disk_and_its_partitions_are_near_the_processors_of_its_node(
     sysfs: Sysfs, near: Callable[[str], list[int]], node: int
@@ -113,11 +87,6 @@ def test_a_drive_of_several_ports_is_near_the_processors_of_its_controllers(
     assert near("259:1") == NEAR[1]
 
 
-def test_a_drive_with_controllers_on_two_nodes_is_near_neither(sysfs: Sysfs, near: Callable[[str], list[int]]) -> None:
-    sysfs.subsystem("259:0", 0, 1)
-    assert near("259:0") == []
-
-
 def test_a_stack_is_near_where_all_its_disks_are(sysfs: Sysfs, near: Callable[[str], list[int]]) -> None:
     first = sysfs.partition(sysfs.nvme(0, 1, "259:0"), "259:1")
     second, elsewhere = sysfs.nvme(1, 1, "259:2"), sysfs.nvme(2, 0, "259:3")
@@ -128,17 +97,7 @@ def test_a_stack_is_near_where_all_its_disks_are(sysfs: Sysfs, near: Callable[[s
     assert near("253:1") == []
 
 
-def test_a_stack_of_devices_that_contains_itself_ends(sysfs: Sysfs, near: Callable[[str], list[int]]) -> None:
-    sysfs.stacked("dm-0", "253:0", "devices/virtual/block/dm-0")
-    assert near("253:0") == []
-
-
 def test_a_thread_is_bound_to_processors_that_it_is_allowed_only(testing: Any) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     assert testing.bound_to([allowed[-1], 8191, 100_000, -1]) == (True, [allowed[-1]])
     assert sorted(os.sched_getaffinity(0)) == allowed
-
-
-@pytest.mark.parametrize("processors", [[], [8191], [-1]])
-def test_a_thread_that_is_allowed_none_of_them_stays_where_it_is(testing: Any, processors: list[int]) -> None:
-    assert testing.bound_to(processors) == (False, sorted(os.sched_getaffinity(0)))

@@ -6,7 +6,6 @@ import gc
 import re
 import weakref
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -71,11 +70,6 @@ def test_a_pinned_tensor_has_the_shape_and_dtype_asked_for(
     assert not tensor.any()
 
 
-@pytest.mark.parametrize(("nbytes", "alignment"), [(1, 4096), (MIB, 4096), (2 * MIB, 2 * MIB), (5 * MIB + 1, 2 * MIB)])
-def test_a_pinned_tensor_starts_where_a_huge_page_can(engine: deepnvme.Engine, nbytes: int, alignment: int) -> None:
-    assert engine.empty_pinned(nbytes, torch.uint8).data_ptr() % alignment == 0
-
-
 def test_pinned_memory_is_locked_while_it_lives_and_no_longer(engine: deepnvme.Engine) -> None:
     before = locked_bytes()
     tensor = engine.empty_pinned(4 * MIB, torch.uint8)
@@ -101,33 +95,6 @@ def test_a_view_keeps_the_memory(engine: deepnvme.Engine, drive: Path) -> None:
 def test_a_pinned_tensor_is_transferred_without_a_copy(engine: deepnvme.Engine, drive: Path) -> None:
     engine.write(engine.empty_pinned(MIB, torch.uint8), drive / "file").result()
     assert engine.stats().bytes_zero_copy == MIB
-
-
-def test_pinned_are_the_tensor_and_its_views(engine: deepnvme.Engine, op: ModuleType) -> None:
-    tensor = engine.empty_pinned(1000)
-    assert op.is_pinned(tensor)
-    assert op.is_pinned(tensor[999:])
-    assert op.is_pinned(tensor.view(10, 100).t())
-
-
-def test_pinned_is_no_other_tensor(engine: deepnvme.Engine, op: ModuleType) -> None:
-    engine.empty_pinned(1000)
-    assert not op.is_pinned(torch.empty(1000))
-    assert not op.is_pinned(torch.empty(1000, device="meta"))
-
-
-def test_memory_that_has_gone_is_not_taken_for_pinned(engine: deepnvme.Engine, op: ModuleType) -> None:
-    """Its address may come back as an ordinary tensor's."""
-    for _ in range(50):
-        tensor = engine.empty_pinned(MIB, torch.uint8)
-        del tensor
-        assert not op.is_pinned(torch.empty(MIB, dtype=torch.uint8))
-
-
-@pytest.mark.parametrize("nbytes", [-1, -(2**40)])
-def test_a_buffer_of_negative_size_is_refused(op: ModuleType, nbytes: int) -> None:
-    with pytest.raises(ValueError, match=f"nbytes must not be negative, got {nbytes}"):
-        op.empty_pinned(nbytes)
 
 
 def test_pinned_memory_is_taken_from_the_node_asked_for(engine: deepnvme.Engine) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import deepnvme
 
 from ..support.examples import examples
-from ..support.memory import Guarded, bytes_of, page_aligned, pattern, zeros
+from ..support.memory import Guarded, bytes_of, pattern, zeros
 from ..support.transfers import DTYPES, lengths
 
 
@@ -78,27 +78,6 @@ def test_every_dtype_comes_back_as_it_was(engine: deepnvme.Engine, drive: Path, 
     engine.write(source, drive / "file", 3).result()
     engine.read(target, drive / "file", 3).result()
     assert bytes_of(target) == content
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7), (2, 1, 1, 4)])
-def test_a_shape_does_not_matter(engine: deepnvme.Engine, drive: Path, shape: tuple[int, ...]) -> None:
-    source = torch.randn(shape)
-    for target in (torch.empty(shape), torch.nn.Parameter(torch.empty(shape))):
-        engine.write(source, drive / "file").result()
-        engine.read(target, drive / "file").result()
-        assert torch.equal(source, target)
-
-
-@pytest.mark.parametrize("offset", [2**31 - 1, 2**31, 2**32 + 1, 2**40])
-def test_an_offset_past_two_gibibytes_is_exact(engine: deepnvme.Engine, backend: Any, drive: Path, offset: int) -> None:
-    content = pattern(20_000, offset)
-    target = zeros(len(content))
-    with deepnvme.Engine(backend=backend) as engine:
-        engine.write(page_aligned(content), drive / "sparse", offset).result()
-        engine.read(target.tensor, drive / "sparse", offset).result()
-    assert target.content() == content
-    assert (drive / "sparse").stat().st_size == offset + len(content)
-    assert (drive / "sparse").stat().st_blocks * 512 < 1 << 20  # what lies before takes no space
 
 
 def test_zero_bytes_create_the_file_and_otherwise_leave_it_as_it_is(engine: deepnvme.Engine, drive: Path) -> None:

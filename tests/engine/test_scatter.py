@@ -25,22 +25,6 @@ def test_records_are_written_where_their_numbers_say(drive: Path, engine: deepnv
     assert torch.equal(found, values)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
-def test_a_file_becomes_as_long_as_its_last_record_wants(drive: Path, engine: deepnvme.Engine, dtype: torch.dtype) -> None:
-    with engine.open(drive / "file", "x+") as file:
-        engine.scatter(file, torch.tensor([9, 3], dtype=dtype), torch.ones(2, 100)).result()
-        assert file.size() == 4000
-    expected = torch.zeros(10, 100)
-    expected[[3, 9]] = 1
-    assert torch.equal(torch.frombuffer(bytearray((drive / "file").read_bytes()), dtype=torch.float32).view(10, 100), expected)
-
-
-def test_nothing_is_written_of_no_records(drive: Path, engine: deepnvme.Engine) -> None:
-    (drive / "file").write_bytes(b"content")
-    assert engine.scatter(drive / "file", torch.empty(0, dtype=torch.int64), torch.empty(0, 5)).result() == 0
-    assert (drive / "file").read_bytes() == b"content"
-
-
 def test_what_is_no_record_is_refused_before_anything_is_written(drive: Path, engine: deepnvme.Engine) -> None:
     (drive / "file").write_bytes(b"content")
     values = torch.zeros(2, 4)
@@ -57,13 +41,6 @@ def test_what_is_no_record_is_refused_before_anything_is_written(drive: Path, en
     assert (drive / "file").read_bytes() == b"content"
     with engine.open(drive / "file") as file, pytest.raises((ValueError, OSError)):
         engine.scatter(file, torch.tensor([0, 1]), values)
-
-
-def test_the_sector_size_divides_the_alignment(drive: Path, engine: deepnvme.Engine) -> None:
-    with engine.open(drive / "file", "x+") as file:
-        assert file.alignment % file.sector_size == 0
-        if file.alignment > 1:
-            assert file.sector_size >= 512
 
 
 def test_whole_sectors_of_a_page_are_written_directly(drive: Path, engine: deepnvme.Engine) -> None:
@@ -83,9 +60,3 @@ def test_whole_sectors_of_a_page_are_written_directly(drive: Path, engine: deepn
     content = torch.frombuffer(bytearray((drive / "file").read_bytes()), dtype=torch.uint8).view(200, sector)
     assert torch.equal(content[1::2], values)
     assert not content[::2].any()
-
-
-def test_a_file_has_whole_pages_or_whole_sectors(drive: Path, engine: deepnvme.Engine) -> None:
-    with pytest.raises(ValueError, match="not both"):
-        engine.open(drive / "file", "x+", whole_pages=True, whole_sectors=True)
-    assert not (drive / "file").exists()

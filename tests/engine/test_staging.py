@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-import deepnvme
-
 from ..support.memory import Guarded
 from ..support.patience import until
 
@@ -79,29 +77,6 @@ def test_bytes_in_flight_limit_a_worker(
     assert most_under_way(journal) == expected
 
 
-def test_a_block_of_more_bytes_than_may_be_in_flight_is_under_way_alone(faulty: Faulty, testing: ModuleType, drive: Path) -> None:
-    journal = testing.Journal()
-    engine = faulty("threads", block_size=64 * KIB, in_flight_bytes=1, journal=journal)
-    assert engine.write(Guarded(bytes(MIB)).tensor, drive / "file").result() == MIB
-    assert most_under_way(journal) == 1
-
-
-def test_a_block_that_one_worker_may_not_start_is_left_to_another(
-    faulty: Faulty, testing: ModuleType, gate: Any, drive: Path
-) -> None:
-    journal = testing.Journal()
-    settings = {"block_size": 64 * KIB, "in_flight_bytes": 64 * KIB, "num_threads": 2}
-    engine = faulty("threads", gate=gate, journal=journal, **settings)
-    tensor = Guarded(bytes(64 * KIB)).tensor
-    futures = []
-    for number in range(2):
-        futures.append(engine.write(tensor, drive / f"file {number}"))
-        until(lambda number=number: len(journal.entries()) > number)  # type: ignore[misc]
-    assert most_under_way(journal) == 2  # while the gate is shut
-    gate.release()
-    assert [future.result() for future in futures] == [64 * KIB] * 2
-
-
 def test_blocks_that_are_smaller_than_a_sector_of_the_drive_do_not_make_the_queue_less_deep(
     faulty: Faulty, testing: ModuleType, gate: Any, drive: Path
 ) -> None:
@@ -112,18 +87,6 @@ def test_blocks_that_are_smaller_than_a_sector_of_the_drive_do_not_make_the_queu
     gate.release()
     assert future.result() == MIB
     assert most_under_way(journal) == 8
-
-
-def test_bytes_in_flight_are_a_positive_number_and_the_queues_by_default() -> None:
-    with deepnvme.Engine(block_size=4096, queue_depth=3) as engine:
-        assert engine.in_flight_bytes == 3 * 4096
-    with deepnvme.Engine(block_size=4096, queue_depth=3, in_flight_bytes=1 << 40) as engine:
-        assert engine.in_flight_bytes == 3 * 4096
-    for wrong in (0, -1):
-        with pytest.raises(ValueError, match=f"in_flight_bytes must be in .*, got {wrong}"):
-            deepnvme.Engine(in_flight_bytes=wrong)
-    with pytest.raises(TypeError, match="in_flight_bytes"):
-        deepnvme.Engine(in_flight_bytes=1.5)  # type: ignore[arg-type]
 
 
 def most_under_way(journal: Any) -> int:

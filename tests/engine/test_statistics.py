@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import deepnvme
 
@@ -21,12 +20,6 @@ def moved(stats: deepnvme.Stats) -> dict[str, int]:
         name: getattr(stats, name)
         for name in ("bytes_read", "bytes_written", "bytes_zero_copy", "bytes_staged", "bytes_buffered", "blocks")
     }
-
-
-def test_a_new_engine_has_done_nothing(engine: deepnvme.Engine) -> None:
-    stats = engine.stats()
-    assert set(moved(stats).values()) == {0}
-    assert (stats.requests, stats.failed_requests, stats.retries, stats.short_transfers, stats.fallbacks) == (0, 0, 0, 0, {})
 
 
 # size, misalignment of the memory, offset -> zero copy, staged, buffered, blocks of 64 KiB
@@ -64,14 +57,3 @@ def test_requests_that_failed_are_counted_among_all(faulty: Any, drive: Path) ->
     failed = [future for future in futures if future.exception()]
     stats = engine.stats()
     assert (stats["requests"], stats["failed_requests"], len(failed), stats["blocks"]) == (9, 3, 3, 6)
-
-
-def test_a_request_refused_at_once_is_not_counted(engine: deepnvme.Engine, drive: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        engine.read(torch.empty(1), drive / "missing")
-    assert engine.stats().requests == 0
-
-
-def test_the_backend_in_use_is_named(backend: Any) -> None:
-    with deepnvme.Engine(backend=backend) as engine:
-        assert (engine.stats().backend, engine.backend) == (backend, backend)

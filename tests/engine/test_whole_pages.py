@@ -57,20 +57,3 @@ def test_a_write_past_the_end_fills_its_last_page_with_zeros(engine: deepnvme.En
         engine.write(page_aligned(b"x" * (2 * PAGE - 1)), file).result()
         engine.write(page_aligned(b"y" * (PAGE + 1)), file).result()
     assert (drive / "file").read_bytes() == b"y" * (PAGE + 1) + bytes(PAGE - 1)
-
-
-def test_a_page_that_the_file_ends_in_is_read(engine: deepnvme.Engine, drive: Path) -> None:
-    content = pattern(PAGE + 1000)
-    (drive / "file").write_bytes(content)
-    target = zeros(len(content))
-    with engine.open(drive / "file", whole_pages=True) as file:
-        assert engine.read(target.tensor, file).result() == len(content)
-    assert target.content() == content
-    assert engine.stats().bytes_buffered == 0
-
-
-def test_a_transfer_that_begins_inside_a_page_leaves_the_bytes_around_it(engine: deepnvme.Engine, drive: Path) -> None:
-    (drive / "file").write_bytes(b"x" * 5 * PAGE)
-    with engine.open(drive / "file", "rw", whole_pages=True) as file:
-        engine.write(page_aligned(b"y" * 2 * PAGE), file, 512).result()
-    assert (drive / "file").read_bytes() == b"x" * 512 + b"y" * 2 * PAGE + b"x" * (3 * PAGE - 512)

@@ -14,7 +14,7 @@ from deepnvme import AioConfig
 from deepnvme.integrations import accelerate as integration
 from deepnvme.streaming import from_pretrained
 
-from ..support.drive_profiles import default_for, engine_settings, engines_made, store_profile
+from ..support.drive_profiles import engine_settings, engines_made, store_profile
 from . import models
 from .sglang_stand_in import install
 
@@ -68,18 +68,16 @@ def load_into_sglang(place: Path, config: AioConfig | None) -> None:
 LOADERS = [load_streamed, load_offloaded, load_into_sglang]
 
 
-@pytest.mark.parametrize("chosen", ["profile", "profile that is off", "config"])
+@pytest.mark.parametrize("chosen", ["profile", "config"])
 @pytest.mark.parametrize("load", LOADERS)
 def test_engines_have_the_settings_of_the_drive_or_those_given(
-    load: Callable[[Path, AioConfig | None], None], chosen: str, drive: Path, monkeypatch: pytest.MonkeyPatch
+    load: Callable[[Path, AioConfig | None], None], chosen: str, drive: Path
 ) -> None:
     models.checkpoint("llama", drive / "checkpoint")
     store_profile(drive, TUNED)
-    if chosen == "profile that is off":
-        monkeypatch.setenv("DEEPNVME_PROFILE", "off")
     with engines_made() as made:
         load(drive, GIVEN if chosen == "config" else None)
-    expected = {"profile": TUNED, "config": GIVEN}.get(chosen, default_for(drive))
+    expected = {"profile": TUNED, "config": GIVEN}[chosen]
     # One builds the store, or writes keys and values; the others open a store.
     assert set(made) == {engine_settings(expected), engine_settings(expected, None if chosen == "config" else IN_FLIGHT)}
     assert len(made) >= 3

@@ -54,10 +54,6 @@ def test_what_a_drive_could_have_done_while_idle_is_not_made_up_for(clock: Any) 
     assert last - begin == pytest.approx((LATENCY + 1000 * MIB / GB_PER_S) * SECOND, rel=1e-6)
 
 
-def test_a_slow_drive_takes_its_multiple_of_service_and_latency(clock: Any) -> None:
-    assert clock.completion(0, MIB, slower=100) == pytest.approx(100 * (LATENCY + MIB / GB_PER_S) * SECOND, rel=1e-6)
-
-
 # -- drives under load -------------------------------------------------------------------------------------------------
 
 
@@ -94,11 +90,6 @@ def drives(testing: ModuleType, model: Any) -> list[Any]:
     return [testing.SimulatedDrive(model) for _ in range(2)]
 
 
-def test_a_load_reaches_every_drive(load: Callable[[list[Any]], Any], drives: list[Any]) -> None:
-    load(drives)
-    until(lambda: all(drive.bytes >= 4 * MIB for drive in drives))
-
-
 def test_a_failing_drive_completes_operations_and_moves_nothing(load: Callable[[list[Any]], Any], drives: list[Any]) -> None:
     drives[0].become("failing")
     load(drives)
@@ -113,12 +104,6 @@ def test_a_hanging_drive_completes_nothing_until_it_is_healthy_again(load: Calla
     assert drives[0].operations == 0
     drives[0].become("healthy")
     until(lambda: drives[0].bytes > 0)
-
-
-def test_a_load_can_be_stopped_while_a_drive_hangs(load: Callable[[list[Any]], Any], drives: list[Any]) -> None:
-    drives[0].become("hanging")
-    load(drives).stop()
-    assert drives[0].bytes == 0
 
 
 def test_coalesced_completions_never_wait_for_operations_that_nobody_submitted(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from deepnvme.ops.op_builder import ALL_OPS, AsyncIOBuilder, kernel, toolchain
+from deepnvme.ops.op_builder import AsyncIOBuilder
 
 from ..support.patience import PATIENCE
 from .conftest import REPOSITORY
@@ -63,52 +62,6 @@ def test_missing_python_headers_name_this_distributions_package(
         only_commands(name, "exit 1")
     with pytest.raises(RuntimeError, match=rf"Python.h is not in .*\((sudo )?{advice}\)"):
         AsyncIOBuilder().load()
-
-
-@pytest.mark.usefixtures("without_python_headers")
-def test_in_a_conda_environment_conda_is_named(only_commands: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    only_commands("conda", "exit 1")
-    only_commands("dpkg", "exit 1")
-    monkeypatch.setenv("CONDA_PREFIX", "/opt/conda")
-    with pytest.raises(RuntimeError, match=r"\(conda install -c conda-forge python\)"):
-        AsyncIOBuilder().load()
-
-
-@pytest.mark.parametrize("probe", [kernel.io_uring, kernel.linux_aio])
-def test_probing_the_kernel_leaks_no_descriptor(probe: Callable[[], toolchain.Attempt]) -> None:
-    probe()
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
-        attempt = probe()
-        assert attempt.ok == (attempt.reason == "")
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_every_op_is_listed_by_name() -> None:
-    assert {name: builder.BUILD_VAR for name, builder in ALL_OPS.items()} == {
-        "async_io": "DS_BUILD_AIO",
-        "gds": "DS_BUILD_GDS",
-        "utils": "DS_BUILD_UTILS",
-    }
-    assert AsyncIOBuilder().absolute_name() == "deepnvme.ops.aio.async_io_op"
-
-
-def test_sources_are_those_of_the_engine_and_its_bindings() -> None:
-    sources = AsyncIOBuilder().sources()
-    assert sources == sorted(sources)
-    assert {"csrc/engine/plan.cpp", "csrc/bindings/async_io.cpp"} <= set(sources)
-    assert not any("gds" in source for source in sources)
-
-
-def test_every_build_has_every_backend_and_needs_no_library_of_them(op: ModuleType) -> None:
-    headers = re.compile(r"^\s*#\s*include\s*<(liburing|libaio)", re.MULTILINE)
-    sources = [path for kind in ("*.h", "*.cpp") for path in (REPOSITORY / "csrc").rglob(kind)]
-    assert [path for path in sources if headers.search(path.read_text())] == []
-    assert list(op.backends()) == ["io_uring", "libaio", "threads"]
-    library = Path(str(op.__file__)).read_bytes()
-    assert b"libc.so" in library  # so are the libraries named that it needs
-    assert b"liburing.so" not in library
-    assert b"libaio.so" not in library
 
 
 def test_a_subclass_adds_sources_and_gets_a_module_of_its_own_name() -> None:

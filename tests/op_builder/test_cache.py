@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from deepnvme.ops.op_builder import cache as build_cache
-from deepnvme.ops.op_builder import jit
 
 from ..support.disks import MIB, memory_disk
 from ..support.patience import PATIENCE
@@ -187,22 +185,6 @@ def test_a_link_that_another_user_put_there_is_not_followed(run_as: As, shared: 
     assert not list(documents.rglob("*.so"))
 
 
-def test_a_users_own_links_are_followed(standin: StandinBuilder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("other/../real")
-    (tmp_path / "other").mkdir()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "other" / ".." / "link"))
-    assert standin.load().value == 1
-    assert list((tmp_path / "real/deepnvme/standin_op").glob("*/*.so"))
-
-
-def test_links_in_a_circle_are_an_error(standin: StandinBuilder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "circle").symlink_to("circle")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "circle"))
-    with pytest.raises(RuntimeError, match=r"Too many levels of symbolic links.*TORCH_EXTENSIONS_DIR"):
-        standin.load()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
 def test_whatever_the_umask_others_can_write_nothing_of_a_build(standin: StandinBuilder, cache: Path, umask: int) -> None:
@@ -283,22 +265,6 @@ def test_a_private_directory_that_another_user_has_made_there_is_not_used(run_as
         shutil.rmtree(own, ignore_errors=True)
 
 
-def test_an_empty_home_is_none_rather_than_the_root_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("TORCH_EXTENSIONS_DIR", ""), ("XDG_CACHE_HOME", ""), ("HOME", "")):
-        monkeypatch.setenv(name, value)
-    assert build_cache.root() == Path(pwd.getpwuid(os.getuid()).pw_dir, ".cache", "deepnvme")
-
-
-def test_the_warning_that_another_place_serves_names_the_users_line(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = drive / "everybody's"
-    place.mkdir()
-    place.chmod(0o777)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(place))
-    with pytest.warns(UserWarning, match="are kept in") as warned:
-        jit.newest("deepnvme.ops.none_op", "")
-    assert warned[0].filename == __file__
-
-
 # Mounted noexec
 
 
@@ -333,22 +299,3 @@ def test_on_a_noexec_file_system_another_place_is_found_before_anything_is_compi
         assert "TORCH_EXTENSIONS_DIR" in err
     assert log.read_text().splitlines() == ["compiled"]
     assert not list(noexec.iterdir())
-
-
-@pytest.mark.root
-def test_where_the_users_cache_is_noexec_too_a_directory_for_temporary_files_serves(
-    noexec: Path, drive: Path, elsewhere: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if os.statvfs("/var/tmp").f_flag & os.ST_NOEXEC:
-        pytest.skip("needs a /var/tmp from which can be executed")
-    place = Path("/var/tmp", f"deepnvme-{os.geteuid()}")
-    there_before = place.exists()
-    out, err = elsewhere(TORCH_EXTENSIONS_DIR="", XDG_CACHE_HOME=str(noexec)).communicate(timeout=PATIENCE)
-    try:
-        assert out == "1\n", err
-        assert str(place) in err
-        assert list((place / "standin_op").glob("*/*.so"))
-    finally:
-        shutil.rmtree(place / "standin_op", ignore_errors=True)
-        if not there_before:
-            shutil.rmtree(place)

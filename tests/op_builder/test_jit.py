@@ -7,17 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from deepnvme.ops.op_builder import cache as build_cache
-from deepnvme.ops.op_builder import jit
 
 from ..support.patience import PATIENCE
 from .conftest import REPOSITORY, STANDIN, StandinBuilder
@@ -63,13 +59,6 @@ def test_an_error_in_the_source_shows_the_command_and_the_compilers_words(standi
         standin.load()
 
 
-def test_a_failed_build_leaves_nothing_in_the_cache(standin: StandinBuilder, cache: Path) -> None:
-    standin.files[0].write_text("int broken( {\n")
-    with pytest.raises(RuntimeError):
-        standin.load()
-    assert [path.name for path in (cache / "standin_op").iterdir()] == ["lock"]
-
-
 def test_a_failed_build_can_be_tried_again_in_the_same_process(standin: StandinBuilder) -> None:
     standin.files[0].write_text("int broken( {\n")
     with pytest.raises(RuntimeError):
@@ -113,14 +102,6 @@ def test_without_ninja_the_error_says_how_to_install_it(standin: StandinBuilder,
         standin.load()
 
 
-def test_ninja_is_found_without_being_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ninja")
-    monkeypatch.setenv("PATH", "/nowhere")
-    found = jit.ninja()
-    assert found is not None
-    assert os.access(found, os.X_OK)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"", b"not a library", None])
 def test_a_damaged_module_in_the_cache_is_reported_and_built_again(
@@ -140,14 +121,6 @@ def test_a_module_that_does_not_import_is_built_once_more_and_then_the_error_is_
         standin.load()
     with pytest.warns(UserWarning, match="PyInit_standin_op"), pytest.raises(ImportError):
         standin.load()
-
-
-@pytest.mark.slow
-def test_a_missing_record_counts_as_damage(standin: StandinBuilder, elsewhere: Elsewhere, cache: Path) -> None:
-    finish(elsewhere())
-    published(cache)[0].with_name("build.json").unlink()
-    with pytest.warns(UserWarning, match="is damaged"):
-        assert standin.load().value == 1
 
 
 @pytest.mark.slow
@@ -186,22 +159,6 @@ def test_waiting_for_another_build_ends_with_the_name_of_who_holds_the_lock(
     assert standin.load().value == 1
 
 
-@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
-def test_a_timeout_that_is_no_number_of_seconds_is_refused(
-    standin: StandinBuilder, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DEEPNVME_BUILD_TIMEOUT", text)
-    with pytest.raises(ValueError, match=f"DEEPNVME_BUILD_TIMEOUT must be a number of seconds, 0 or more, got '{text}'"):
-        standin.load()
-
-
-@pytest.mark.parametrize("text", ["0", "two", ""])
-def test_a_number_of_jobs_below_one_is_refused(standin: StandinBuilder, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MAX_JOBS", text)
-    with pytest.raises(ValueError, match=f"MAX_JOBS must be a whole number, 1 or more, got '{text}'"):
-        standin.load()
-
-
 # One build
 
 
@@ -209,46 +166,6 @@ def test_a_number_of_jobs_below_one_is_refused(standin: StandinBuilder, text: st
 def test_processes_that_start_together_build_once(elsewhere: Elsewhere, logging_compiler: Path) -> None:
     assert [finish(process) for process in [elsewhere() for _ in range(4)]] == ["1"] * 4
     assert logging_compiler.read_text().splitlines() == ["compiled"]
-
-
-def test_threads_of_a_process_get_the_same_module(standin: StandinBuilder, logging_compiler: Path) -> None:
-    modules: list[object] = []
-    threads = [threading.Thread(target=lambda: modules.append(standin.load())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(modules) == 4
-    assert len(set(map(id, modules))) == 1
-    assert logging_compiler.read_text().splitlines() == ["compiled"]
-
-
-class SlowBuilder(StandinBuilder):
-    """Takes until it is told to go on, in another thread, as a compiler would."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun, self.go_on = threading.Event(), threading.Event()
-
-    def absolute_name(self) -> str:
-        return "slow_op"
-
-    def _load_prebuilt(self) -> ModuleType:
-        self.begun.set()
-        self.go_on.wait(PATIENCE)
-        return ModuleType("slow_op")
-
-
-def test_what_is_loaded_is_had_while_another_op_is_built(standin: StandinBuilder) -> None:
-    module = standin.load()
-    slow = SlowBuilder()
-    with ThreadPoolExecutor(2) as threads:
-        threads.submit(slow.load)
-        try:
-            slow.begun.wait()
-            assert threads.submit(standin.load).result(timeout=PATIENCE) is module
-        finally:
-            slow.go_on.set()
 
 
 def test_a_child_forked_during_a_build_can_load() -> None:
@@ -320,16 +237,6 @@ def test_without_a_compiler_a_build_that_may_not_do_is_not_loaded(
         standin.load()
 
 
-def test_the_build_that_would_be_loaded_is_known_without_loading_it(
-    elsewhere: Elsewhere, standin: StandinBuilder, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert standin.existing_build() is None
-    finish(elsewhere())
-    assert [standin.existing_build()] == published(cache)
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert [standin.existing_build()] == published(cache)
-
-
 # What a build depends on
 
 
@@ -351,59 +258,12 @@ def test_compiler_flags_of_the_environment_reach_the_compiler_and_make_another_b
     assert len(published(cache)) == 2
 
 
-def test_linker_flags_of_the_environment_reach_the_linker(standin: StandinBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert standin.is_compatible()
-    monkeypatch.setenv("LDFLAGS", "-Wl,--no-such-option")
-    with pytest.raises(RuntimeError, match="no-such-option"):
-        standin.load()
-
-
-@pytest.mark.slow
-def test_another_compiler_makes_another_build(elsewhere: Elsewhere, command: Command, compiler: str, cache: Path) -> None:
-    assert finish(elsewhere()) == "1"
-    assert finish(elsewhere(CXX=str(command("other-c++", f'exec {compiler} "$@" -DSTANDIN_VALUE=3')))) == "3"
-    assert len(published(cache)) == 2
-
-
-def test_a_compiler_command_may_have_arguments(elsewhere: Elsewhere, compiler: str) -> None:
-    assert finish(elsewhere(CXX=f"{compiler} -DSTANDIN_VALUE=4")) == "4"
-
-
 def test_paths_with_spaces_dollars_and_colons_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "a $strange: place"
     directory.mkdir()
     (directory / "stand in.cpp").write_text(STANDIN)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(directory))
     assert StandinBuilder(directory / "stand in.cpp").load().value == 1
-
-
-def test_sources_of_the_same_name_in_two_directories_are_both_built(standin: StandinBuilder, tmp_path: Path) -> None:
-    other = tmp_path / "other" / "standin.cpp"
-    other.parent.mkdir()
-    other.write_text("int other_function() { return 5; }\n")
-    standin.files[0].write_text("int other_function();\n" + STANDIN.replace("STANDIN_VALUE)", "other_function())"))
-    assert StandinBuilder(standin.files[0], other).load().value == 5
-
-
-@pytest.mark.slow
-def test_no_more_compilers_run_at_once_than_max_jobs_allows(
-    standin: StandinBuilder, command: Command, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = f"""
-        case " $* " in *" -c "*)
-            mkdir {tmp_path}/busy || touch {tmp_path}/overlapped
-            sleep 0.2
-            rmdir {tmp_path}/busy
-        esac
-        exec {compiler} "$@"
-        """
-    extra = tmp_path / "another directory" / "extra.cpp"  # a directory's files are compiled as one
-    extra.parent.mkdir()
-    extra.write_text("int unused() { return 0; }\n")
-    monkeypatch.setenv("CXX", str(command("counting-c++", script)))
-    monkeypatch.setenv("MAX_JOBS", "1")
-    StandinBuilder(standin.files[0], extra).load()
-    assert not (tmp_path / "overlapped").exists()
 
 
 def test_the_cache_is_in_the_users_cache_directory_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,16 +274,3 @@ def test_the_cache_is_in_the_users_cache_directory_unless_told_otherwise(tmp_pat
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert build_cache.root() == tmp_path / ".cache" / "deepnvme"
-
-
-def test_verbose_prints_the_commands_and_the_time(standin: StandinBuilder, capsys: pytest.CaptureFixture[str]) -> None:
-    standin.jit_load(verbose=True)
-    printed = capsys.readouterr().out
-    assert "-std=c++20" in printed
-    assert "Time to load standin op" in printed
-
-
-def test_silent_is_silent(standin: StandinBuilder, capfd: pytest.CaptureFixture[str]) -> None:
-    """Where the environment says so, as in these tests; test_notices.py has what is said otherwise."""
-    standin.load()
-    assert capfd.readouterr() == ("", "")

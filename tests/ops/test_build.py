@@ -9,8 +9,6 @@ from types import ModuleType
 
 import pytest
 
-import deepnvme
-
 Ran = subprocess.CompletedProcess[str]
 
 
@@ -28,13 +26,7 @@ def test_an_op_that_cannot_be_built_ends_it_with_the_reason(tmp_path: Path, monk
     assert "async_io:" not in done.stdout
 
 
-def test_an_op_that_does_not_exist_is_refused() -> None:
-    done = run("build", "async_oi")
-    assert done.returncode == 2
-    assert "there is no op 'async_oi'; there is async_io, gds" in done.stderr
-
-
-def test_an_op_that_would_not_work_here_is_left_out_unless_it_is_named(op: ModuleType) -> None:
+def test_an_op_that_would_not_work_here_is_left_out(op: ModuleType) -> None:
     from deepnvme.ops.op_builder import GDSBuilder
 
     lacking = GDSBuilder().lacking()
@@ -43,25 +35,11 @@ def test_an_op_that_would_not_work_here_is_left_out_unless_it_is_named(op: Modul
     done = run("build")
     assert done.returncode == 0, done.stderr
     assert f"gds: not built, gds cannot be used: {lacking[0]}" in done.stdout
-    named = run("build", "gds")
-    assert named.returncode == 1
-    assert lacking[0] in named.stderr
 
 
 def test_it_prints_where_the_op_is(op: ModuleType) -> None:
-    done = run("build", "async_io")
+    done = run("build")
     assert (done.returncode, done.stderr) == (0, "")
-    name, _, path = done.stdout.strip().partition(": ")
+    name, _, path = done.stdout.splitlines()[0].partition(": ")
     assert name == "async_io"
     assert Path(path).is_file()
-
-
-@pytest.mark.parametrize("option", ["--version", "-V"])
-def test_the_version_is_printed(option: str) -> None:
-    done = run(option)
-    assert (done.stdout, done.returncode) == (f"deepnvme {deepnvme.__version__}\n", 0)
-
-
-def test_help_is_a_command_too() -> None:
-    done = run("help")
-    assert (done.stdout, done.returncode) == (run("--help").stdout, 0)

@@ -77,22 +77,19 @@ ENTRIES: list[tuple[Callable[[Path, AioConfig | None], None], list[int | None]]]
 """What makes engines: for each of them, the most bytes that a worker of it has under way."""
 
 
-@pytest.mark.parametrize("chosen", ["profile", "profile that is off", "config"])
+@pytest.mark.parametrize("chosen", ["profile", "config"])
 @pytest.mark.parametrize(("make", "limits"), ENTRIES, ids=[make.__name__ for make, _ in ENTRIES])
 def test_engines_have_the_settings_of_the_drive_or_those_given(
     make: Callable[[Path, AioConfig | None], None],
     limits: list[int | None],
     chosen: str,
     drive: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     WeightStore.build(layers(), drive / "built").close()
     store_profile(drive, TUNED)
-    if chosen == "profile that is off":
-        monkeypatch.setenv("DEEPNVME_PROFILE", "off")
     with engines_made() as made:
         make(drive, GIVEN if chosen == "config" else None)
-    expected = {"profile": TUNED, "config": GIVEN}.get(chosen, default_for(drive))
+    expected = {"profile": TUNED, "config": GIVEN}[chosen]
     assert made == [engine_settings(expected, None if chosen == "config" else limit) for limit in limits]
 
 

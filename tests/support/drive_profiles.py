@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from deepnvme import AioConfig, Engine
+from deepnvme.drives import profiles
 from deepnvme.drives.mounts import drive_of
-from deepnvme.drives.profiles import DriveProfile, default_settings
+from deepnvme.drives.profiles import default_settings
 
 
 class EngineSettings(NamedTuple):
@@ -37,9 +38,9 @@ def default_for(directory: Path) -> AioConfig:
     return default_settings(drive_of(directory))
 
 
-def store_profile(directory: Path, settings: AioConfig) -> None:
-    """Give the drive of a directory a profile."""
-    DriveProfile.of(drive_of(directory), settings).save()
+def store_profile(directory: Path, settings: AioConfig) -> Path:
+    """Give the drive of a directory a profile. Returns its file."""
+    return profiles.store_profile(drive_of(directory), settings)
 
 
 @contextlib.contextmanager

@@ -10,16 +10,16 @@ from deepnvme.tools.tune.folder import folder_facts
 from deepnvme.tools.tune.results import Figures, Result, Search, Tuning
 
 
-def tuning_of(folders: Sequence[Path], complete: bool = True, read: bool = True) -> Tuning:
+def tuning_of(folders: Sequence[Path]) -> Tuning:
     """Results for folders: the best for the one numbered n is a depth of n + 1, at n + 1 GB/s; for all together it is 100."""
     facts = [folder_facts(folder) for folder in folders]
 
     def search(depth: int, *numbers: int) -> Search:
-        figures = Figures(float(depth), 0.01, 0.001, 0.002)
-        best = Result(AioConfig(block_size=4 << 20, queue_depth=depth), "io_uring", figures if read else None, figures, 1)
-        return Search(tuple(facts[number] for number in numbers), best, "the only one", 1, 1.0, complete, (best,))
+        figures = Figures(float(depth), 0.01, 0.002)
+        best = Result(AioConfig(block_size=4 << 20, queue_depth=depth), "io_uring", figures, figures, 1)
+        return Search(tuple(facts[number] for number in numbers), best, "the only one", 1, 1.0, (best,))
 
     searches = [search(number + 1, number) for number in range(len(folders))]
     if len(folders) > 1:
         searches.append(search(100, *range(len(folders))))
-    return Tuning(1 << 20, 1.0, complete, 0, tuple(searches))
+    return Tuning(1 << 20, 1.0, 0, tuple(searches))

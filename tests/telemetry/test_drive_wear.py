@@ -53,7 +53,6 @@ def test_as_text_it_says_what_is_written_and_at_which_pace() -> None:
         {"dram_budget": 7 << 19},
         {"dram_budget": 7 << 19, "offload_gradients": True},
         {"dram_budget": 1 << 30},
-        {"step_in_backward": True},
     ],
     ids=str,
 )

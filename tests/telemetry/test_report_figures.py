@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import inspect
-import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,24 +46,6 @@ def test_what_is_not_known_is_left_out() -> None:
     assert Outer(1.5, None, "a", True, {}, None).as_dict() == {"seconds": 1.5, "twice": 3.0}
 
 
-def reports() -> list[type]:
-    """All dataclasses of the package that are called reports or statistics of what was transferred."""
-    found = set()
-    for module in pkgutil.walk_packages(deepnvme.__path__, "deepnvme."):
-        if module.name.startswith(("deepnvme.offload", "deepnvme.engine", "deepnvme.streaming", "deepnvme.tables")):
-            for name, each in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
-                if dataclasses.is_dataclass(each) and name.endswith(("Report", "Stats")):
-                    found.add(each)
-    return sorted(found, key=lambda each: each.__name__)
-
-
-def test_all_reports_have_their_numbers() -> None:
-    found = reports()
-    names = {each.__name__ for each in found}
-    assert names >= {"Stats", "StepReport", "TrainingReport", "ActivationReport", "StreamReport", "TableStats", "CacheReport"}
-    assert [each for each in found if not issubclass(each, ReportFigures)] == []
-
-
 def test_a_training_report_has_the_numbers_of_its_activations() -> None:
     activations = ActivationReport(10, 6, 4, 8, 2.0, 0.25, 0.5)
     report = TrainingReport(
@@ -84,13 +62,6 @@ def test_seconds_by_block_are_no_numbers_but_their_sum_is() -> None:
     figures = StreamReport(1, 2.0, 30, {"a": 0.5, "b": 0.25}, 4, 5, None).as_dict()
     assert figures["stalled"] == 0.75
     assert "stalls" not in figures
-    assert "share_of_limit" not in figures
-
-
-def test_an_engine_counts_bytes(drive: Path) -> None:
-    with deepnvme.Engine() as engine:
-        engine.write(torch.zeros(8192, dtype=torch.uint8), drive / "file").result()
-        assert engine.stats().as_dict("io/")["io/bytes_written"] == 8192
 
 
 def test_the_pace_of_writing_is_that_from_step_to_step(drive: Path) -> None:

@@ -21,8 +21,6 @@ from deepnvme.version import __version__
 from . import directory_probes, machine_probes
 from .facts import Fact, Status
 
-_COLOURS = {"OKAY": "\033[92m", "YES": "\033[92m", "NO": "\033[93m", "WARNING": "\033[93m", "FAIL": "\033[91m"}
-_END = "\033[0m"
 _OP_WIDTH = 23
 _INSTALLED_WIDTH = 11
 _FACT_WIDTH = 33
@@ -40,8 +38,8 @@ class Report:
 
     ninja: Fact
     """Path of ninja, which compiling ops requires."""
-    ops: list[machine_probes.Op]
-    """The ops: whether each is installed, and whether it can work on this machine."""
+    ops: list[Fact]
+    """The ops: whether each is installed (its value), and whether it can work on this machine (its status)."""
     backends: list[Fact]
     """The backends of async_io, fastest first."""
     environment: list[Fact]
@@ -69,7 +67,7 @@ def gather(directory: str | os.PathLike[str] | None = None) -> Report:
     gds = GDSBuilder().probe()
     backends, selected = machine_probes.backends()
     return Report(
-        directory=None if directory is None else directory_probes.directory_facts(Path(directory), gds),
+        directory=None if directory is None else directory_probes.directory_facts(Path(directory)),
         ninja=machine_probes.ninja(),
         ops=machine_probes.ops(),
         backends=backends,
@@ -79,43 +77,38 @@ def gather(directory: str | os.PathLike[str] | None = None) -> Report:
     )
 
 
-def render(report: Report, *, operators: bool = True, explanations: bool = True, colour: bool = False) -> str:
+def render(report: Report, *, operators: bool = True, explanations: bool = True) -> str:
     """Return the report as the text that ``ds_report`` prints.
 
     Args:
         report: What :func:`gather` returned.
         operators: Whether to include the table of ops and backends.
         explanations: Whether to include the lines that say what is wrong and how to fix it.
-        colour: Whether to colour the status by ANSI escape codes.
     """
     lines: list[str] = []
-
-    def mark(status: Status) -> str:
-        return f"{_COLOURS[status]}[{status}]{_END}" if colour else f"[{status}]"
 
     def explain(status: Status, problems: Sequence[str]) -> None:
         for problem in problems if explanations else ():
             if not any(problem in line for line in lines):  # a problem of an op is not repeated for its backends
-                lines.append(f"  {mark(status)} {printable(problem)}" if status else f"  {printable(problem)}")
+                lines.append(f"  [{status}] {printable(problem)}" if status else f"  {printable(problem)}")
 
     def facts(title: str, listed: Sequence[Fact]) -> None:
         lines.append(title)
         for fact in listed:
-            state = [mark(fact.status)] if fact.status else []
+            state = [f"[{fact.status}]"] if fact.status else []
             lines.append(" ".join([_dotted(fact.name, _FACT_WIDTH), printable(fact.shown), *state]))
             explain(fact.status, fact.problems)
 
     if operators:
         lines += [_RULE, "DeepNVMe C++ extension op report", _RULE]
         lines += [*_NOTE, _RULE, "JIT compiled ops requires ninja"]
-        lines.append(f"{_dotted('ninja', _OP_WIDTH)} {mark(report.ninja.status)}")
+        lines.append(f"{_dotted('ninja', _OP_WIDTH)} [{report.ninja.status}]")
         explain(report.ninja.status, report.ninja.problems)
         lines += [_RULE, f"{_dotted('op name', _OP_WIDTH)} {_dotted('installed', _INSTALLED_WIDTH)} compatible", _RULE]
         for op in report.ops:
-            installed: Status = "YES" if op.installed else "NO"
-            compatible: Status = "OKAY" if op.compatible else "NO"
-            dots = "." * (_INSTALLED_WIDTH - len(f"[{installed}]"))
-            lines.append(f"{_dotted(op.name, _OP_WIDTH)} {mark(installed)} {dots} {mark(compatible)}")
+            installed = "[YES]" if op.value else "[NO]"
+            dots = "." * (_INSTALLED_WIDTH - len(installed))
+            lines.append(f"{_dotted(op.name, _OP_WIDTH)} {installed} {dots} [{op.status}]")
             explain("NO", op.problems)
         lines.append(_RULE)
         facts("async_io backends:", report.backends)
@@ -141,22 +134,19 @@ def as_json(report: Report, *, operators: bool = True, explanations: bool = True
         explanations: Whether to include "problems".
     """
 
-    def entry(problems: Sequence[str], **shown: object) -> dict[str, object]:
-        return {**shown, "problems": problems} if explanations else shown
-
     def section(facts: Sequence[Fact]) -> dict[str, object]:
-        return {fact.key: entry(fact.problems, value=fact.value, text=fact.shown, status=fact.status) for fact in facts}
+        reasons = [{"problems": fact.problems} if explanations else {} for fact in facts]
+        return {
+            fact.key: {"value": fact.value, "text": fact.shown, "status": fact.status, **more}
+            for fact, more in zip(facts, reasons, strict=True)
+        }
 
     document: dict[str, object] = {}
     if operators:
-        document |= section([report.ninja])
-        document["ops"] = {op.name: entry(op.problems, installed=op.installed, compatible=op.compatible) for op in report.ops}
-        document["backends"] = section(report.backends)
-        document["selected_backend"] = report.selected_backend
-    document["environment"] = section(report.environment)
-    document["system"] = section(report.system)
-    if report.directory is not None:
-        document["directory"] = section(report.directory)
+        document = {**section([report.ninja]), "selected_backend": report.selected_backend}
+    for name in (*(("ops", "backends") if operators else ()), "environment", "system", "directory"):
+        if (facts := getattr(report, name)) is not None:
+            document[name] = section(facts)
     return json.dumps(document, indent=2)
 
 
@@ -181,8 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         reason = getattr(error, "strerror", None) or error
         parser.exit(2, f"ds_report: --path {options.path!r} cannot be examined: {reason}\n")
     shown = {"operators": not options.hide_operator_status, "explanations": not options.hide_errors_and_warnings}
-    colour = sys.stdout is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    emit(as_json(report, **shown) if options.json else render(report, **shown, colour=colour))
+    emit(as_json(report, **shown) if options.json else render(report, **shown))
 
 
 def emit(text: str) -> None:

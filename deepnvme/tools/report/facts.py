@@ -55,13 +55,3 @@ class Fact:
     def shown(self) -> str:
         """The text of the value as it is printed."""
         return self.text or ("none" if self.value is None else str(self.value))
-
-
-def human_size(size: int) -> str:
-    """Return ``size`` bytes as DeepSpeed's report prints sizes: "1.50 GB", in units of 1024."""
-    value = float(size)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1024:
-            return f"{value:.2f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TB"

@@ -5,13 +5,11 @@ They compile only small test programs and do not import torch, so all of them to
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
+import resource
 import shutil
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -19,9 +17,10 @@ import psutil
 from deepnvme.ops.op_builder import ALL_OPS, AsyncIOBuilder, OpBuilder, jit, packages, toolchain
 from deepnvme.ops.op_builder.async_io import Backend
 from deepnvme.ops.op_builder.cuda import Found, GdsProbe, installed_torch
+from deepnvme.telemetry.descriptions import size_for_people
 from deepnvme.version import __version__
 
-from .facts import Fact, Value, human_size
+from .facts import Fact, Value
 
 _SMALL_SHARED_MEMORY = 512 << 20  # DeepSpeed's threshold
 _SMALL_MEMLOCK = 64 << 20  # the engine's staging buffers at their defaults
@@ -32,20 +31,6 @@ _CAP_IPC_LOCK = 14
 _VECTOR_EXTENSIONS = ("avx", "avx2", "avx512f", "avx512bw", "asimd", "sve", "sve2")
 
 
-@dataclass(frozen=True)
-class Op:
-    """Whether one op is installed, and whether it can work on this machine."""
-
-    name: str
-    """Name of the op, such as "async_io"."""
-    installed: bool
-    """Whether the op was compiled ahead of time."""
-    compatible: bool
-    """Whether the op is compiled or can be compiled, and works on this machine."""
-    problems: tuple[str, ...]
-    """Why it is not installed or not compatible, and what to type to change that."""
-
-
 def ninja() -> Fact:
     """Return the path of ninja, which compiling ops requires."""
     path = jit.ninja()
@@ -53,8 +38,8 @@ def ninja() -> Fact:
     return Fact.checked("ninja", path, "", problem, good="OKAY", bad="FAIL")
 
 
-def ops() -> list[Op]:
-    """Return, for every op, whether it is installed and whether it can work on this machine."""
+def ops() -> list[Fact]:
+    """Return, for every op, whether it is installed, as the value, and whether it can work on this machine, as the status."""
     return [_op(builder) for builder in ALL_OPS.values()]
 
 
@@ -66,7 +51,7 @@ def backends() -> tuple[list[Fact], str | None]:
     builder = AsyncIOBuilder()
     build = builder.existing_build()
     obstacles = tuple(builder.obstacles())
-    if sys.platform != "linux" or (build is None and obstacles):
+    if build is None and obstacles:
         return [Fact(name, "unusable", status="NO", problems=obstacles) for name in ("io_uring", "libaio", "threads")], None
     facts = [_backend(backend) for backend in builder.backends()]
     facts.append(Fact("threads", "usable", status="OKAY"))
@@ -86,14 +71,11 @@ def environment(gds: GdsProbe) -> list[Fact]:
         Fact.checked("torch version", torch.version if torch else None, "", without_torch, bad="FAIL"),
         Fact("deepnvme install path", str(Path(__file__).parents[2])),
         Fact("deepnvme info", __version__, named="deepnvme_version"),
-        _op_in_use(),
         _compiler(),
         # A missing torch is reported above.
         Fact.checked("torch cuda version", torch.cuda if torch else None, "", gds.without_cuda() if torch else "", bad=""),
         Fact("torch hip version", torch.hip if torch else None),
-        _found("nvcc version", gds.nvcc, gds, in_brief=True),
-        _found("CUDA toolkit", gds.toolkit, gds, note=gds.mismatch),
-        _found("cufile header", gds.cufile_header, gds),
+        _found("nvcc version", gds.nvcc, gds),
         _found("cufile library", gds.cufile_library, gds),
         _found("nvidia-fs driver", gds.nvidia_fs, gds),
     ]
@@ -103,20 +85,17 @@ def system() -> list[Fact]:
     """Return the facts about kernel, processors and limits that matter to I/O."""
     facts = [Fact("kernel", f"{platform.system()} {platform.release()}"), *_cpu(), _memory()]
     for name, key, probe in (
-        ("aio-nr, events in use", "aio_nr", _aio_events_used),
-        ("aio-max-nr, events allowed", "aio_max_nr", _aio_events_allowed),
+        ("aio-max-nr, events allowed", "aio_max_nr", _aio_events),
         ("memlock limit", "memlock_bytes", _memory_lock),
         ("transparent huge pages", "", _huge_pages),
         ("shared memory (/dev/shm) size", "shared_memory_bytes", _shared_memory),
     ):
-        # What is unknown has no status: outside of Linux nothing can be done about it.
-        unknown = (None, f"unknown on {platform.system()} {platform.release()}", "")
-        value, text, problem = (probe() if sys.platform == "linux" else None) or unknown
+        value, text, problem = probe()
         facts.append(Fact.checked(name, value, text, problem, key))
     return facts
 
 
-def _op(builder: OpBuilder) -> Op:
+def _op(builder: OpBuilder) -> Fact:
     """Return whether an op is installed, and whether it can work on this machine.
 
     An op is compatible unless a requirement is missing, or it is neither compiled nor can be compiled. A compatible op that is
@@ -132,7 +111,7 @@ def _op(builder: OpBuilder) -> Op:
         use = "an earlier build is in the cache" if cached else "it is compiled at first use"
         to_install = [f"{installed.reason}; {use}; to have it installed: {_ahead_of_time(builder)}"]
     problems = tuple(f"{builder.name}: {problem}" for problem in against or to_install)
-    return Op(builder.name, bool(installed), not against, problems)
+    return Fact(builder.name, bool(installed), status="NO" if against else "OKAY", problems=problems)
 
 
 def _ahead_of_time(builder: OpBuilder) -> str:
@@ -151,19 +130,12 @@ def _backend(backend: Backend) -> Fact:
 
 def _uring_remedy(reason: str) -> str:
     """Return what to do if the kernel refuses io_uring."""
-    disabled = _read(Path("/proc/sys/kernel/io_uring_disabled"))
-    if disabled not in (None, "0"):
+    if _read(Path("/proc/sys/kernel/io_uring_disabled")) not in (None, "0"):
         return packages.as_root("sysctl -w kernel.io_uring_disabled=0")
-    if "ENOMEM" in reason:
-        return "ulimit -l unlimited"
     if "5.6" in reason:
         return "use Linux 5.6 or later"
-    if "ENOSYS" in reason and disabled is None:
-        return "use Linux 5.6 or later, or a container profile that allows it (docker run --security-opt seccomp=unconfined)"
-    return (
-        "a container's profile must allow io_uring_setup, io_uring_enter and io_uring_register "
-        "(docker run --security-opt seccomp=unconfined)"
-    )
+    calls = "io_uring_setup, io_uring_enter and io_uring_register"
+    return f"use Linux 5.6 or later, whose container profile must allow {calls} (docker run --security-opt seccomp=unconfined)"
 
 
 def _aio_remedy(reason: str) -> str:
@@ -173,42 +145,6 @@ def _aio_remedy(reason: str) -> str:
     return "a container's profile must allow io_setup, io_submit and io_getevents (docker run --security-opt seccomp=unconfined)"
 
 
-def _op_in_use() -> Fact:
-    """Return the finding on where the async_io op that would be loaded comes from, and which compiler built it."""
-    name, key = "deepnvme op in use", "op_in_use"
-    builder = AsyncIOBuilder()
-    library, origin, problem = builder.existing_build(), "compiled at first use", ""
-    if library is not None and builder.is_prebuilt():
-        platform_tag = _wheel_platform()
-        origin = f"prebuilt, of the wheel for {platform_tag}" if platform_tag else "compiled while installing"
-        if refusal := jit.load_obstacle(library):
-            library, origin = builder.cached_build(), "compiled at first use"
-            problem = f"the op that was installed does not load: {refusal}"
-    if library is None:
-        text = "none, and none can be compiled" if builder.obstacles() else "none yet: it is compiled at first use"
-        return Fact.checked(name, None, text, problem, named=key)
-    compiler = _compiler_of(library)
-    return Fact.checked(name, f"{origin}, {compiler}" if compiler else origin, "", problem, named=key)
-
-
-def _compiler_of(library: Path) -> str | None:
-    """Return the name and version of the compiler recorded in a compiled library; None if none is recorded."""
-    # Each object file names its compiler in .comment, those of the C library, which GCC compiled, too: Clang is looked for first.
-    content = library.read_bytes()
-    found = re.search(rb"[\w ]*clang version [\d.]+", content) or re.search(rb"GCC: \([^)]*\) [\d.]+", content)
-    return found[0].decode(errors="replace") if found else None
-
-
-def _wheel_platform() -> str | None:
-    """Return the platform tag of the wheel that this package was installed from; None for another installation."""
-    try:
-        text = importlib.metadata.distribution("deepnvme").read_text("WHEEL")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    found = re.search(r"^Tag: \S+-(manylinux\S*)$", text or "", re.MULTILINE)
-    return found[1] if found else None
-
-
 def _compiler() -> Fact:
     """Return the C++ compiler that compiles ops, and its version."""
     found = toolchain.find()
@@ -216,30 +152,17 @@ def _compiler() -> Fact:
         return Fact("C++ compiler", f"{' '.join(found.command)}, {found.version}", named="cxx_compiler")
     builder = AsyncIOBuilder()
     library = builder.existing_build()
-    if library is not None and builder.is_prebuilt() and not jit.load_obstacle(library):
+    if library is not None and builder.is_prebuilt():
         return Fact("C++ compiler", None, "none, and none is needed: the op is prebuilt", named="cxx_compiler")
     problem = f"{found.reason} ({packages.remedy('compiler')})"
     return Fact("C++ compiler", None, status="FAIL", problems=(problem,), named="cxx_compiler")
 
 
-def _found(name: str, found: Found, gds: GdsProbe, note: str = "", in_brief: bool = False) -> Fact:
-    """Return the finding about one part of the CUDA software.
-
-    If the part is missing, the finding says how to install it, but only on a machine with a GPU.
-
-    Args:
-        name: Name of the part in the text report.
-        found: Path and version of the part, or the problem with it.
-        gds: Says whether the machine has a GPU.
-        note: A warning about the part; empty for none.
-        in_brief: Whether to show the version without the path.
-    """
+def _found(name: str, found: Found, gds: GdsProbe) -> Fact:
+    """Return the finding about one part of the CUDA software; on a machine with a GPU, also how to install a missing one."""
     if found.path is None or found.problem:
         return Fact(name, None, problems=(found.problem,) if gds.gpu else ())  # no status: only the gds op needs it
-    text = found.version or "version unknown"
-    if in_brief:
-        return Fact.checked(name, found.version, text, note)
-    return Fact.checked(name, found.path, f"{text}, {found.path}", note)
+    return Fact(name, found.path, f"{found.version or 'version unknown'}, {found.path}")
 
 
 def _cpu() -> list[Fact]:
@@ -248,60 +171,44 @@ def _cpu() -> list[Fact]:
 
     found = cpuinfo.get_cpu_info()
     vectors = [flag for flag in found.get("flags", []) if flag in _VECTOR_EXTENSIONS]
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return [
         Fact("CPU", found.get("brand_raw") or platform.machine()),
         Fact("vector extensions", ", ".join(vectors) or None),
-        Fact("CPUs usable", usable, named="usable_cpus"),
+        Fact("CPUs usable", len(os.sched_getaffinity(0)), named="usable_cpus"),
     ]
 
 
 def _memory() -> Fact:
     """Return the total and the available memory of this machine."""
     found = psutil.virtual_memory()
-    text = f"{human_size(found.total)}, {human_size(found.available)} available"
+    text = f"{size_for_people(found.total)}, {size_for_people(found.available)} available"
     return Fact("memory", found.total, text, named="memory_bytes")
 
 
-# Probes of Linux: each returns a value, its text where that is another than str(value), and what is wrong with it, with the
-# remedy; None if the value cannot be found out.
+# Each of these returns a value, its text where that is another than str(value), and what is wrong with it, with the remedy.
 
 
-def _aio_events_used() -> tuple[Value, str, str] | None:
-    """Return how many libaio events are in use on this machine, as (value, text, problem); None if unknown."""
-    used = _read(AIO_LIMITS / "aio-nr")
-    return None if used is None else (int(used), "", "")
-
-
-def _aio_events_allowed() -> tuple[Value, str, str] | None:
-    """Return the system's limit on libaio events, as (value, text, problem); None if unknown. Few left are a problem."""
+def _aio_events() -> tuple[Value, str, str]:
+    """Return the system's limit on libaio events, as (value, text, problem). Few left are a problem."""
     used, allowed = (_read(AIO_LIMITS / name) for name in ("aio-nr", "aio-max-nr"))
     if used is None or allowed is None:
-        return None
+        return None, "unknown", ""
     left = int(allowed) - int(used)
     problem = f"only {left} more events for the libaio backend: {packages.as_root('sysctl -w fs.aio-max-nr=1048576')}"
-    return int(allowed), "", problem if left < _FEW_AIO_EVENTS else ""
+    return int(allowed), f"{allowed}, {used} in use", problem if left < _FEW_AIO_EVENTS else ""
 
 
 def _memory_lock() -> tuple[Value, str, str]:
     """Return the limit on locked memory, as (value, text, problem). A small limit that applies to this process is a problem."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = soft == resource.RLIM_INFINITY
-    text, value = "unlimited" if unlimited else human_size(soft), None if unlimited else soft
+    text, value = "unlimited" if unlimited else size_for_people(soft), None if unlimited else soft
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", _read(Path("/proc/self/status")) or "", re.MULTILINE)
     if capabilities and int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1:
         return value, f"{text} (not applied: this process has CAP_IPC_LOCK)", ""
     if unlimited or soft >= _SMALL_MEMLOCK:
         return value, text, ""
-    if hard == resource.RLIM_INFINITY:
-        remedy = "ulimit -l unlimited"
-    elif hard >= _SMALL_MEMLOCK:
-        remedy = f"ulimit -l {hard // 1024}"
-    else:
-        write = packages.as_root("tee /etc/security/limits.d/memlock.conf")
-        remedy = f'echo "* - memlock unlimited" | {write}, then log in again (docker run --ulimit memlock=-1)'
+    remedy = "ulimit -l unlimited, after raising memlock in /etc/security/limits.conf (docker run --ulimit memlock=-1)"
     return value, text, f"pinned memory beyond {text} stays unlocked and may be swapped out: {remedy}"
 
 
@@ -324,7 +231,7 @@ def _shared_memory() -> tuple[Value, str, str]:
         remedy = packages.as_root("mount -t tmpfs tmpfs /dev/shm")
         return None, "UNKNOWN", f"/dev/shm cannot be examined ({error}): {remedy}"
     problem = "/dev/shm size might be too small, if running in docker increase to at least --shm-size='1gb'"
-    return size, human_size(size), problem if size < _SMALL_SHARED_MEMORY else ""
+    return size, size_for_people(size), problem if size < _SMALL_SHARED_MEMORY else ""
 
 
 def _read(path: Path) -> str | None:

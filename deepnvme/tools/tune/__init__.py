@@ -1,7 +1,5 @@
 """Measures the I/O speed of drives (ds_io) and finds their best settings (ds_nvme_tune)."""
 
-from deepnvme._lazy import public_names
-
 from .estimates import Difference
 from .job import Job, Place
 from .measuring import measure
@@ -9,5 +7,3 @@ from .results import Figures, Result, Search, Tuning
 from .tuner import Order, tune
 
 __all__ = ["Difference", "Figures", "Job", "Order", "Place", "Result", "Search", "Tuning", "measure", "tune"]
-
-__dir__ = public_names(__name__)

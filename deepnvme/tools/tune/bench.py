@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from typing import Any
 from deepnvme.drives.aio_config import AioConfig
 
 from .figures import Percentiles, latency_between
-from .folder import drop_pages, settle
+from .folder import NotMeasurable, drop_pages, first_line, settle, workspace
 from .job import Observation, Operation
-from .workspace import NotMeasurable, workspace
 
 _MIB = 1 << 20
 # Handles being closed at the same time. More of them would use up the system's asynchronous I/O events (fs.aio-max-nr).
@@ -85,55 +84,50 @@ class TrialBench:
         for setting in settings:
             try:
                 self._handles_for(setting)
-            except NotMeasurable as error:
-                refused[setting] = str(error)
+            except (OSError, RuntimeError, ValueError) as error:
+                refused[setting] = first_line(error)
         if len(refused) == len(settings):
             raise NotMeasurable(f"no setting can be used here: {next(iter(refused.values()))}")
         found = [setting for setting in settings if setting not in refused]
-        return found, {str(setting.model_dump(exclude_defaults=True)): reason for setting, reason in refused.items()}
+        return found, {str(setting): reason for setting, reason in refused.items()}
 
-    def move(
-        self, shares: Mapping[Operation, Mapping[int, float]], setting: AioConfig, operation: Operation, nbytes: int
-    ) -> Observation:
+    def move(self, group: Sequence[int], setting: AioConfig, operation: Operation, nbytes: int) -> Observation:
         """Transfer data to or from several folders at the same time, and measure it. Blocks.
 
         The files' pages are dropped from the page cache first. Each call continues in the files where the last call ended,
         because the same bytes could be cached by the drive, or by a virtual drive's host.
 
         Args:
-            shares: For each direction, the share of ``nbytes`` for each folder by its index; 1 for the folder with the largest
-                share.
+            group: Indices of the folders.
             setting: Settings of the handles.
             operation: Whether to read or to write.
-            nbytes: Bytes for the folder with the share 1.
+            nbytes: Bytes for each folder.
 
         Raises:
-            NotMeasurable: If no handle can be made with the setting.
-            OSError: If a transfer fails.
+            OSError, RuntimeError, ValueError: If no handle can be made with the setting, or a transfer fails.
         """
-        sizes = {each: max(int(nbytes * share) // _MIB * _MIB, min(_MIB, nbytes)) for each, share in shares[operation].items()}
-        handles = dict(zip(sizes, self._handles_for(setting), strict=False))
+        handles = dict(zip(group, self._handles_for(setting), strict=False))
         before = [handle.stats() for handle in handles.values()]
-        offset = self._offset if self._offset + max(sizes.values()) <= self._io_size else 0
-        self._offset = offset + max(sizes.values()) // _MIB * _MIB
-        drop_pages(self._paths[index] for index in sizes)
+        offset = self._offset if self._offset + nbytes <= self._io_size else 0
+        self._offset = offset + nbytes // _MIB * _MIB
+        drop_pages(self._paths[index] for index in group)
         cpu, start = time.process_time(), time.perf_counter()
         for index, handle in handles.items():
             buffer, path = self._buffers[index], str(self._paths[index])
             if operation == "read":
-                handle.async_pread(buffer.to_read(sizes[index]), path, offset)
+                handle.async_pread(buffer.to_read(nbytes), path, offset)
             else:
-                handle.async_pwrite(buffer.to_write(sizes[index]), path, offset)
+                handle.async_pwrite(buffer.to_write(nbytes), path, offset)
         for index, handle in handles.items():
             handle.wait()
             if operation == "read":
-                self._buffers[index].arrived(sizes[index])
+                self._buffers[index].arrived(nbytes)
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-        moved = sum(sizes.values())
+        moved = nbytes * len(group)
         self.bytes_written += moved if operation == "write" else 0
         pairs = zip(before, handles.values(), strict=True)
         latency = Percentiles.of(sum((latency_between(earlier, handle.stats()) for earlier, handle in pairs), Counter[float]()))
-        return Observation(moved, seconds, cpu, latency.p50, latency.p99)
+        return Observation(moved, seconds, cpu, latency.p99)
 
     def _handles_for(self, setting: AioConfig) -> list[Any]:
         """Return one handle with this setting for each folder. Handles of the previous setting are closed in the background."""
@@ -147,7 +141,7 @@ class TrialBench:
             self._retiring.append(self._retirer.submit(retired.clear))
             try:
                 self._handles = [transfers.make_handle(setting) for _ in self._folders]
-            except NotMeasurable:
+            except (OSError, RuntimeError, ValueError):
                 # The events of handles that are still being closed count against the limit.
                 self._wait_for_retiring(0)
                 self._handles = [transfers.make_handle(setting) for _ in self._folders]

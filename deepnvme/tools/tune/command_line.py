@@ -1,6 +1,6 @@
-"""Command-line code that ds_io and ds_nvme_tune share: option types, output, questions, errors and interrupts.
+"""Command-line code that ds_io and ds_nvme_tune share: option types, output, errors and interrupts.
 
-Results go to stdout or a file; progress, errors and questions to stderr.
+Results go to stdout or a file; progress and errors to stderr.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import signal
 import sys
-import termios
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +25,7 @@ from deepnvme.telemetry.sizes import parse_size
 from deepnvme.tools.report import emit
 from deepnvme.version import __version__
 
-from .fio import FioFailed
-from .workspace import NotMeasurable, first_line
+from .folder import NotMeasurable, first_line
 
 GIB = 1 << 30
 """Bytes of a GiB, which DeepSpeed calls a GB."""
@@ -133,41 +130,6 @@ def write_out(text: str, path: str) -> None:
         file.write(text + "\n")
 
 
-def can_ask() -> bool:
-    """Return whether a user can answer a question on the terminal.
-
-    All three standard streams must be terminals, and the process must be in the foreground: a background job that reads from
-    its terminal is stopped. Returns False after the user has interrupted the program, because further interrupts are ignored
-    then.
-    """
-    if any(stream is None or not stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
-        return False
-    with contextlib.suppress(OSError):  # not the terminal that controls the process, which therefore has no background
-        if os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
-            return False
-    return signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-
-
-def ask(question: str) -> bool:
-    """Ask a question on stderr, and return whether the answer is "y" or "yes". Blocks until the user answers.
-
-    End of input, or an interrupt, counts as no.
-
-    Args:
-        question: Text of the question, to which " [y/N]" is appended.
-    """
-    try:
-        with contextlib.suppress(termios.error):
-            termios.tcflush(sys.stdin, termios.TCIFLUSH)  # keys that were pressed before are no answer
-        print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
-        answer = sys.stdin.readline()
-    except (KeyboardInterrupt, OSError, UnicodeDecodeError):
-        answer = ""
-    if not answer.endswith("\n"):
-        print(file=sys.stderr)
-    return answer.strip().lower() in ("y", "yes")
-
-
 # Errors and interrupts.
 
 
@@ -199,7 +161,7 @@ def one_line_errors(program: str) -> Iterator[None]:
         try:
             yield
             return
-        except (NotMeasurable, FioFailed, OSError, ValueError, RuntimeError, MemoryError) as error:
+        except (NotMeasurable, OSError, ValueError, RuntimeError, MemoryError) as error:
             status, message = 1, first_line(error)
         except KeyboardInterrupt:
             status, message = 130, "interrupted; its files are removed"

@@ -14,11 +14,9 @@ from typing import Any, get_args
 
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.engine import Backend
-from deepnvme.telemetry.progress import shown_progress
 from deepnvme.version import __version__
 
 from .command_line import (
-    GIB,
     Parser,
     add_json_option,
     directory,
@@ -44,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     job = _job(parser, options)
     with one_line_errors(parser.prog):
-        with shown_progress(None, parser.prog, "steps") as show:
-            measurement = measure(job, show)
+        measurement = measure(job)
         show_result(measurement_text(measurement), as_document(measurement), options.json)
 
 
@@ -85,9 +82,7 @@ def _parser() -> Parser:
     memory("--slow_bounce_buffer", action="store_true", help="with --gpu: hand the GPU tensor to the handle itself")
     pinned = "memory pinned by PyTorch instead of the handle's locked memory"
     memory("--use_accelerator_pin_memory", dest="accelerator_pin_memory", action="store_true", help=pinned)
-    output = parser.add_argument_group("output")
-    output.add_argument("--compare", choices=("fio",), help="let fio do the same transfer, in turn")
-    add_json_option(output)
+    add_json_option(parser.add_argument_group("output"))
     return parser
 
 
@@ -109,7 +104,7 @@ def _job(parser: Parser, options: argparse.Namespace) -> Job:
     except ValueError as error:
         parser.error(bad_setting(error))
     more = {field.name: given[field.name] for field in dataclasses.fields(Job) if field.name in given}
-    return Job(places=places, setting=setting, compare_fio=options.compare == "fio", **more)
+    return Job(places=places, setting=setting, **more)
 
 
 def _place(parser: Parser, mapping: str) -> Place:
@@ -123,29 +118,23 @@ def _place(parser: Parser, mapping: str) -> Place:
 def as_document(measurement: Measurement) -> dict[str, Any]:
     """Return a measurement as a JSON document.
 
-    Sizes are in bytes, times in seconds, and a GB is 10^9 bytes. Only the values under "deepspeed", which DeepSpeed prints as
-    lines, use a GB of 1024^3 bytes.
+    Sizes are in bytes, times in seconds, and a GB is 10^9 bytes.
     """
-    paths, nbytes = measurement.paths, measurement.nbytes
+    paths = measurement.paths
     if paths is not None:
         by_path = {"direct": paths["zero_copy"] + paths["staged"], **{name: paths[name] for name in PATHS}}
     return {
         "tool": "ds_io",
         "version": __version__,
         **{name: value for name, value in vars(measurement).items() if name != "samples"},
+        "seconds": measurement.seconds,
+        "task_seconds": measurement.task_seconds,
         "gb_per_second": measurement.gb_per_second,
         "cpu_seconds_per_gb": measurement.cpu_seconds_per_gb,
         "request_latency": measurement.request_latency,
         "block_latency": measurement.block_latency,
         "bytes": None if paths is None else by_path,
-        "deepspeed": {
-            "task_latency": measurement.task_seconds,
-            "task_speed": nbytes / measurement.task_seconds / GIB,
-            "e2e_latency": measurement.seconds,
-            "e2e_speed": nbytes / measurement.seconds / GIB,
-        },
         "loops": [_loop(sample) for sample in measurement.samples],
-        "warmup": [_loop(sample) for sample in measurement.warmup],
     }
 
 

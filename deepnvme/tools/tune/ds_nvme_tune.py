@@ -6,24 +6,20 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from deepnvme.drives.mounts import drive_of
-from deepnvme.drives.profiles import PROFILE_VARIABLE, DriveProfile, profiles_enabled
+from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.mounts import Drive, drive_of
+from deepnvme.drives.profiles import profile_path, store_profile
 from deepnvme.telemetry.descriptions import printable
-from deepnvme.telemetry.progress import shown_progress
 from deepnvme.tools.report import emit
-from deepnvme.tools.report.profile_probe import settings_text
 from deepnvme.version import __version__
 
 from .command_line import (
     GIB,
     Parser,
     add_json_option,
-    ask,
-    can_ask,
     directory,
     one_line_errors,
     output_file,
@@ -33,7 +29,6 @@ from .command_line import (
     size_text,
     write_out,
 )  # fmt: skip
-from .halving import SearchProgress
 from .job import Operation
 from .rendering import tuning_page, tuning_text
 from .results import Result, Tuning
@@ -46,10 +41,10 @@ _PROGRAM = "ds_nvme_tune"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the ``ds_nvme_tune`` command: find the best settings, and print or write the results.
 
-    At the end it stores drive profiles, or asks on a terminal whether to store them.
+    At the end it stores drive profiles if asked to.
 
     Exits with status 2 if the arguments are wrong, 1 if tuning fails or, after printing the results, a file cannot be written,
-    and 130 if it was interrupted, after printing the results so far.
+    and 130 if it was interrupted.
 
     Args:
         arguments: Command line without the program's name; None for ``sys.argv[1:]``.
@@ -67,26 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.log_dir is not None and options.log_dir.exists() and not options.log_dir.is_dir():
         parser.error(f"--log_dir: '{options.log_dir}' is not a directory")
     with one_line_errors(_PROGRAM):
-        if options.save_profile is not False:
-            profiles_enabled()  # raises ValueError for an unknown value before anything is measured
         order = _order(options)
         _say(_writes_announced(order))
         if options.json != "-":
             emit(f"Running DeepNVMe performance tuning on {[str(folder) for folder in order.folders]}")
-        with shown_progress(True, _PROGRAM, "steps") as show:
-            tuning = tune(order, _each_step_once() if show is None else lambda share, step: show(round(100 * share), 100))
+        tuning = tune(order, _print_step)
         # Printed before files are written, because that may fail.
         show_result(tuning_text(tuning, options.verbose), as_document(tuning), options.json)
         if options.log_dir is not None:
             write_logs(tuning, options.log_dir)
         if options.output is not None:
             write_out(tuning_page(tuning), options.output)
-        if not tuning.complete:
-            unsaved = ", no drive profile is stored" if options.save_profile else ""
-            _say(f"interrupted; what is above was measured before, its files are removed{unsaved}")
-            sys.exit(130)
-        if not options.gds and options.save_profile is not False:
-            _save_or_offer_profiles(tuning, save=options.save_profile)
+        if not options.gds:
+            _save_profiles(tuning, options.save_profile)
 
 
 def _parser() -> Parser:
@@ -109,10 +97,8 @@ def _parser() -> Parser:
     add("--max-writes", "--max_writes", type=size, metavar="SIZE", help=writes_help)
     add("--log_dir", type=directory, metavar="DIR", help="write a log for each setting there, as DeepSpeed does")
     add("--output", type=output_file, metavar="FILE", help="write a report with pictures there (HTML)")
-    profile = parser.add_mutually_exclusive_group().add_argument
-    use = "let deepnvme use the best settings for files on the drive from now on, without asking"
-    profile("--save_profile", action="store_true", default=None, help=use)
-    profile("--no_save_profile", dest="save_profile", action="store_false", help="do not store a profile, and do not ask")
+    use = "let deepnvme use the best settings for files on the drive from now on"
+    add("--save_profile", action="store_true", help=use)
     add_json_option(parser)
     add("--verbose", action="store_true", help="list the settings that were eliminated, too")
     return parser
@@ -140,17 +126,10 @@ def _say(line: str) -> None:
     print(f"{_PROGRAM}: {printable(line)}", file=sys.stderr)
 
 
-def _each_step_once() -> SearchProgress:
-    """Return a progress function that prints each step to stderr once, when it begins."""
-    printed: set[str] = set()
-
-    def show(share: float, step: str) -> None:
-        if step not in printed:
-            # In one piece: an interrupt between text and line feed would put its own message on this line.
-            print(f"  {100 * share:3.0f} % {printable(step)}\n", end="", file=sys.stderr, flush=True)
-            printed.add(step)
-
-    return show
+def _print_step(share: float, step: str) -> None:
+    """Print a step to stderr when it begins."""
+    # In one piece: an interrupt between text and line feed would put its own message on this line.
+    print(f"  {100 * share:3.0f} % {printable(step)}\n", end="", file=sys.stderr, flush=True)
 
 
 def as_document(tuning: Tuning) -> dict[str, Any]:
@@ -172,64 +151,53 @@ def as_document(tuning: Tuning) -> dict[str, Any]:
 # Drive profiles.
 
 
-def _save_or_offer_profiles(tuning: Tuning, save: bool | None) -> None:
-    """Store the drive profiles, or ask whether to, and print which settings are used from now on.
-
-    Args:
-        tuning: Complete results.
-        save: True to store them, False not to. None to ask the user or, without a terminal, to print how to store them.
+def _save_profiles(tuning: Tuning, save: bool) -> None:
+    """Store the drive profiles and print which settings are used from now on; without ``save``, print how to store them.
 
     Raises:
         RuntimeError: If a profile cannot be stored. The error names the file.
     """
-    found, skipped = profiles_from(tuning, datetime.now().astimezone())
-    if save is None and found:
-        whose = "these settings" if len(tuning.searches) == 1 else "the best settings of each drive alone"
-        use = f"{whose} for files on {' and '.join(profile.mount for profile in found)}"
-        if not can_ask():
-            return _say(f"note: with --save_profile, deepnvme would use {use} from then on")
-        save = ask(f"Let deepnvme use {use} from now on?")
+    found, skipped = profiles_from(tuning)
+    mounts = " and ".join(drive.mount.point for drive, _ in found if drive.mount)
     if not save:
+        if found:
+            _say(f"note: with --save_profile, deepnvme would use the best settings for files on {mounts} from then on")
         return
     for reason in skipped:
         _say(f"note: {reason}")
-    for profile in found:
+    for drive, settings in found:
         try:
-            path = profile.save()
+            path = store_profile(drive, settings)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(f"the drive profile cannot be stored: {error}") from error
-        when = "from now on" if profiles_enabled() else f"as soon as {PROFILE_VARIABLE} is not off any more"
-        what = f"deepnvme uses these settings for files on {profile.mount}: {settings_text(profile.settings)}"
-        _say(f"stored in '{path}': {when}, {what}")
+        where = f"files on {drive.mount.point}" if drive.mount else ""
+        _say(f"stored in '{path}': from now on, deepnvme uses these settings for {where}: {settings}")
 
 
-def profiles_from(tuning: Tuning, ended: datetime) -> tuple[list[DriveProfile], list[str]]:
-    """Return drive profiles for the tuned folders' drives, and a one-line reason for each folder without one.
+def profiles_from(tuning: Tuning) -> tuple[list[tuple[Drive, AioConfig]], list[str]]:
+    """Return the tuned folders' drives with their settings, and a one-line reason for each folder without.
 
-    There is one profile for each drive, with the best settings of a folder measured alone. If several folders are on one drive,
-    the first folder's settings are used.
+    Each drive has the best settings of a folder measured alone. If several folders are on one drive, the first folder's settings
+    are used.
 
     Args:
-        tuning: Complete results. Not from GPUDirect Storage, whose settings belong to another op.
-        ended: When the run ended.
+        tuning: The results. Not from GPUDirect Storage, whose settings belong to another op.
 
     Raises:
         OSError: If a folder cannot be reached any more.
     """
-    found: dict[tuple[str, str, str], DriveProfile] = {}
-    skipped, when = [], ended.isoformat(timespec="seconds")
+    found: dict[Path, tuple[Drive, AioConfig]] = {}
+    skipped = []
     for search in tuning.searches:
         if len(search.folders) > 1:
             continue
         drive = drive_of(Path(search.folders[0].path))
-        rates = {operation: round(found.gb_per_second, 3) for operation, found in search.best.measured.items()}
         try:
             if drive.kind == "memory":
                 raise ValueError("its files are in memory, not on a drive")
-            profile = DriveProfile.of(drive, search.best.setting, rates.get("read"), rates.get("write"), when)
-            found.setdefault((profile.mount, profile.filesystem, profile.disk_models), profile)
+            found.setdefault(profile_path(drive), (drive, search.best.setting))
         except ValueError as error:
-            skipped.append(f"no drive profile for '{search.folders[0].path}': {error}".splitlines()[0])
+            skipped.append(f"no drive profile for '{search.folders[0].path}': {error}")
     return list(found.values()), skipped
 
 

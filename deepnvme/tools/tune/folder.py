@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,38 @@ from deepnvme.drives.mounts import MEMORY_FILESYSTEMS, mount_of
 from deepnvme.memory.system_memory import available_memory
 from deepnvme.tools.report import open_descriptor, try_direct_io
 
-from .workspace import NotMeasurable, remove_abandoned, workspace
+
+class NotMeasurable(Exception):
+    """Raised if a measurement is not possible on this machine. The message says why and what to do, in one line."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def workspace(folder: Path, prefix: str) -> Iterator[Path]:
+    """Create a temporary directory in a folder, yield it, and remove it with its content at the end.
+
+    Args:
+        folder: Folder for the directory.
+        prefix: Beginning of the directory's name: "ds_nvme_tune-", "ds_io-" or ".deepnvme-".
+
+    Raises:
+        NotMeasurable: If the directory cannot be created.
+    """
+    try:
+        directory = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)
+    except OSError as error:
+        raise NotMeasurable(
+            f"'{folder}' cannot be written to: {error.strerror}; choose a directory that you can write"
+        ) from error
+    try:
+        with directory as path:
+            yield Path(path)
+    finally:
+        directory.cleanup()  # again, in case an interrupt came during the first: removing large files takes seconds
 
 
 @dataclass(frozen=True)
@@ -38,7 +70,7 @@ class FolderFacts:
 
 
 def folder_facts(folder: Path) -> FolderFacts:
-    """Return the facts about a folder. Removes directories left by killed runs first (:func:`remove_abandoned`).
+    """Return the facts about a folder.
 
     Creates small files in the folder and removes them. Raises NotMeasurable if the folder cannot be written to.
     """
@@ -46,7 +78,6 @@ def folder_facts(folder: Path) -> FolderFacts:
         raise NotMeasurable(f"'{folder}' is not a directory")
     with workspace(folder, ".deepnvme-"):
         pass  # it can be written to
-    remove_abandoned(folder)
     mount = mount_of(folder)
     filesystem, device = (mount.filesystem, mount.source) if mount else ("unknown filesystem", "unknown")
     direct = bool(try_direct_io(folder, mount).works)

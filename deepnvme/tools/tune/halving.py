@@ -77,8 +77,8 @@ class Round:
 
     @property
     def passes(self) -> int:
-        """Number of complete passes, in which every setting was measured."""
-        return min(map(len, self.samples.values()))
+        """Number of passes, in each of which every setting was measured."""
+        return len(next(iter(self.samples.values())))
 
     def log_times(self) -> dict[AioConfig, list[float]]:
         """Return the logarithm of each setting's seconds per byte in each pass, with the machine's drift removed.
@@ -86,23 +86,22 @@ class Round:
         The drift of a batch is how much longer its transfers took than is usual for their settings. Usual times and drifts are
         estimated in turn (Tukey's median polish).
         """
-        passes = self.passes
-        times = {each: [math.log(sample.seconds_per_byte) for sample in found[:passes]] for each, found in self.samples.items()}
+        times = {each: [math.log(sample.seconds_per_byte) for sample in found] for each, found in self.samples.items()}
         for _ in range(_POLISHES):
             batches: dict[int, list[float]] = defaultdict(list)
             for setting, values in times.items():
                 usual = statistics.median(values)
-                for sample, value in zip(self.samples[setting], values, strict=False):
+                for sample, value in zip(self.samples[setting], values, strict=True):
                     batches[sample.batch].append(value - usual)
             drift = {number: statistics.median(values) for number, values in batches.items()}
             for setting, values in times.items():
-                pairs = zip(self.samples[setting], values, strict=False)
+                pairs = zip(self.samples[setting], values, strict=True)
                 times[setting] = [value - drift[sample.batch] for sample, value in pairs]
         return times
 
     def observed(self, setting: AioConfig, operation: Operation) -> list[Observation]:
-        """Return a setting's observations in one direction, one for each complete pass; an empty list if it was not measured."""
-        return [each.observed[operation] for each in self.samples[setting][: self.passes] if operation in each.observed]
+        """Return a setting's observations in one direction, one for each pass; an empty list if it was not measured."""
+        return [each.observed[operation] for each in self.samples[setting] if operation in each.observed]
 
     def cpu_seconds_per_gb(self, setting: AioConfig) -> float:
         """Return a setting's CPU seconds per 10^9 bytes, averaged over the directions."""
@@ -135,8 +134,6 @@ def search(
     Every setting is measured at least twice, however long that takes. In the final, settings that cannot be told apart count as
     tied. Among these, the least CPU time decides, then the backend "auto", then the least memory in flight.
 
-    An interrupt (KeyboardInterrupt) ends the search with the results so far, and is raised if there are none.
-
     Args:
         settings: The settings to choose from.
         operations: The directions to measure.
@@ -145,7 +142,7 @@ def search(
         seconds: Approximate length of the search; less if ``max_writes`` is reached before. Transfers are made small enough to
             fit, but not smaller than 4 to 16 MiB.
         max_writes: The most bytes to write by ``measure``; at least :func:`least_written`. None for no limit.
-        progress: Called with the share of the search that is done, and the current step.
+        progress: Called at the beginning of each round with the share of the search that is done, and a description of the round.
         clock: Returns the time in seconds.
         auto: Name of the backend that "auto" selects, for the results.
     """
@@ -153,22 +150,14 @@ def search(
     counts = settings_per_round(len(remaining))
     begin = clock()
     runner = _Runner(operations, measure, clock, begin + seconds, max_writes if "write" in operations else None)
-    complete = False
-    try:
-        runner.warm_up(max(remaining, key=lambda each: each.in_flight_bytes), counts, io_size)
-        for number in range(len(counts)):
-            if number > 0:
-                remaining = _promoted(runner.rounds[-1], counts[number])
-            name = "the final" if number == len(counts) - 1 > 0 else f"round {number + 1} of {len(counts)}"
-            step = f"{name}: {counts[number]} settings"
-            runner.round(remaining, counts[number:], io_size, lambda share: progress((number + share) / len(counts), step))  # noqa: B023
-        complete = True
-        progress(1.0, "done")
-    except KeyboardInterrupt:
-        runner.drop_unfinished_round()
-        if not runner.rounds:
-            raise
-    return _results(runner.rounds, clock() - begin, complete, runner.shortened, auto)
+    runner.warm_up(max(remaining, key=lambda each: each.in_flight_bytes), counts, io_size)
+    for number in range(len(counts)):
+        if number > 0:
+            remaining = _promoted(runner.rounds[-1], counts[number])
+        name = "the final" if number == len(counts) - 1 > 0 else f"round {number + 1} of {len(counts)}"
+        progress(number / len(counts), f"{name}: {counts[number]} settings")
+        runner.round(remaining, counts[number:], io_size)
+    return _results(runner.rounds, clock() - begin, runner.shortened, auto)
 
 
 def settings_per_round(settings: int) -> list[int]:
@@ -221,7 +210,7 @@ class _Runner:
         self._sample(setting, nbytes, 0)
         self.rate = nbytes / (self.clock() - begin)
 
-    def round(self, contenders: Sequence[AioConfig], counts: Sequence[int], io_size: int, show: Callable[[float], None]) -> None:
+    def round(self, contenders: Sequence[AioConfig], counts: Sequence[int], io_size: int) -> None:
         """Measure all settings of a round, pass by pass.
 
         The remaining time and bytes are divided equally among the remaining rounds, but the final gets twice as much.
@@ -230,7 +219,6 @@ class _Runner:
             contenders: Settings to measure.
             counts: Number of settings in this round and in each later one.
             io_size: Bytes of the largest transfer.
-            show: Called with the share of the round that is done.
         """
         begin, final = self.clock(), len(counts) == 1
         share = 1.0 if final else 1 / (_FINAL_WEIGHT + len(counts) - 1)
@@ -243,8 +231,6 @@ class _Runner:
         # Another pass is begun if at least half of it fits into the time: then it ends as close to the limit as without it.
         while done < least or (done < passes and (self.clock() - begin) * (1 + 0.5 / done) < seconds):
             for index, setting in enumerate(self.order.sample(contenders, len(contenders))):
-                by_time = (self.clock() - begin) / seconds if seconds else 1.0
-                show(min(max(by_time, (done + index / len(contenders)) / max(least, passes)), 1.0))
                 measured.samples[setting].append(self._sample(setting, nbytes, done * len(contenders) + index // _BATCH))
             done += 1
         self.rate = nbytes * done * len(contenders) / (self.clock() - begin)
@@ -277,15 +263,6 @@ class _Runner:
         if self.writes_left is not None:
             self.writes_left -= nbytes
         return Sample({operation: self.measure(setting, operation, nbytes) for operation in self.operations}, batch)
-
-    def drop_unfinished_round(self) -> None:
-        """Discard the last round if no pass of it is complete; if it is the first round, keep the settings that were measured."""
-        if not self.rounds or self.rounds[-1].passes > 0:
-            return
-        unfinished = self.rounds.pop()
-        measured = {setting: samples for setting, samples in unfinished.samples.items() if samples}
-        if not self.rounds and measured:
-            self.rounds.append(Round(unfinished.nbytes, measured))
 
 
 def _whole_mib(nbytes: float) -> int:
@@ -328,7 +305,7 @@ def _cheapest_first(settings: Sequence[AioConfig], measured: Round) -> list[AioC
     return sorted(settings, key=cost)
 
 
-def _results(rounds: Sequence[Round], seconds: float, complete: bool, shortened: bool, auto: str) -> Search:
+def _results(rounds: Sequence[Round], seconds: float, shortened: bool, auto: str) -> Search:
     """Choose the recommended setting from the final, and compare each other setting with it in that setting's last round."""
     final = rounds[-1]
     logarithms = final.log_times()
@@ -351,7 +328,6 @@ def _results(rounds: Sequence[Round], seconds: float, complete: bool, shortened:
         reason=_reason(finalists, len(tied), len(ranked)),
         rounds=len(rounds),
         seconds=seconds,
-        complete=complete,
         results=tuple(ranked),
         measured=tuple(RoundFacts(len(each.samples), each.passes, each.nbytes) for each in rounds),
         noise=math.expm1(statistics.median(abs(each - statistics.median(values)) for values in series for each in values)),
@@ -370,7 +346,6 @@ def _figures(setting: AioConfig, best: AioConfig, operation: Operation, measured
     return Figures(
         gb_per_second=rate * then / now,
         cpu_seconds_per_gb=_cpu_seconds_per_gb(found),
-        latency_p50=statistics.median(each.block_latency_p50 for each in found),
         latency_p99=statistics.median(each.block_latency_p99 for each in found),
     )
 

@@ -24,15 +24,6 @@ PATHS = ("zero_copy", "staged", "buffered", "gds")
 """Names of the paths that bytes take between memory and drive: see :attr:`Sample.paths`."""
 
 
-def check_number(value: object, name: str) -> None:
-    """Raise a TypeError that names the argument if a number of bytes is not an int.
-
-    Texts such as "1G" are for command lines only.
-    """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, a number of bytes, got {value!r}")
-
-
 @dataclass(frozen=True)
 class Place:
     """Folder and GPU of one process of a job."""
@@ -82,12 +73,6 @@ class Job:
     """Bytes of the pinned buffer of torch_fastio, an int."""
     torch_legacy_save: bool = False
     """Whether torch.save uses the file format from before torch 1.6."""
-    compare_fio: bool = False
-    """Whether fio makes the same transfer after each loop, for comparison."""
-
-    def __post_init__(self) -> None:
-        check_number(self.io_size, "io_size")
-        check_number(self.fast_io_size, "fast_io_size")
 
     @property
     def total_loops(self) -> int:
@@ -152,17 +137,26 @@ class Sample(Timing):
 class Observation(Timing):
     """The measured values of one transfer."""
 
-    block_latency_p50: float
-    """Median of the seconds from an I/O block's submission to its completion."""
     block_latency_p99: float
     """99th percentile of the seconds from an I/O block's submission to its completion."""
 
 
-class _OverLoops:
-    """Figures over the counted loops."""
+@dataclass(frozen=True)
+class Measurement:
+    """The results of a job. Counted loops are those after the warm-up, or all loops with ``include_warmup``."""
 
-    samples: tuple[Timing, ...]
-    """The counted loops."""
+    job: Job
+    """The job that was measured."""
+    folders: tuple[FolderFacts, ...]
+    """Facts about the job's folders, each folder once."""
+    backend: str | None
+    """The backend that the first process used; None if the engine does not tell."""
+    memory: str
+    """Kind of memory that the tensors are in."""
+    samples: tuple[Sample, ...]
+    """Samples of the counted loops."""
+    fallbacks: Mapping[str, int]
+    """Reasons why transfers took a slower path, with the number of transfers for each."""
 
     @property
     def nbytes(self) -> int:
@@ -178,44 +172,6 @@ class _OverLoops:
     def cpu_seconds_per_gb(self) -> float:
         """CPU seconds per 10^9 bytes, over all counted loops."""
         return sum(sample.cpu_seconds for sample in self.samples) / (self.nbytes / 1e9)
-
-
-@dataclass(frozen=True)
-class FioComparison(_OverLoops):
-    """Results of fio for the same transfer, measured in alternation with the job's loops."""
-
-    version: str
-    """Version of fio."""
-    ioengine: str
-    """fio's I/O engine, "io_uring" or "libaio"."""
-    buffers: str
-    """Kind of memory of fio's buffers, and how to give it huge pages if it has none."""
-    samples: tuple[Timing, ...]
-    """Timings of fio's counted loops, by its own clocks."""
-    ratio: Spread
-    """Rate of the job divided by that of fio: median and quartiles over the counted loops."""
-
-
-@dataclass(frozen=True)
-class Measurement(_OverLoops):
-    """The results of a job. Counted loops are those after the warm-up, or all loops with ``include_warmup``."""
-
-    job: Job
-    """The job that was measured."""
-    folders: tuple[FolderFacts, ...]
-    """Facts about the job's folders, each folder once."""
-    backend: str | None
-    """The backend that the first process used; None if the engine does not tell."""
-    memory: str
-    """Kind of memory that the tensors are in."""
-    warmup: tuple[Sample, ...]
-    """Samples of the warm-up loops, which do not count."""
-    samples: tuple[Sample, ...]
-    """Samples of the counted loops."""
-    fallbacks: Mapping[str, int]
-    """Reasons why transfers took a slower path, with the number of transfers for each."""
-    fio: FioComparison | None = None
-    """The comparison with fio; None if the job has none."""
 
     @property
     def task_seconds(self) -> float:

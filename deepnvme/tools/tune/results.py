@@ -11,8 +11,6 @@ from .estimates import Difference
 from .folder import FolderFacts
 from .job import OPERATIONS, Operation
 
-_TABLE = 10
-
 
 @dataclass(frozen=True)
 class Figures:
@@ -22,8 +20,6 @@ class Figures:
     """10^9 bytes per second."""
     cpu_seconds_per_gb: float
     """CPU seconds per 10^9 bytes."""
-    latency_p50: float
-    """Median of the seconds from an I/O block's submission to its completion."""
     latency_p99: float
     """99th percentile of the seconds from an I/O block's submission to its completion.
 
@@ -51,14 +47,10 @@ class Result:
     Both were measured in turn in the same round. None for the recommended setting itself.
     """
 
-    def figures(self, operation: Operation) -> Figures | None:
-        """Return the values of one direction; None if it was not measured."""
-        return self.read if operation == "read" else self.write
-
     @property
     def measured(self) -> dict[Operation, Figures]:
         """The values of the directions that were measured."""
-        return {operation: found for operation in OPERATIONS if (found := self.figures(operation)) is not None}
+        return {operation: found for operation in OPERATIONS if (found := getattr(self, operation)) is not None}
 
 
 @dataclass(frozen=True)
@@ -90,8 +82,6 @@ class Search:
     """Number of rounds."""
     seconds: float
     """Seconds that the search took."""
-    complete: bool
-    """False if the search was interrupted."""
     results: tuple[Result, ...]
     """Results of all settings: the finalists, fastest first, then eliminated settings, latest round first.
 
@@ -117,12 +107,6 @@ class Search:
         """Results of the settings that were eliminated before the final."""
         return tuple(result for result in self.results if result.rounds != self.best.rounds)
 
-    @property
-    def table(self) -> tuple[Result, ...]:
-        """Results to show: the ten fastest finalists, and the recommended one."""
-        shown = self.finalists[:_TABLE]
-        return shown if self.best in shown else (*shown, self.best)
-
 
 @dataclass(frozen=True)
 class Tuning:
@@ -135,8 +119,6 @@ class Tuning:
     """Bytes of the file in each folder; no transfer is larger."""
     seconds: float
     """Seconds that the run took."""
-    complete: bool
-    """False if the run was interrupted, even between two searches."""
     bytes_written: int
     """Bytes written to the drives."""
     searches: tuple[Search, ...]

@@ -13,7 +13,7 @@ from deepnvme.drives.aio_config import AioConfig
 from deepnvme.engine import Backend
 from deepnvme.files.regular_files import open_regular
 
-from .workspace import NotMeasurable
+from .folder import NotMeasurable
 
 _BLOCK_SIZES = tuple(kib << 10 for kib in (128, 256, 512, 1024, 2048, 4096, 8192))
 _QUEUE_DEPTHS = (4, 8, 16, 32, 64, 128)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,30 +14,19 @@ from deepnvme.integrations.deepspeed.io.fast_file_writer import SMALLEST_TENSOR,
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.ops import load_async_io
 
+from .folder import NotMeasurable, first_line
 from .job import Job
-from .workspace import NotMeasurable, first_line
 
 CHUNK = 64 << 20
 
 
-def op() -> ModuleType:
-    """Load the async_io op; the first use compiles it. Raises NotMeasurable, with a one-line message, if that fails."""
-    try:
-        return load_async_io()
-    except RuntimeError as error:
-        raise NotMeasurable(first_line(error)) from error
-
-
 def make_handle(setting: AioConfig) -> Any:
-    """Return an ``aio_handle`` with these settings; with ``use_gds`` a ``gds_handle``. Raises NotMeasurable if that fails."""
-    try:
-        if setting.use_gds:
-            from deepnvme.ops.op_builder import GDSBuilder
+    """Return an ``aio_handle``, or with ``use_gds`` a ``gds_handle``. Raises OSError, RuntimeError or ValueError."""
+    if setting.use_gds:
+        from deepnvme.ops.op_builder import GDSBuilder
 
-            return GDSBuilder().load().gds_handle(**setting.handle_arguments())
-        return op().aio_handle(**setting.handle_arguments())
-    except (OSError, RuntimeError, ValueError) as error:
-        raise NotMeasurable(first_line(error)) from error
+        return GDSBuilder().load().gds_handle(**setting.handle_arguments())
+    return load_async_io().aio_handle(**setting.handle_arguments())
 
 
 def gpu(number: int, in_turn: bool = False) -> torch.device:
@@ -168,7 +156,7 @@ class TensorMover:
                 raise NotMeasurable("--gpu: aio_basic moves host memory only; use --engine aio_handle")
             if (setting.backend, setting.intra_op_parallelism) != ("auto", 1):
                 raise NotMeasurable("--backend, --io_parallel: aio_basic has one worker and no choice; use --engine aio_handle")
-        self._handle = op().aio_handle() if job.engine in ("aio_basic", "torch_io") else make_handle(setting)
+        self._handle = load_async_io().aio_handle() if job.engine in ("aio_basic", "torch_io") else make_handle(setting)
         if job.by_torch:
             self.tensor = random_bytes(torch.empty(job.io_size, dtype=torch.uint8, device=device))
             self.memory = "ordinary memory" if device is None else str(device)
@@ -187,7 +175,7 @@ class TensorMover:
             case "aio_handle":
                 self._handle.sync_pwrite(self._buffer.to_write(), str(path))
             case "aio_basic":
-                op().aio_write(self.tensor, str(path), *self._basic)
+                load_async_io().aio_write(self.tensor, str(path), *self._basic)
             case "torch_io":
                 self._save(path)
             case "torch_fastio":
@@ -207,7 +195,7 @@ class TensorMover:
                 self._handle.sync_pread(self._buffer.to_read(), str(path))
                 self._buffer.arrived()
             case "aio_basic":
-                op().aio_read(self.tensor, str(path), *self._basic)
+                load_async_io().aio_read(self.tensor, str(path), *self._basic)
             case _:
                 loaded = self._load(path)
                 self._loaded = loaded if self._job.validate else None

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.mounts import MEMORY_FILESYSTEMS
+from deepnvme.ops import load_async_io
 
 from .bench import TrialBench
-from .folder import check_memory, check_space, folder_facts
+from .folder import NotMeasurable, check_memory, check_space, folder_facts
 from .halving import SearchProgress, least_written, search
-from .job import OPERATIONS, Operation, check_number
+from .job import OPERATIONS, Operation
 from .results import Search, Tuning
 from .settings import default_space
-from .workspace import NotMeasurable
 
 WRITES = 28 << 30
 """Most bytes that a search writes by default.
@@ -50,11 +50,6 @@ class Order:
     """Approximate seconds of each search; less if the limit on bytes written is reached before."""
     max_writes: int | None = None
     """Most bytes that the run may write to all folders together, an int. None for the files and 28 GiB for each search."""
-
-    def __post_init__(self) -> None:
-        check_number(self.io_size, "io_size")
-        if self.max_writes is not None:
-            check_number(self.max_writes, "max_writes")
 
     @property
     def operations(self) -> list[Operation]:
@@ -103,8 +98,7 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
     """Find the best settings for folders. Blocks, for about ``order.seconds`` for each search.
 
     There is one search for each folder and, if there are several, one for all together. At most ``order.write_limit`` bytes are
-    written. An interrupt (KeyboardInterrupt) ends the run with the results so far; if there are none, it is raised. No file is
-    left behind.
+    written. No file is left behind, also after an interrupt (KeyboardInterrupt).
 
     Args:
         order: What to measure.
@@ -125,34 +119,21 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
     offered, backend = _offered(order)
     writes = order.writes_of_each_search(len(offered))
     begin = time.monotonic()
-    bench = TrialBench(order.folders, order.io_size, order.gpu, order.gds, functools.partial(progress, 0.0))
-    refused: dict[str, str] = {}
     searches: list[Search] = []
-    complete = False
-    try:
-        with bench:
-            settings, refused = bench.usable(offered)
-            for number, group in enumerate(order.groups):
-                shares = {operation: _shares(group, operation, searches) for operation in order.operations}
-                move = functools.partial(bench.move, shares)
-                where = " + ".join(facts[index].path for index in group)
+    with TrialBench(order.folders, order.io_size, order.gpu, order.gds, functools.partial(progress, 0.0)) as bench:
+        settings, refused = bench.usable(offered)
+        for number, group in enumerate(order.groups):
+            move = functools.partial(bench.move, group)
+            where = " + ".join(facts[index].path for index in group)
 
-                def show(share: float, step: str, number: int = number, where: str = where) -> None:
-                    progress((number + share) / len(order.groups), f"{where}: {step}")
+            def show(share: float, step: str, number: int = number, where: str = where) -> None:
+                progress((number + share) / len(order.groups), f"{where}: {step}")
 
-                # A transfer of the search's size goes to each folder, if they are equally fast.
-                limit = None if writes is None else writes // len(group)
-                found = search(settings, order.operations, move, order.io_size, order.seconds, limit, show, auto=backend)
-                searches.append(dataclasses.replace(found, folders=tuple(facts[index] for index in group)))
-                if not found.complete:
-                    break
-            complete = searches[-1].complete
-    except KeyboardInterrupt:  # may also come while the bench removes its files, when all has been measured
-        if not searches:
-            raise
+            limit = None if writes is None else writes // len(group)
+            found = search(settings, order.operations, move, order.io_size, order.seconds, limit, show, auto=backend)
+            searches.append(dataclasses.replace(found, folders=tuple(facts[index] for index in group)))
     limit = order.write_limit if order.write else None
-    seconds = time.monotonic() - begin
-    return Tuning(order.io_size, seconds, complete, bench.bytes_written, tuple(searches), refused, limit)
+    return Tuning(order.io_size, time.monotonic() - begin, bench.bytes_written, tuple(searches), refused, limit)
 
 
 def _offered(order: Order) -> tuple[Sequence[AioConfig], str]:
@@ -162,13 +143,5 @@ def _offered(order: Order) -> tuple[Sequence[AioConfig], str]:
     if order.gds:
         transfers.make_handle(AioConfig(use_gds=True))  # raises the reason if GPUDirect Storage does not work
         return order.settings or default_space(order.io_size, ["auto"], use_gds=True), "gds"
-    working = [name for name, obstacle in transfers.op().backends().items() if obstacle is None]
+    working = [name for name, obstacle in load_async_io().backends().items() if obstacle is None]
     return order.settings or default_space(order.io_size, working), working[0]
-
-
-def _shares(group: Sequence[int], operation: Operation, searches: Sequence[Search]) -> dict[int, float]:
-    """Return each folder's share of the bytes, in proportion to its speed alone; 1 for the folder with the largest share."""
-    if len(group) == 1:
-        return {group[0]: 1.0}
-    rates = [searches[index].best.measured[operation].gb_per_second for index in group]
-    return {index: rate / max(rates) for index, rate in zip(group, rates, strict=True)}

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import importlib.metadata
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,6 @@ from deepnvme.ops.op_builder.cuda import Found, GdsProbe
 from deepnvme.tools.report import directory_probes, machine_probes
 from deepnvme.tools.report import ds_report as report
 from deepnvme.tools.report.facts import Fact
-from deepnvme.version import __version__
 
 from ...support.patience import PATIENCE
 from ...support.system_calls import answering
@@ -98,11 +94,6 @@ def test_a_path_that_is_no_directory_is_one_clear_line_and_status_2(path: str) -
     assert done.stderr.count("\n") == 1
 
 
-def test_the_version_is_printed() -> None:
-    done = run("--version")
-    assert (done.returncode, done.stdout) == (0, f"deepnvme {__version__}\n")
-
-
 # What is missing
 
 
@@ -111,7 +102,6 @@ def test_the_version_is_printed() -> None:
     [
         ("io_uring", 425, 1, "EPERM", "seccomp=unconfined"),
         ("io_uring", 425, 38, "ENOSYS", "seccomp=unconfined"),
-        ("io_uring", 426, 1, "io_uring_enter failed with EPERM", "seccomp=unconfined"),
         ("io_uring", 427, 1, "io_uring_register failed with EPERM", "seccomp=unconfined"),
         ("libaio", 206, 11, "EAGAIN", "sysctl -w fs.aio-max-nr"),
     ],
@@ -158,7 +148,7 @@ def test_without_a_compiler_it_alone_is_named_and_only_once(tmp_path: Path) -> N
 
 @pytest.fixture
 def installed_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file in the place of the op that an installation has. It does not load, unless jit.load_obstacle is replaced."""
+    """A file in the place of the op that an installation has. It does not load."""
     library = tmp_path / "async_io_op.so"
     library.write_bytes(AsyncIOBuilder().source_hash().encode())
     monkeypatch.setattr(jit, "prebuilt", lambda name: library if "async_io" in name else None)
@@ -166,7 +156,6 @@ def installed_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_installed_op_has_every_backend_and_needs_no_compiler(installed_op: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "load_obstacle", lambda library: "")
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     facts, selected = machine_probes.backends()
@@ -174,40 +163,10 @@ def test_an_installed_op_has_every_backend_and_needs_no_compiler(installed_op: P
     assert {fact.value for fact in facts} <= {"usable", "refused"}
     assert selected is not None
     environment = {fact.key: fact for fact in machine_probes.environment(GDS)}
-    assert environment["op_in_use"].value == "compiled while installing"
     assert (environment["cxx_compiler"].status, environment["cxx_compiler"].problems) == ("", ())
 
 
-@pytest.mark.parametrize(
-    ("tags", "said"),
-    [
-        ("Tag: cp312-cp312-manylinux_2_28_x86_64\n", "prebuilt, of the wheel for manylinux_2_28_x86_64"),
-        ("Tag: cp312-cp312-linux_x86_64\n", "compiled while installing"),
-    ],
-)
-def test_whether_the_op_is_a_published_wheels_is_said(
-    installed_op: Path, monkeypatch: pytest.MonkeyPatch, tags: str, said: str
-) -> None:
-    # The compiler is named, and not the GCC that compiled the C library.
-    installed_op.write_bytes(installed_op.read_bytes() + b"\0GCC: (Debian 12.2.0-14) 12.2.0\0clang version 22.1.8\0")
-    monkeypatch.setattr(jit, "load_obstacle", lambda library: "")
-    installed = types.SimpleNamespace(read_text=lambda name: f"Wheel-Version: 1.0\n{tags}")
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
-    facts = {fact.key: fact.value for fact in machine_probes.environment(GDS)}
-    assert facts["op_in_use"] == f"{said}, clang version 22.1.8"
-
-
-def test_an_op_that_was_installed_and_does_not_load_is_not_in_use(installed_op: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.delenv("CXX", raising=False)
-    facts = {fact.key: fact for fact in machine_probes.environment(GDS)}
-    assert facts["cxx_compiler"].status == "FAIL"
-    fact = facts["op_in_use"]
-    assert fact.text.startswith("none") or str(fact.value).startswith("compiled at first use")
-    assert fact.problems[0].startswith(f"the op that was installed does not load: {installed_op}: ")
-
-
-GDS = GdsProbe(Found(), Found(), Found(), Found("/lib/libcufile.so.0", "1.14"), Found(), torch_cuda="13.0", mismatch="")
+GDS = GdsProbe(Found(), Found(), Found(), Found("/lib/libcufile.so.0", "1.14"), Found(), torch_cuda="13.0")
 
 
 def gds_as_reported(monkeypatch: pytest.MonkeyPatch, probe: GdsProbe) -> tuple[str, list[str]]:
@@ -240,40 +199,13 @@ def test_gds_is_compatible_or_not_with_the_reason_and_the_remedy(
 
 def test_a_machine_without_a_gpu_is_advised_nothing_about_gds(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = Found(problem="not found: pip install it")
-    probe = GdsProbe(missing, missing, missing, missing, missing, torch_cuda=None, mismatch="", gpu=False)
+    probe = GdsProbe(missing, missing, missing, missing, missing, torch_cuda=None, gpu=False)
     line, said = gds_as_reported(monkeypatch, probe)
     assert line == "gds .................... [NO] ....... [NO]"
     assert said == ["[NO] gds: this machine has no NVIDIA GPU, which only gds needs"]
     text = report.render(report.gather())
     assert "pip install it" not in text
     assert "reinstall torch" not in text
-
-
-def test_gds_compiled_ahead_of_time_is_installed_and_still_of_no_use_without_cuda(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    library = tmp_path / "gds_op.so"
-    library.write_bytes(GDSBuilder().source_hash().encode())
-    monkeypatch.setattr(jit, "prebuilt", lambda name: library if "gds" in name else None)
-    line, said = gds_as_reported(monkeypatch, dataclasses.replace(GDS, torch_cuda=None))
-    assert line == "gds .................... [YES] ...... [NO]"
-    assert len(said) == 1
-    assert gds_as_reported(monkeypatch, GDS)[0] == "gds .................... [YES] ...... [OKAY]"
-
-
-def test_elsewhere_than_on_linux_every_backend_needs_linux_and_nothing_else_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.platform", "darwin")
-    monkeypatch.setattr("platform.system", lambda: "Darwin")
-    found = report.gather()
-    text = report.render(found)
-    assert [fact.status for fact in found.backends] == ["NO"] * 3
-    assert text.count("needs Linux, this is Darwin") == 1
-    assert not re.search("docker|seccomp|auto takes|sysctl", text)
-    assert found.selected_backend is None
-
-
-def test_a_cache_that_cannot_be_written_does_not_stop_the_report() -> None:
-    assert document(TORCH_EXTENSIONS_DIR="/proc/nowhere")["ops"]["async_io"]["compatible"]
 
 
 def of_the_system(key: str) -> Fact:
@@ -294,8 +226,8 @@ def test_few_aio_events_left_are_warned_of(used: str, status: str, tmp_path: Pat
     (tmp_path / "aio-nr").write_text(used)
     (tmp_path / "aio-max-nr").write_text("65536")
     monkeypatch.setattr(machine_probes, "AIO_LIMITS", tmp_path)
-    in_use, allowed = of_the_system("aio_nr"), of_the_system("aio_max_nr")
-    assert (in_use.value, allowed.value, allowed.status) == (int(used), 65536, status)
+    allowed = of_the_system("aio_max_nr")
+    assert (allowed.value, allowed.text, allowed.status) == (65536, f"65536, {used} in use", status)
 
 
 def test_huge_pages_that_are_off_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,13 +259,7 @@ def test_every_fault_comes_with_a_reason_and_what_works_without(found: report.Re
     for fact in facts:
         assert not fact.status or bool(fact.problems) == (fact.status in ("NO", "WARNING", "FAIL")), fact
     for op in found.ops:
-        assert bool(op.problems) == (not (op.installed and op.compatible)), op
-
-
-def test_no_reason_is_printed_twice(found: report.Report) -> None:
-    lines = [line.strip() for line in report.render(found).splitlines() if line.startswith("  ")]
-    assert len(lines) == len(set(lines))
-    assert any("[NO] gds: " in line for line in lines)
+        assert bool(op.problems) == (not (op.value and op.status == "OKAY")), op
 
 
 def test_json_has_keys_in_snake_case_and_numbers_as_numbers() -> None:
@@ -344,13 +270,11 @@ def test_json_has_keys_in_snake_case_and_numbers_as_numbers() -> None:
     assert set(found["backends"]) == {"io_uring", "libaio", "threads"}
     assert found["selected_backend"] in found["backends"]
     for section, key in (
-        ("system", "aio_nr"),
         ("system", "aio_max_nr"),
         ("system", "usable_cpus"),
         ("system", "memory_bytes"),
         ("system", "shared_memory_bytes"),
         ("directory", "free_bytes"),
-        ("directory", "total_bytes"),
     ):
         assert isinstance(found[section][key]["value"], int), key
 
@@ -363,19 +287,12 @@ def test_the_processor_is_told_with_its_vector_extensions(monkeypatch: pytest.Mo
     assert (of_the_system("cpu").value, of_the_system("vector_extensions").value) == (os.uname().machine, None)
 
 
-def test_a_limit_that_is_none_is_null_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    fact = of_the_system("memlock_bytes")
-    assert (fact.value, fact.status) == (None, "")
-    assert fact.shown.startswith("unlimited")
-
-
 def test_the_text_has_deepspeeds_table(found: report.Report) -> None:
     text = report.render(found)
     assert "\nop name ................ installed .. compatible\n" in text
     assert "\nninja .................. [OKAY]\n" in text
     assert "\nutils .................. [YES] ...... [OKAY]\n" in text
-    for name in ("torch install path", "torch version", "deepnvme info", "deepnvme op in use", "nvcc version"):
+    for name in ("torch install path", "torch version", "deepnvme info", "nvcc version"):
         assert f"\n{name} ..." in text
     assert "\nshared memory (/dev/shm) size .... " in text
 
@@ -396,50 +313,12 @@ def test_hiding_warnings_leaves_the_statuses(found: report.Report) -> None:
     assert "problems" not in report.as_json(found, explanations=False)
 
 
-def test_colour_is_for_terminals_alone(found: report.Report) -> None:
-    assert "\033" not in run().stdout
-    coloured = report.render(found, colour=True)
-    assert "\033[92m[OKAY]\033[0m" in coloured
-    assert re.sub(r"\033\[\d+m", "", coloured) == report.render(found)
-
-
-def test_a_reader_that_stops_reading_causes_no_traceback() -> None:
-    done = subprocess.run(
-        ["bash", "-c", f"'{sys.executable}' -W ignore -m deepnvme.report | true; exit ${{PIPESTATUS[0]}}"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_terminal_that_knows_ascii_alone_gets_ascii(tmp_path: Path) -> None:
-    place = tmp_path / "größe"
-    place.mkdir()
-    done = run("--path", str(place), PYTHONIOENCODING="ascii")
-    assert done.returncode == 0, done.stderr
-    assert "gr\\xf6\\xdfe" in done.stdout
-
-
 def test_a_directory_s_name_does_not_command_the_terminal(drive: Path) -> None:
     (place := drive / "a\nb\x1b]0;title\x07\udcff[red]").mkdir()
     done = run("--path", str(place))
     assert done.returncode == 0, done.stderr
     assert f"{drive}/a\\nb\\x1b]0;title\\x07\\udcff[red]" in done.stdout
     assert all(line.isprintable() for line in done.stdout.split("\n"))
-
-
-def test_the_script_prints_what_the_module_prints() -> None:
-    script = subprocess.run(
-        [sys.executable, "-W", "ignore", REPOSITORY / "bin" / "ds_report", "--hide_operator_status"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        timeout=PATIENCE,
-    )
-    assert script.returncode == 0, script.stderr
-    assert script.stdout.startswith("DeepNVMe general environment info:")
 
 
 @pytest.mark.alone
@@ -459,7 +338,7 @@ def test_it_never_compiles_the_op_and_takes_less_than_five_seconds(cache: Path) 
 
 
 def facts_of(directory: Path) -> dict[str, Fact]:
-    return {fact.name: fact for fact in directory_probes.directory_facts(directory, GDSBuilder().probe())}
+    return {fact.name: fact for fact in directory_probes.directory_facts(directory)}
 
 
 def failing(code: str) -> Callable[..., Any]:
@@ -482,14 +361,6 @@ def test_direct_io_is_tried_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert abs(free - os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize) < 1 << 30
 
 
-def test_alignments_are_those_with_which_a_read_was_accepted(io_dir: Path) -> None:
-    found = directory_probes.try_direct_io(io_dir)
-    if not found.works:
-        pytest.skip("needs a drive that takes direct I/O")
-    assert found.memory_alignment in (4, 512, 1024, 2048, 4096)
-    assert found.offset_alignment in (512, 1024, 2048, 4096)
-
-
 def test_tmpfs_is_told_to_be_buffered_whatever_it_accepts() -> None:
     place = Path("/dev/shm")
     mount = drives.mount_of(place) if place.is_dir() else None
@@ -510,19 +381,17 @@ def test_a_directory_that_cannot_be_written_is_reported_without_an_error() -> No
 @pytest.mark.parametrize("code", ["EROFS", "EACCES"])
 def test_direct_io_is_not_judged_where_no_file_can_be_made(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.mkstemp", failing(code))
-    direct = directory_probes.try_direct_io(tmp_path, drives.Mount("/mnt/a drive", "ext4", "/dev/vdb", "ro"))
+    direct = directory_probes.try_direct_io(tmp_path)
     assert direct.works is None
-    assert direct.outcome.startswith("not tried: ")
+    assert direct.outcome.startswith("unknown: ")
     assert code in direct.outcome
-    assert ("mount -o remount,rw '/mnt/a drive'" in direct.problem) == (code == "EROFS")
 
 
 VERDICTS = [
     ("EINVAL", False, "does not work"),
-    ("EOPNOTSUPP", False, "does not work"),
-    ("ENOSPC", None, "unknown"),
-    ("EDQUOT", None, "unknown"),
-    ("EIO", None, "unknown"),
+    ("ENOTSUP", False, "does not work"),
+    ("ENOSPC", None, "unknown: ENOSPC (No space left on device)"),
+    ("EIO", None, "unknown: EIO (Input/output error)"),
 ]
 
 
@@ -539,6 +408,5 @@ def test_only_the_errors_that_mean_refusal_are_taken_for_it(
     monkeypatch.setattr("os.open", refusing) if when == "open" else monkeypatch.setattr("os.pwrite", failing(code))
     direct = directory_probes.try_direct_io(tmp_path)
     assert (direct.works, direct.outcome) == (works, outcome)
-    assert code in direct.problem
-    assert ("room" in direct.problem) == (code in ("ENOSPC", "EDQUOT"))
+    assert direct.problem
     assert list(tmp_path.iterdir()) == []

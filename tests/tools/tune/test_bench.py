@@ -10,10 +10,8 @@ import pytest
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import transfers
 from deepnvme.tools.tune.bench import TrialBench
-from deepnvme.tools.tune.workspace import NotMeasurable
 
 MIB = 1 << 20
-ALONE = {"read": {0: 1.0}, "write": {0: 1.0}}
 
 
 class Recording:
@@ -43,7 +41,7 @@ def test_a_setting_is_tried_again_when_the_handles_before_it_are_gone(drive: Pat
     def make_the_second_time(setting: AioConfig) -> Any:
         tries.append(setting)
         if setting.queue_depth == 8 and len([each for each in tries if each.queue_depth == 8]) == 1:
-            raise NotMeasurable("no events left")
+            raise OSError("no events left")
         return make(setting)
 
     with TrialBench([drive], MIB, False, False, lambda step: None) as bench:
@@ -57,6 +55,6 @@ def test_transfers_walk_through_the_file_and_begin_anew_at_its_end(drive: Path, 
     with TrialBench([drive], 8 * MIB, False, False, lambda step: None) as bench:
         monkeypatch.setattr(transfers, "make_handle", lambda setting: Recording(make(setting), offsets))
         for _ in range(4):
-            bench.move(ALONE, AioConfig(), "read", 3 * MIB)
-        bench.move(ALONE, AioConfig(), "read", 8 * MIB)
+            bench.move([0], AioConfig(), "read", 3 * MIB)
+        bench.move([0], AioConfig(), "read", 8 * MIB)
     assert [offset // MIB for offset in offsets] == [0, 3, 0, 3, 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +19,14 @@ KIB = 1 << 10
 
 def result(read: float | None, write: float | None, **setting: object) -> Result:
     def figures(rate: float | None) -> Figures | None:
-        return None if rate is None else Figures(rate, 0.02, 1e-3, 2e-3)
+        return None if rate is None else Figures(rate, 0.02, 2e-3)
 
     return Result(AioConfig.model_validate(setting), "io_uring", figures(read), figures(write), 1)
 
 
 def tuning(*results: Result, folders: int = 1) -> Tuning:
-    search = Search((DRIVE,) * folders, results[0], "the fastest", 1, 1.0, True, results)
-    return Tuning(400 << 20, 1.0, True, 0, (search,))
+    search = Search((DRIVE,) * folders, results[0], "the fastest", 1, 1.0, results)
+    return Tuning(400 << 20, 1.0, 0, (search,))
 
 
 Key = tuple[str, str, str, int, int, int]
@@ -47,12 +46,6 @@ def read_back(directory: Path, operation: str) -> dict[Key, float]:
         assert len(rates) == 1
         found[submission, events, folders, int(depth[1:]), size, int(workers[1:])] = float(rates[0].split()[-2])
     return found
-
-
-def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("a file")
-    with pytest.raises(OSError, match="taken"):
-        write_logs(tuning(result(1.0, 1.0)), tmp_path / "taken")
 
 
 def test_each_setting_has_a_log_for_each_direction(tmp_path: Path) -> None:
@@ -103,14 +96,3 @@ def test_a_direction_that_was_not_measured_has_no_logs(
 ) -> None:
     write_logs(tuning(result(*rates)), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [f"_aio_bench_{there}_logs"]
-
-
-def test_all_lines_are_of_the_form_that_deepspeed_prints(tmp_path: Path) -> None:
-    write_logs(tuning(result(2.0, 1.0)), tmp_path)
-    (log,) = (tmp_path / "_aio_bench_write_logs").iterdir()
-    lines = log.read_text().splitlines()
-    assert len(lines) == 4
-    for line in lines:
-        assert re.fullmatch(r"(Task|E2E) Write (Latency = [\d.e-]+ sec|Speed = [\d.e-]+ GB/sec)", line)
-    seconds = float(lines[0].split()[-2])
-    assert seconds == pytest.approx((400 << 20) / 1e9)

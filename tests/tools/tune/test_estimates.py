@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepnvme.drives.aio_config import AioConfig
-from deepnvme.tools.tune.estimates import CONFIDENCE, Difference, difference, differences, hodges_lehmann, standard_error
+from deepnvme.tools.tune.estimates import CONFIDENCE, difference, differences, hodges_lehmann, standard_error
 
 
 def heavy_tailed(order: random.Random) -> float:
@@ -84,18 +84,3 @@ def test_the_noise_is_told_from_two_passes_as_well_as_from_many() -> None:
         assert standard_error(series) == pytest.approx(actual, rel=0.15)
     assert standard_error([[0.1], [0.2]]) is None
     assert standard_error([[0.1, 0.1]]) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("ends", "distinguishable"),
-    [((0.001, 0.1), True), ((-0.1, -0.001), True), ((-0.1, 0.1), False), ((0.0, 0.1), False), (None, False)],
-)
-def test_settings_are_distinguishable_where_the_interval_excludes_that_they_are_equal(
-    ends: tuple[float, float] | None, distinguishable: bool
-) -> None:
-    assert Difference(0.05, ends).distinguishable is distinguishable
-
-
-def test_a_difference_is_told_in_per_cent_with_its_interval() -> None:
-    assert Difference(0.0123, (-0.004, 0.03)).text == "1.2 % (95 % interval -0.4 to 3.0 %)"
-    assert Difference(0.0123, None).text == "1.2 %"

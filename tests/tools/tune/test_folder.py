@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 import pytest
 
 from deepnvme.tools.tune import folder
-from deepnvme.tools.tune.folder import check_memory, check_space, drop_pages, folder_facts, settle
-from deepnvme.tools.tune.workspace import NotMeasurable, remove_abandoned, workspace
+from deepnvme.tools.tune.folder import NotMeasurable, check_memory, check_space, drop_pages, folder_facts, settle, workspace
 
 from ...support.disks import Disk
 from ...support.files import cached
@@ -66,74 +64,6 @@ def test_an_interrupt_while_files_are_being_removed_does_not_keep_them(drive: Pa
         (place / "file").write_bytes(bytes(10_000))
     assert interrupts == []
     assert list(drive.iterdir()) == []
-
-
-# -- what killed runs left ---------------------------------------------------------------------------------------------
-
-
-def killed_run(interpreters: Any, drive: Path) -> Path:
-    """Let a process make a temporary directory and kill itself; returns the directory."""
-    interpreters.run(f"""
-        import signal
-        from pathlib import Path
-        from deepnvme.tools.tune.workspace import workspace
-        with workspace(Path({str(drive)!r}), "ds_io-") as place:
-            (place / "tensor").write_bytes(bytes(10_000))
-            os.kill(os.getpid(), signal.SIGKILL)
-    """)
-    (left,) = drive.iterdir()
-    return Path(left)
-
-
-def test_what_a_killed_run_left_is_removed_and_told(interpreters: Any, drive: Path) -> None:
-    left = killed_run(interpreters, drive)
-    with pytest.warns(RuntimeWarning, match=f"removed '{left}', left behind by a run that was killed"):
-        folder_facts(drive)
-    assert list(drive.iterdir()) == []
-
-
-def test_what_a_run_uses_is_left_alone(drive: Path) -> None:
-    with workspace(drive, "ds_nvme_tune-") as place:
-        (place / "tensor").write_bytes(bytes(10_000))
-        folder_facts(drive)
-        assert (place / "tensor").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("ds_io-abcdefgh", None),  # somebody's, who likes such names
-        ("ds_io-abcdefgh", ""),
-        ("ds_io-abcdefgh", "another-machine and-its-start"),  # whose locks are not seen here
-        ("ds_io-results", "of this machine"),
-        ("backup-of-ds_io-abcdefgh", "of this machine"),
-    ],
-)
-def test_what_is_not_surely_ours_is_left_alone(drive: Path, name: str, content: str | None) -> None:
-    place = drive / name
-    place.mkdir()
-    (place / "thesis").write_text("mine")
-    if content is not None:
-        (place / "owner").write_text(socket.gethostname() if content == "of this machine" else content)
-    remove_abandoned(drive)
-    assert (place / "thesis").read_text() == "mine"
-
-
-def test_a_link_to_what_a_killed_run_left_is_not_followed(interpreters: Any, drive: Path) -> None:
-    (drive / "elsewhere").mkdir()
-    left = killed_run(interpreters, drive / "elsewhere")
-    link = drive / left.name
-    link.symlink_to(left)
-    remove_abandoned(drive)
-    assert link.is_symlink()
-    assert (left / "tensor").exists()
-
-
-def test_a_pipe_in_place_of_the_owners_file_holds_nobody_up(drive: Path) -> None:
-    (drive / "ds_io-abcdefgh").mkdir()
-    os.mkfifo(drive / "ds_io-abcdefgh" / "owner")
-    remove_abandoned(drive)
-    assert (drive / "ds_io-abcdefgh").exists()
 
 
 def test_pages_are_dropped_also_where_they_had_not_been_written_back(drive: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune.estimates import Difference
 from deepnvme.tools.tune.folder import FolderFacts
-from deepnvme.tools.tune.job import Operation
 from deepnvme.tools.tune.rendering import three_digits, tuning_page, tuning_text
 from deepnvme.tools.tune.results import Figures, Result, RoundFacts, Search, Tuning
 
@@ -32,7 +31,7 @@ def result(block: int, depth: int, workers: int, backend: str, read: float | Non
         seconds = block * depth * workers / 1e9
         if speed is None:
             return None
-        return Figures(speed, 0.02 + 1e4 / block, seconds / speed, 2 * seconds / speed)
+        return Figures(speed, 0.02 + 1e4 / block, 2 * seconds / speed)
 
     setting = AioConfig(block_size=block, queue_depth=depth, intra_op_parallelism=workers)
     return Result(setting, backend, figures(read), figures(write), 3)
@@ -42,17 +41,14 @@ def longer(slower: float, reach: float) -> Difference:
     return Difference(slower, (slower - reach, slower + reach))
 
 
-def search(*folders: FolderFacts, read: bool = True, write: bool = True, complete: bool = True) -> Search:
+def search(*folders: FolderFacts) -> Search:
     """128K x 4 to 512K x 16, one and two workers, two backends; each has a speed of its own; 512K x 16 was not measured.
 
     Six are in the final, the second of which is recommended; ten left before it, and the others before these.
     """
     grid = itertools.product((128 * KIB, 256 * KIB, 512 * KIB), (4, 8, 16), (1, 2), ("io_uring", "libaio"))
     settings = [each for each in grid if each[:2] != (512 * KIB, 16)]
-    results = [
-        result(*each, read=3 + nth / 100 if read else None, write=2 + nth / 100 if write else None)
-        for nth, each in enumerate(settings)
-    ]
+    results = [result(*each, read=3 + nth / 100, write=2 + nth / 100) for nth, each in enumerate(settings)]
     results.reverse()
     best = results[1]
     for nth, each in enumerate(results):
@@ -65,7 +61,6 @@ def search(*folders: FolderFacts, read: bool = True, write: bool = True, complet
         "fast & lean",
         3,
         75.0,
-        complete,
         tuple(results),
         (RoundFacts(32, 2, 4 << 20), RoundFacts(16, 8, 16 << 20), RoundFacts(6, 24, 64 << 20)),
         0.081,
@@ -73,7 +68,7 @@ def search(*folders: FolderFacts, read: bool = True, write: bool = True, complet
 
 
 def tuning(*searches: Search) -> Tuning:
-    return Tuning(400 << 20, 80.0, all(each.complete for each in searches), 12 * 10**9, searches)
+    return Tuning(400 << 20, 80.0, 12 * 10**9, searches)
 
 
 def two_folders() -> Tuning:
@@ -121,28 +116,10 @@ class Page(HTMLParser):
     def text(self) -> str:
         return self.texts["body"][0]
 
-    def titles_of_charts(self) -> list[str]:
-        return [text for text in self.texts["h3"] if text != "The finalists"]
 
-    def notes_of_charts(self) -> str:
-        return " ".join(self.texts.get("figcaption", []))
-
-
-# The document
-
-
-# What it says
-
-
-def test_the_block_to_paste_is_that_of_the_recommended_setting() -> None:
-    tried = two_folders()
-    block = json.loads(Page(tuning_page(tried)).texts["pre"][0])
-    assert block == tried.chosen.best.setting.to_deepspeed()
-    assert block["aio"]["queue_depth"] == 8
-
-
-def test_the_head_tells_speeds_setting_and_reason() -> None:
+def test_the_head_tells_speeds_setting_reason_and_the_block_to_paste() -> None:
     page = Page(tuning_page(two_folders()))
+    assert json.loads(page.texts["pre"][0]) == two_folders().chosen.best.setting.to_deepspeed()
     head = page.texts["header"][0]
     for said in (
         "3.30 GB/s read",
@@ -163,22 +140,6 @@ def test_a_folder_that_is_no_drive_is_marked_and_a_drive_is_not() -> None:
     assert "ext4, takes direct I/O" in page.text
 
 
-def test_a_single_setting_is_shown_without_charts() -> None:
-    only = result(1 << 20, 8, 1, "io_uring", 3.0, 2.0)
-    page = Page(tuning_page(tuning(Search((DRIVE,), only, "the only one", 1, 2.0, True, (only,)))))
-    assert page.all("svg") == []
-    assert "nothing to compare" in page.text
-    assert "1M blocks, queue depth 8, 1 worker, io_uring" in page.text
-
-
-def test_an_interrupted_run_says_so_at_its_head_its_section_and_its_foot() -> None:
-    page = Page(tuning_page(tuning(search(DRIVE), search(OTHER_DRIVE, complete=False))))
-    assert "left untried: /mnt/nvme1." in page.texts["header"][0]
-    assert ["interrupted" in text for text in page.texts["section"]] == [False, True]
-    assert "interrupted" in page.texts["footer"][0]
-    assert "nterrupted" not in Page(tuning_page(tuning(search(DRIVE)))).text
-
-
 def test_the_table_has_the_finalists_and_another_the_eliminated_settings() -> None:
     tried = search(DRIVE)
     page = Page(tuning_page(tuning(tried)))
@@ -187,14 +148,6 @@ def test_the_table_has_the_finalists_and_another_the_eliminated_settings() -> No
     assert len(page.all("tr")) == MAP + 2 + 6 + 1 + 26
     assert page.texts["table"][1].count("io_uring") + page.texts["table"][1].count("libaio") == 6
     assert "GB/s" not in page.texts["table"][2]
-
-
-def test_of_a_search_that_was_interrupted_in_its_first_round_ten_are_shown_and_the_recommended_one() -> None:
-    tried = search(DRIVE, complete=False)
-    results = tuple(replace(each, rounds=1) for each in tried.results)
-    page = Page(tuning_page(tuning(replace(tried, results=results, best=results[20]))))
-    assert len(page.all("tr")) == MAP + 2 + 11
-    assert len(page.of_class("recommended")) == 1
 
 
 def test_single_submission_is_told_apart_from_its_twin() -> None:
@@ -264,15 +217,31 @@ def test_a_hostile_folder_name_stays_text() -> None:
     assert shown in page.texts["code"]
 
 
-@pytest.mark.parametrize("direction", ["read", "write"])
-def test_a_direction_that_was_not_measured_leaves_no_trace(direction: Operation) -> None:
-    missing = "write" if direction == "read" else "read"
-    page = Page(tuning_page(tuning(search(DRIVE, **{missing: False}))))
-    assert len(page.titles_of_charts()) == 1 + 2
-    assert not any(missing in title.lower() for title in page.titles_of_charts())
-    assert missing not in page.texts["header"][0]
-    assert missing not in page.texts["table"][1]
-    assert all(missing not in each["aria-label"].lower() for each in page.all("svg"))
+def test_what_was_eliminated_never_looks_better_than_what_is_recommended() -> None:
+    """All that left in the first round had a few transfers that were too good to be true: 99 GB/s, in no time."""
+    tried, fluke = search(DRIVE), Figures(99.0, 1e-9, 1e-9)
+    results = [
+        each if each.rounds > 1 else replace(each, read=fluke, write=fluke, difference=longer(-0.9, 0.95))
+        for each in tried.results
+    ]
+    tried = replace(tried, results=tuple(results))
+    page = Page(tuning_page(tuning(tried)))
+    assert "99.0" not in page.text
+    (gone,) = (text for text in page.texts["details"] if "eliminated" in text)
+    assert not re.search(r"-\d+ %", gone)  # intervals may reach below zero; no figure does
+    text = tuning_text(tuning(tried), verbose=True)
+    assert "99.00" not in text
+    for line in text.split("eliminated before")[1].splitlines():
+        assert not re.search(r" -\d+\.\d %", line)
+
+
+@pytest.mark.parametrize("name", ["/mnt/[red]x[/red]", "/mnt/[/b]", "/mnt/:smile:", "/mnt/a\nb\x1b[31mc\udcff"])
+def test_the_text_of_a_tuning_interprets_no_folder_name(name: str) -> None:
+    folder = replace(DRIVE, path=name)
+    text = tuning_text(tuning(search(folder), search(OTHER_DRIVE), search(folder, OTHER_DRIVE)))
+    shown = name.replace("\n", "\\n").replace("\x1b", "\\x1b").replace("\udcff", "\\udcff")
+    assert f"{shown} (ext4" in text
+    assert all(each.isprintable() for each in text.splitlines())
 
 
 def test_the_map_has_the_best_of_each_cell_and_nothing_where_nothing_was_measured() -> None:
@@ -288,29 +257,9 @@ def test_the_map_has_the_best_of_each_cell_and_nothing_where_nothing_was_measure
     clear = replace(result(256 * KIB, 4, 1, "io_uring", 1.0, None), rounds=1, difference=longer(2.0, 0.5))
     doubtful = replace(clear, setting=AioConfig(block_size=512 * KIB), difference=longer(0.1, 0.2))
     results = (best, *others, clear, doubtful)
-    page = Page(tuning_page(tuning(Search((DRIVE,), best, "", 3, 1.0, True, results))))
+    page = Page(tuning_page(tuning(Search((DRIVE,), best, "", 3, 1.0, results))))
     shown = "".join(page.texts["table"][0].split())
     assert shown == "blocksizedepth4depth8128K+350256K+200512K\N{LESS-THAN OR EQUAL TO}30"
-
-
-def test_what_was_eliminated_never_looks_better_than_what_is_recommended() -> None:
-    """All that left in the first round had a few transfers that were too good to be true: 99 GB/s, in no time."""
-    tried, fluke = search(DRIVE), Figures(99.0, 1e-9, 1e-9, 1e-9)
-    results = [
-        each if each.rounds > 1 else replace(each, read=fluke, write=fluke, difference=longer(-0.9, 0.95))
-        for each in tried.results
-    ]
-    tried = replace(tried, results=tuple(results))
-    page = Page(tuning_page(tuning(tried)))
-    said = " ".join([page.text, *(each["aria-label"] for each in page.all("svg"))])
-    assert "99.0" not in said
-    (gone,) = (text for text in page.texts["details"] if "eliminated" in text)
-    assert not re.search(r"-\d+ %", gone)  # intervals may reach below zero; no figure does
-    assert not re.search(r"-\d+(?!\.|\d)", page.texts["table"][0])
-    text = tuning_text(tuning(tried), verbose=True)
-    assert "99.00" not in text
-    for line in text.split("eliminated before")[1].splitlines():
-        assert not re.search(r" -\d+\.\d %", line)
 
 
 def test_only_finalists_are_compared_by_latency_and_cpu_time() -> None:
@@ -319,22 +268,3 @@ def test_only_finalists_are_compared_by_latency_and_cpu_time() -> None:
     assert len(page.all("svg")) == 4
     assert len(page.all("circle")) == 4 * 6
     assert len(page.of_class("best")) == 1 + 4
-
-
-def test_figures_of_zero_break_no_chart() -> None:
-    nothing = Figures(0.0, 0.0, 0.0, 0.0)
-    results = [
-        Result(AioConfig(queue_depth=depth, intra_op_parallelism=depth), "io_uring", nothing, nothing, 1, difference)
-        for depth, difference in ((1, None), (2, Difference(0.0, None)))
-    ]
-    page = Page(tuning_page(tuning(Search((DRIVE,), results[0], "", 1, 0.0, False, tuple(results)))))
-    assert len(page.all("svg")) == 4
-
-
-@pytest.mark.parametrize("name", ["/mnt/[red]x[/red]", "/mnt/[/b]", "/mnt/:smile:", "/mnt/a\nb\x1b[31mc\udcff"])
-def test_the_text_of_a_tuning_interprets_no_folder_name(name: str) -> None:
-    folder = replace(DRIVE, path=name)
-    text = tuning_text(tuning(search(folder), search(OTHER_DRIVE), search(folder, OTHER_DRIVE)))
-    shown = name.replace("\n", "\\n").replace("\x1b", "\\x1b").replace("\udcff", "\\udcff")
-    assert f"{shown} (ext4" in text
-    assert all(each.isprintable() for each in text.splitlines())

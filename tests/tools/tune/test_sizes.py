@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune.command_line import size, size_text
-from deepnvme.tune import Job, Order, Place
 
 
 @pytest.mark.parametrize("text", [
@@ -45,17 +41,3 @@ def test_a_size_reads_back_as_it_was_written(nbytes: int) -> None:
 ])  # fmt: skip
 def test_sizes_are_written_with_the_largest_suffix_that_is_exact(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text
-
-
-@pytest.mark.parametrize("name", ["io_size", "max_writes"])
-@pytest.mark.parametrize("value", ["1G", 1e9])
-def test_an_order_takes_numbers_of_bytes_only(name: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be an int, a number of bytes, got {value!r}"):
-        Order((Path(),), **{"io_size": 1 << 20, name: value})
-
-
-@pytest.mark.parametrize("name", ["io_size", "fast_io_size"])
-def test_a_job_takes_numbers_of_bytes_only(name: str) -> None:
-    more: dict[str, Any] = {"io_size": 1 << 20, name: "16M"}
-    with pytest.raises(TypeError, match=f"{name} must be an int, a number of bytes, got '16M'"):
-        Job((Place(Path(), 0),), "read", setting=AioConfig(), **more)

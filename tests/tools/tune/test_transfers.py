@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,9 @@ import torch
 
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.tools.tune import transfers
+from deepnvme.tools.tune.folder import NotMeasurable
 from deepnvme.tools.tune.job import EngineName, Job, Operation, Place
-from deepnvme.tools.tune.transfers import TransferBuffer, random_bytes
-from deepnvme.tools.tune.workspace import NotMeasurable
+from deepnvme.tools.tune.transfers import TransferBuffer
 
 ENGINES = get_args(EngineName)
 ODD_SIZES = (1, 4097)
@@ -51,15 +50,6 @@ def test_one_wrong_bit_in_the_file_is_seen(engine: EngineName, offset: int, driv
 
 
 @pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
-def test_another_tensor_in_a_file_of_torch_is_seen(engine: EngineName, drive: Path) -> None:
-    transfer = transfers.TensorMover(job(engine, "write"), 0)
-    transfer.move(drive / "file")
-    assert transfer.matches(drive / "file")
-    torch.save(torch.zeros(4097, dtype=torch.uint8), drive / "file")
-    assert not transfer.matches(drive / "file")
-
-
-@pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
 @pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:1000], lambda data: data[::-1]])
 def test_a_file_that_torch_cannot_read_is_told_in_one_line(
     engine: EngineName, damage: Callable[[bytes], bytes], drive: Path
@@ -69,24 +59,6 @@ def test_a_file_that_torch_cannot_read_is_told_in_one_line(
     (drive / "file").write_bytes(damage((drive / "file").read_bytes()))
     with pytest.raises(ValueError, match=r"\A'.*/file' holds no tensor that torch.load can read: .+\Z"):
         transfer.move(drive / "file")
-
-
-@pytest.mark.parametrize("length", [4096, 4098])
-def test_a_file_of_another_length_is_not_the_tensor(length: int, drive: Path) -> None:
-    transfer = transfers.TensorMover(job("aio_handle", "write"), 0)
-    transfer.move(drive / "file")
-    with (drive / "file").open("r+b") as file:
-        file.truncate(length)
-    assert not transfer.matches(drive / "file")
-
-
-def test_a_difference_beyond_the_first_piece_is_seen(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "CHUNK", 1000)
-    transfer = transfers.TensorMover(job("aio_handle", "write"), 0)
-    transfer.move(drive / "file")
-    assert transfer.matches(drive / "file")
-    change(drive / "file", 4000)
-    assert not transfer.matches(drive / "file")
 
 
 def test_a_buffer_on_the_way_to_a_device_forgets_as_well(handle: Any, drive: Path) -> None:
@@ -114,28 +86,12 @@ def test_what_an_engine_cannot_do_is_told_by_the_option(wrong: Job, option: str)
         transfers.TensorMover(wrong, 0)
 
 
-@without_cuda
-@pytest.mark.parametrize("engine", ENGINES)
-def test_without_cuda_there_is_no_gpu(engine: EngineName) -> None:
-    with pytest.raises(NotMeasurable, match=r"--gpu: PyTorch .* sees no CUDA device; leave --gpu out"):
-        transfers.TensorMover(job(engine, "write", gpu=True), 0)
-
-
 def test_a_gpu_that_is_not_there_is_told_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert transfers.gpu(1) == torch.device("cuda", 1)
     with pytest.raises(NotMeasurable, match="there is no device 2, PyTorch sees 2"):
         transfers.gpu(2)
-
-
-def test_an_op_that_cannot_be_compiled_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(self: object) -> None:
-        raise RuntimeError("async_io cannot be built: no C++20 compiler\nand many\nlines of output")
-
-    monkeypatch.setattr("deepnvme.ops.op_builder.AsyncIOBuilder.load", load)
-    with pytest.raises(NotMeasurable, match=r"\Aasync_io cannot be built: no C\+\+20 compiler\Z"):
-        transfers.make_handle(AioConfig())
 
 
 # -- what is moved is right --------------------------------------------------------------------------------------------
@@ -165,25 +121,6 @@ def test_the_old_file_format_of_torch_is_another(engine: EngineName, drive: Path
         transfer.move(drive / "file")
         assert transfer.matches(drive / "file")
         assert ((drive / "file").read_bytes()[:2] != b"PK") is legacy
-
-
-@pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
-def test_reads_that_nobody_validates_do_not_pile_up(engine: EngineName, drive: Path) -> None:
-    size = 54_321
-    transfer = transfers.TensorMover(job(engine, "read", size), 0)
-    transfer.write(drive / "file")
-    for _ in range(2):
-        transfer.move(drive / "file")
-    alive = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.numel() == size]
-    assert len(alive) == 1
-
-
-@pytest.mark.parametrize("size", [1, 7, 8, 9, 4097])
-def test_no_part_of_a_tensor_is_left_as_it_was(size: int) -> None:
-    seen = torch.zeros(size, dtype=torch.uint8)
-    for _ in range(40):
-        seen |= random_bytes(torch.zeros(size, dtype=torch.uint8))
-    assert seen.min() > 0
 
 
 @without_cuda
