@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,23 +119,6 @@ def distributed(directory: Path) -> None:
     dcp.save(tensors(), storage_writer=deepnvme.NVMeWriter(directory), **ALONE)
 
 
-def by_hugging_face(directory: Path) -> None:
-    dcp.save(tensors(), storage_writer=deepnvme.checkpoint.NVMeHuggingFaceWriter(str(directory)), **ALONE)
-
-
-def save_with_a_pickled_writer(directory: Path, **config: Any) -> None:
-    writer = pickle.loads(pickle.dumps(deepnvme.NVMeWriter(directory, **config)))
-    dcp.save(tensors(), storage_writer=writer, **ALONE)
-
-
-def save_with_hugging_face(directory: Path, **config: Any) -> None:
-    dcp.save(tensors(), storage_writer=deepnvme.checkpoint.NVMeHuggingFaceWriter(str(directory), **config), **ALONE)
-
-
-def load_with_hugging_face(directory: Path, **config: Any) -> None:
-    dcp.load(tensors(), storage_reader=deepnvme.checkpoint.NVMeHuggingFaceReader(str(directory), **config), **ALONE)
-
-
 def save_with_the_group(directory: Path, **config: Any) -> None:
     import torch.distributed as dist
 
@@ -166,13 +148,10 @@ USES: dict[str, tuple[Callable[[Path], None] | None, Callable[..., Any]]] = {
         None,
         lambda at, **config: dcp.save(tensors(), storage_writer=deepnvme.NVMeWriter(at, **config), **ALONE),
     ),
-    "NVMeWriter that was pickled": (None, save_with_a_pickled_writer),
     "NVMeReader": (
         distributed,
         lambda at, **config: dcp.load(tensors(), storage_reader=deepnvme.NVMeReader(at, **config), **ALONE),
     ),
-    "NVMeHuggingFaceWriter": (None, save_with_hugging_face),
-    "NVMeHuggingFaceReader": (by_hugging_face, load_with_hugging_face),
     "checkpoint engine, save": (
         None,
         lambda at, **config: deepnvme.checkpoint.NVMeCheckpointEngine(**config).save(tensors(), at / "file.pt"),

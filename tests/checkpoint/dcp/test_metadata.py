@@ -111,14 +111,6 @@ def test_classes_stay_as_they_are(path: Path, how: str, name: str) -> None:
     assert before == {**vars(changed), "__name__": changed.__name__, "__qualname__": changed.__qualname__}
 
 
-def test_members_of_an_enumeration_stay_as_they_are(path: Path) -> None:
-    member = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\1\x85R"
-    path.write_bytes(b"\x80\2" + member + b"}X\7\0\0\0_value_K\2sb.")
-    with pytest.raises(CorruptCheckpoint):
-        load_metadata(path)
-    assert metadata._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value == 1
-
-
 @pytest.mark.parametrize(
     "state", [b"(h\0)NNtb)R.", b"0ctorch\nSize\n(h\0)NNtbq\0" * 300_000 + b"."], ids=["themselves", "others"]
 )
@@ -152,34 +144,6 @@ def test_an_impossible_place_is_refused(path: Path, place: tuple[Any, Any]) -> N
     path.write_bytes(pickle.dumps(Metadata({}, storage_data={MetadataIndex("a"): filesystem._StorageInfo("f", *place)})))
     with pytest.raises(CorruptCheckpoint, match="no file, offset and length for item"):
         load_metadata(path)
-
-
-def tensor_metadata(**fields: Any) -> metadata.TensorStorageMetadata:
-    """Of a tensor of 4 elements, in one chunk; or with other fields, or without those that are given as None."""
-    chunk = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
-    made = metadata.TensorStorageMetadata(metadata.TensorProperties(), torch.Size([4]), [chunk])
-    for name, value in fields.items():
-        owner = chunk if name in ("offsets", "sizes") else made
-        delattr(owner, name) if value is None else setattr(owner, name, value)
-    return made
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *({name: None} for name in ("properties", "size", "chunks", "offsets", "sizes")),
-        {"size": "4"}, {"size": torch.Size([3])}, {"chunks": [[0, 4]]}, {"properties": torch.float32},
-        {"offsets": torch.Size([1])}, {"sizes": torch.Size([2, 2])}, {"sizes": [True]}, {"sizes": (-1,)},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_tensor_that_is_not_described_is_refused(path: Path, fields: dict[str, Any]) -> None:
-    path.write_bytes(pickle.dumps(Metadata({"a": tensor_metadata()}, storage_data={})))
-    load_metadata(path)
-    path.write_bytes(pickle.dumps(Metadata({"a": tensor_metadata(**fields)}, storage_data={})))
-    with pytest.raises(CorruptCheckpoint, match="what item 'a' is") as refused:
-        load_metadata(path)
-    assert refused.value.filename == str(path)
 
 
 def test_metadata_without_places_are_refused(path: Path) -> None:
