@@ -7,10 +7,10 @@ here, because they do not move whole files. Those of the ``safetensors`` package
 """
 
 from deepnvme._lazy import public_names
-from deepnvme.checkpoint.safetensors_files import load_file, load_model, save_file, save_model, save_sharded
+from deepnvme.checkpoint.safetensors_files import load_file, load_model, save_file, save_model
 
 from .checkpoint.formats.pt_records import CorruptCheckpoint
 
-__all__ = ["CorruptCheckpoint", "load_file", "load_model", "save_file", "save_model", "save_sharded"]
+__all__ = ["CorruptCheckpoint", "load_file", "load_model", "save_file", "save_model"]
 
 __dir__ = public_names(__name__)

@@ -129,16 +129,14 @@ class Publication:
 
     @property
     def temporary(self) -> Path:
-        """Path of the temporary file. Raises ValueError before :meth:`begin`."""
-        if self._locked is None:
-            raise ValueError(f"the publication of '{self._name}' has not begun")
+        """Path of the temporary file, from :meth:`begin` on."""
+        assert self._locked is not None
         return Path(self._locked.name)
 
     @property
     def file(self) -> File:
-        """The temporary file, open for writing. Raises ValueError before :meth:`begin`."""
-        if self._file is None:
-            raise ValueError(f"the publication of '{self._name}' has not begun")
+        """The temporary file, open for writing, from :meth:`begin` on."""
+        assert self._file is not None
         return self._file
 
     def begin(self) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepnvme.checkpoint.formats.file_image import FileImage
-from deepnvme.checkpoint.parallel import own_share
-from deepnvme.memory.alignment import PAGE
+from deepnvme.checkpoint.parallel import outside_dtensors
 
 from ..support.interpreters import Interpreters
 
@@ -146,7 +145,7 @@ def test_one_that_fails_makes_all_raise_and_nothing_is_published(drive: Path, in
             if rank == at:
                 setattr(module, name, failing(error))
             try:
-                deepnvme.save(state, path, group=group)
+                deepnvme.save({**state, "b": sharded}, path, group=group)
                 found = None
             except BaseException as caught:
                 found = caught
@@ -204,6 +203,7 @@ def test_no_rank_raises_before_what_was_begun_is_removed(drive: Path, interprete
         def interrupted_at_the_start(self, step, *undo):
             return step_together(self, interrupted if step.__name__ == "start" else step, *undo)
 
+        mesh = init_device_mesh("cpu", (3,))
         unlink, step_together = os.unlink, parallel.CollectiveSteps.all
         if rank == 0:
             publication.os.unlink = removed_slowly
@@ -217,7 +217,7 @@ def test_no_rank_raises_before_what_was_begun_is_removed(drive: Path, interprete
             if rank == at:
                 setattr(place, name, instead)
             try:
-                deepnvme.save({"a": whole(100_000)}, path, group=group)
+                deepnvme.save({"a": distribute_tensor(whole(100_000), mesh, [Shard(0)])}, path, group=group)
                 found = None
             except (OSError, RuntimeError, KeyboardInterrupt) as error:
                 found = error
@@ -246,12 +246,8 @@ def test_the_file_is_that_of_one_process_with_whole_tensors(drive: Path, interpr
         same_object = {**tensors, "transposed": torch.randn(30, 50).t(), "step": 7, "name": "run"}
         told = []
         saved(same_object, same_object, checksum=False, progress=lambda done, total: told.append((done, total)))
-        assert told[-1][0] == told[-1][1]
-        totals = [None] * size
-        dist.all_gather_object(totals, told[-1][1])
+        assert all(done <= total for done, total in told)
         deepnvme.save(same_object, path, group=group, checksum=True, fsync=False)
-        assert sum(totals) == path.stat().st_size
-        assert max(totals) - min(totals) <= 2 * 4096
         same(deepnvme.load(path, checksum=True), same_object)
         dist.barrier()
         if rank == 0:
@@ -278,8 +274,6 @@ def test_the_file_is_that_of_one_process_with_whole_tensors(drive: Path, interpr
         state["transposed"] = DTensor.from_local(state["transposed"].to_local().t().contiguous().t(), mesh, [Shard(0)])
         state["step"] = expected["step"] = 3
         saved(state, expected)
-        budget = deepnvme.swap.BufferPool(4 << 20)
-        saved(state, expected, pool=budget)
 
         # a mesh of some of the group, and a group of some of the mesh
         from torch.distributed.device_mesh import DeviceMesh
@@ -366,21 +360,9 @@ def test_meshes_of_two_dimensions(drive: Path, interpreters: Interpreters) -> No
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-@pytest.mark.parametrize("spread", [[], [(0, 5)], [(4096, 9000), (9000, 20_000), (40_960, 50_000)], [(0, 60_000)]])
-@pytest.mark.parametrize("nbytes", [60_000, 61_440, 1 << 20])
-def test_what_all_hold_is_shared_evenly(nbytes: int, spread: list[tuple[int, int]], size: int) -> None:
+def test_what_all_hold_is_outside_of_dtensors() -> None:
     image = FileImage()
-    image.add_text(bytes(nbytes))
-    image.spread = spread
-    shares = [own_share(image, rank, size) for rank in range(size)]
-    covered = [False] * nbytes
-    borders = {0, nbytes, *(border for part in spread for border in part)}
-    for share in shares:
-        for begin, end in share:
-            assert not any(covered[begin:end])
-            covered[begin:end] = [True] * (end - begin)
-            assert begin % PAGE == 0 or begin in borders
-    assert all(covered[at] != any(begin <= at < end for begin, end in spread) for at in range(0, nbytes, 7))
-    lengths = [sum(end - begin for begin, end in share) for share in shares]
-    assert max(lengths) - min(lengths) <= 2 * PAGE
+    image.add_text(bytes(60_000))
+    assert outside_dtensors(image) == [(0, 60_000)]
+    image.spread = [(4096, 9000), (9000, 20_000), (40_960, 60_000)]
+    assert outside_dtensors(image) == [(0, 4096), (20_000, 40_960)]

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import deepnvme
-from deepnvme.checkpoint import SaveFuture
 from deepnvme.memory import BufferPool
 from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.offload import OffloadedTraining, save_on_disk
@@ -115,14 +114,6 @@ def test_of_a_store_its_directories_and_how_many_tensors_it_has(drive: Path) -> 
     assert repr(store).endswith(", persisted, closed>")
 
 
-def test_of_checkpoints_their_directory_and_of_a_save_how_far_it_is(drive: Path) -> None:
-    manager = deepnvme.CheckpointManager(drive / "run", keep=2)
-    assert repr(manager) == f"<CheckpointManager in '{drive / 'run'}', keep=2, no checkpoints>"
-    saving = manager.save(1, [torch.ones(1024)], asynchronous=True)
-    nbytes = saving.result()
-    assert repr(saving) == f"<SaveFuture of '{drive / 'run' / 'step-00000001.pt'}', {size_for_people(nbytes)}, saved>"
-
-
 def test_of_an_optimizer_what_it_wraps_and_where_and_its_parameter_groups(drive: Path) -> None:
     model = a_model()
     optimizer = deepnvme.OffloadedOptimizer(
@@ -191,7 +182,7 @@ def test_of_a_table_its_file_shape_and_budget(drive: Path) -> None:
 
 
 HALF_BUILT = [
-    deepnvme.Engine, deepnvme.CheckpointManager, deepnvme.OffloadedOptimizer, BufferPool, TensorStore, StoreFuture, SaveFuture,
+    deepnvme.Engine, deepnvme.OffloadedOptimizer, BufferPool, TensorStore, StoreFuture,
     OffloadedTraining, save_on_disk, WeightStore, Streaming, Table,
 ]  # fmt: skip
 

@@ -141,27 +141,24 @@ class NVMeReader(FileSystemReader):
         Raises:
             Exception: The errors listed for :class:`NVMeReader`.
         """
-        # torch's writer writes over the files of an earlier checkpoint. NVMeWriter never does.
-        versions: dict[str | os.PathLike[str], file_io.Version] = dict([self._metadata_read] if self._metadata_read else [])
+        by_file: dict[Path, list[ReadItem]] = {}
         for request in plan.items:
             if request.storage_index not in self.storage_data:
-                file = self._metadata_read[0] if self._metadata_read else Path(self.path)
-                raise CorruptCheckpoint(file, f"it does not say where item {_name(request)} is")
-        for name in {self.storage_data[request.storage_index].relative_path for request in plan.items}:
+                metadata = self._metadata_read[0] if self._metadata_read else Path(self.path)
+                raise CorruptCheckpoint(metadata, f"it does not say where item {_name(request)} is")
+            by_file.setdefault(Path(self.path) / self.storage_data[request.storage_index].relative_path, []).append(request)
+        # torch's writer writes over the files of an earlier checkpoint. NVMeWriter never does.
+        versions: dict[str | os.PathLike[str], file_io.Version] = dict([self._metadata_read] if self._metadata_read else [])
+        for path in by_file:
             with contextlib.suppress(FileNotFoundError):  # raised when the file is opened
-                versions[Path(self.path) / name] = file_io.file_version(Path(self.path) / name)
-        by_file: dict[str, list[ReadItem]] = {}
-        for request in plan.items:
-            by_file.setdefault(self.storage_data[request.storage_index].relative_path, []).append(request)
+                versions[path] = file_io.file_version(path)
+        engine = file_io.shared_engine(self.path, self._aio_config)
         with file_io.unless_replaced(versions, "the checkpoint"):
-            engine = file_io.shared_engine(self.path, self._aio_config)
-            for name, requests in by_file.items():
-                path = Path(self.path) / name
+            for path, requests in by_file.items():
                 with with_filename(path), _open_item_file(path, requests[0]) as file:
                     self._read(file, path, requests, planner, engine)
         return done(None)
 
-    @file_io.clearing_frames
     def _read(self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner, engine: Engine) -> None:
         """Read the requested items of one file."""
         wanted: list[RequestedPart] = []
@@ -207,7 +204,6 @@ class NVMeReader(FileSystemReader):
         return items
 
 
-@file_io.clearing_frames
 def _fill(path: Path, wanted: Sequence[RequestedPart], planner: LoadPlanner, engine: Engine) -> None:
     """Read parts of tensors from a file into the tensors that the planner provides for them. Blocks.
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import operator
 import os
-import re
 import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import BinaryIO
 
-import torch
 from torch.serialization import LoadEndianness, get_default_load_endianness
 
 from deepnvme.files.regular_files import open_regular
 from deepnvme.files.replacing import with_filename
 from deepnvme.telemetry.descriptions import shorten
 
-from .pickle_scan import PickleScan, refusal_reason
+from .pickle_scan import refusal_reason
 from .zip_directory import LOCAL_HEADER, BadDirectory, Record, data_of, entries
 
 
@@ -64,15 +60,8 @@ class PtRecords:
     """All other records, such as the version and the byte order."""
     stored: bool
     """Whether all records are stored as they are. False if any is deflated."""
-    byteorder: str
-    """Byte order of the storages: "little" or "big"."""
-    script: bool
-    """Whether this is a TorchScript archive."""
-
-    @property
-    def storages_readable(self) -> bool:
-        """Whether the storages' bytes in the file are those in memory, and an ordinary pickle refers to them."""
-        return self.stored and not self.script and self.byteorder == "little"
+    storages_readable: bool
+    """Whether the storages' bytes in the file are those in memory: not deflated, and little-endian."""
 
 
 class StoragePlaces:
@@ -119,19 +108,11 @@ def is_pickle(path: str | os.PathLike[str]) -> bool:
     return len(head) == 9 and head[:1] == b"\x80" and head[8:] != b"{"
 
 
-def refuse_damaged_beginning(path: str | os.PathLike[str]) -> None:
-    """Raise CorruptCheckpoint for a file that ends as a zip archive but does not begin as one."""
-    with open_regular(path) as file, contextlib.suppress(BadDirectory):
-        beginning = file.read(4)
-        if entries(file) and beginning != b"PK\3\4":
-            raise CorruptCheckpoint(path, f"it ends as a zip archive, and begins with {beginning!r}")
-
-
 def records_of(path: str | os.PathLike[str]) -> PtRecords:
     """Read the directory of an archive that torch.save wrote. Blocks.
 
     Raises:
-        CorruptCheckpoint: If the directory is damaged or lacks records that torch.save writes.
+        CorruptCheckpoint: If the directory is damaged or lacks records that torch.save writes, or is TorchScript's.
         OSError: If the file cannot be read.
     """
     with open_regular(path) as file:
@@ -139,42 +120,22 @@ def records_of(path: str | os.PathLike[str]) -> PtRecords:
             found = entries(file)
         except BadDirectory as error:
             raise CorruptCheckpoint(path, str(error)) from error
-    if found and not any(record.name.rpartition("/")[2] == "data.pkl" for record in found):
+    records = {record.inner_name: record for record in found}
+    if "constants.pkl" in records:
+        raise CorruptCheckpoint(path, "it is a TorchScript archive, which holds programs: use torch.jit.load, if you trust it")
+    folders = {record.name.partition("/")[0] for record in found}
+    if "data.pkl" not in records or not {"version", ".data/version"} & records.keys() or len(folders) > 1:
         names = shorten([record.name for record in found])
-        raise CorruptCheckpoint(path, f"it is a zip archive that torch.save has not written: it has no data.pkl, but {names}")
-    first = found[0].name.partition("/")[0] if found else ""
-    records: dict[str, Record] = {}
-    byteorder = "big" if get_default_load_endianness() is LoadEndianness.BIG else "little"
-    for record in found:
-        folder, _, name = record.name.partition("/")
-        if folder != first:
-            raise CorruptCheckpoint(path, f"record {record.name} is in another folder than {first}, where the first one is")
-        records[name] = record
-        if name in _SHORT_RECORDS and record.stored:
-            if record.nbytes > _LONGEST_FACT:
-                raise CorruptCheckpoint(path, f"{record} should have {record.nbytes} bytes, and may have {_LONGEST_FACT}")
-            text = read_record(path, record)
-            if not _SHORT_RECORDS[name].fullmatch(text):
-                raise CorruptCheckpoint(path, f"record {name} cannot be {text[:20]!r}")
-            byteorder = text.decode() if name == "byteorder" else byteorder
-    missing = {"data.pkl", "version"} - {"version" if name == ".data/version" else name for name in records}
-    if missing:
-        raise CorruptCheckpoint(path, f"it has no record {min(missing)}, which all have that torch.save wrote")
-    storages = sorted((record for name, record in records.items() if name.startswith("data/")), key=operator.attrgetter("header"))
+        raise CorruptCheckpoint(path, f"torch.save has not written it, with data.pkl and version in one folder: it has {names}")
+    byteorder = b"big" if get_default_load_endianness() is LoadEndianness.BIG else b"little"
+    if "byteorder" in records and records["byteorder"].stored:
+        byteorder = read_record(path, records["byteorder"]._replace(nbytes=min(records["byteorder"].nbytes, 9)))
+        if byteorder not in (b"little", b"big"):
+            raise CorruptCheckpoint(path, f"record byteorder cannot be {byteorder!r}")
     stored = all(record.stored for record in found)
     others = tuple(record for name, record in records.items() if name != "data.pkl" and record.key is None)
-    return PtRecords(tuple(storages), records["data.pkl"], others, stored, byteorder, "constants.pkl" in records)
-
-
-_SHORT_RECORDS = {
-    "version": re.compile(rb"\d{1,18}\s*"),
-    ".data/version": re.compile(rb"\d{1,18}\s*"),
-    "byteorder": re.compile(rb"little|big"),
-    ".format_version": re.compile(rb"\d{1,18}"),
-    ".storage_alignment": re.compile(rb"\d{1,18}"),
-}
-"""Short records that torch reads besides the pickle and the storages, with the pattern that each has to match."""
-_LONGEST_FACT = 64
+    storages = tuple(record for record in found if record.key is not None)
+    return PtRecords(storages, records["data.pkl"], others, stored, stored and byteorder == b"little")
 
 
 def read_record(path: str | os.PathLike[str], record: Record) -> bytes:
@@ -195,14 +156,14 @@ def read_record(path: str | os.PathLike[str], record: Record) -> bytes:
 def check_pickle(path: str | os.PathLike[str], found: PtRecords) -> bytes:
     """Return the pickle, after a check before it is unpickled: its checksum, and that unpickling wastes no memory or time.
 
-    The pickle of an archive with deflated records is neither checked here nor returned.
+    The pickle of an archive with deflated records, which torch reads, is neither checked here nor returned.
 
     Raises:
         CorruptCheckpoint: If the bytes are not those that were saved, or are not what a pickler writes, see
             :func:`refusal_reason`.
     """
     stream = read_record(path, found.pickle) if found.stored else b""
-    if found.stored and not found.script:  # TorchScript has a pickler of its own, without these limits
+    if found.stored:
         refuse_wasteful(path, stream)
     return stream
 
@@ -212,34 +173,6 @@ def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
     why = refusal_reason(stream)
     if why is not None:
         raise CorruptCheckpoint(path, f"the pickle {why}")
-
-
-def refuse_damaged(path: str | os.PathLike[str], found: PtRecords, error: Exception) -> None:
-    """Raise CorruptCheckpoint if torch could not load an archive because a storage is missing or has another size. Blocks.
-
-    The bytes of the pickle need no check here: their checksum was compared before.
-
-    Args:
-        path: The file.
-        found: Directory of the archive.
-        error: What torch raised.
-    """
-    if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
-        return
-    scan = PickleScan(read_record(path, found.pickle))
-    with contextlib.suppress(Exception):  # the caller raises torch's error
-        scan.load()
-    places = StoragePlaces(path, found)
-    for key, nbytes in scan.nbytes.items():
-        places.place(key, nbytes)
-
-
-def is_damage(error: Exception) -> bool:
-    """Return whether an error is of a type that unpickling raises for damaged bytes.
-
-    False for UnpicklingError, because unpickling with ``weights_only`` raises it too for an object that it refuses.
-    """
-    return isinstance(error, DAMAGE) and not isinstance(error, torch.OutOfMemoryError)
 
 
 DAMAGE = (
@@ -258,30 +191,19 @@ def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> lis
         return [_data_offset(path, file, record) for record in records]
 
 
-def wrong_names(path: str | os.PathLike[str], records: Iterable[Record]) -> list[str]:
-    """Return a message for each record whose own header has another name than the directory. Blocks."""
-    wrong = []
-    with open_regular(path) as file:
-        for record in records:
-            file.seek(record.header)
-            *_, length, _ = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size).ljust(LOCAL_HEADER.size, b"\0"))
-            name = file.read(length)
-            if name != record.name.encode():
-                wrong.append(f"{record}: the header at byte {record.header} names it {name[:_SHOWN]!r}, and not {record.name!r}")
-    return wrong
-
-
-_SHOWN = 100
-"""Most bytes of a damaged name that a message shows."""
-
-
 def _data_offset(path: str | os.PathLike[str], file: BinaryIO, record: Record) -> int:
     """Return the offset in the file at which a record's data begin. Raises like :func:`data_offsets`."""
     file.seek(record.header)
+    expected = os.fsencode(record.name)
+    head = file.read(LOCAL_HEADER.size + len(expected))
     try:
-        offset = data_of(file.read(LOCAL_HEADER.size), record.header)
+        offset = data_of(head, record.header)
     except BadDirectory as error:
         raise CorruptCheckpoint(path, str(error)) from error
+    *_, length, _ = LOCAL_HEADER.unpack_from(head)
+    name = head[LOCAL_HEADER.size :][:length]
+    if name != expected or length != len(expected):
+        raise CorruptCheckpoint(path, f"{record}: the header at byte {record.header} names it {name!r}, and not {record.name!r}")
     size = os.fstat(file.fileno()).st_size
     if offset + record.nbytes > size:
         why = f"{record} should have {record.nbytes} bytes from byte {offset} on, and the file ends at byte {size}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 import tracemalloc
 from collections import OrderedDict
@@ -205,27 +204,6 @@ def test_what_takes_too_much_is_refused(path: Path, how: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
-    assert refused.value.filename == str(path)
-
-
-@pytest.mark.parametrize("rank", [None, 0])
-def test_metadata_that_cannot_be_read_are_named(drive: Path, rank: int | None) -> None:
-    path = drive / (".metadata" if rank is None else f"__{rank}.metadata")
-    options = {} if rank is None else {"rank": rank}
-    with pytest.raises(FileNotFoundError) as missing:
-        NVMeReader(drive).read_metadata(**options)
-    assert missing.value.filename == str(path)
-    path.mkdir()
-    with pytest.raises(IsADirectoryError) as directory:
-        NVMeReader(drive).read_metadata(**options)
-    assert directory.value.filename == str(path)
-
-
-@pytest.mark.parametrize("device", ["/dev/zero", None], ids=["a device", "a FIFO"])
-def test_what_has_no_end_is_not_read(path: Path, device: str | None) -> None:
-    os.mkfifo(path) if device is None else path.symlink_to(device)
-    with pytest.raises(CorruptCheckpoint, match="no regular file") as refused:
-        NVMeReader(path.parent).read_metadata()
     assert refused.value.filename == str(path)
 
 

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
-from deepnvme.checkpoint.formats.dcp_tensor import frame
 
 from ...support.distributed_states import Into, assert_equal, blank, request, state
 from ...support.examples import examples
@@ -185,17 +184,6 @@ def test_a_file_that_is_written_over_while_it_is_read_is_an_error(drive: Path) -
     assert (error.errno, error.filename) == (errno.ESTALE, str(file))
 
 
-def test_whatever_the_default_device(drive: Path) -> None:
-    frame.cache_clear()
-    saved = {"small": torch.arange(7), "large": torch.arange(300_000), "empty": torch.empty(0), "columns": torch.ones(900, 900)}
-    found = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-    found["large"] = torch.zeros(300_000, dtype=torch.float64)  # copied
-    with torch.device("meta"):
-        save(saved, NVMeWriter(drive))
-        load(found, drive)
-    assert_equal(found, {**saved, "large": saved["large"].double()})
-
-
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
@@ -272,22 +260,6 @@ def test_extensions_and_safetensors_are_refused(drive: Path) -> None:
     for options in ({"_extensions": [object()]}, {"serialization_format": SerializationFormat.SAFETENSORS}):
         with pytest.raises(ValueError, match="neither with extensions nor safetensors"):
             NVMeWriter(drive, **options)
-
-
-@needs_torch(2, 7, "alignment")
-def test_archives_of_any_alignment_are_read(drive: Path) -> None:
-    from torch.utils.serialization import config
-
-    saved = {"large": torch.randn(600, 601), "small": torch.randn(5)}
-    before = config.save.storage_alignment
-    config.save.storage_alignment = 4096
-    try:
-        save(saved, FileSystemWriter(drive))
-    finally:
-        config.save.storage_alignment = before
-    found = {"large": torch.zeros(600, 601), "small": torch.zeros(5)}
-    load(found, drive)
-    assert_equal(found, saved)
 
 
 def test_large_parts_are_read_into_place(drive: Path) -> None:

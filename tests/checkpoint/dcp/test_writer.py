@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,26 +130,6 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_nothing_is_left(small_d
     assert isinstance(error, OSError)
     assert (error.errno, error.filename) == (errno.ENOSPC, str(directory / "__0_0.distcp"))
     assert list(directory.iterdir()) == []
-
-
-def test_a_directory_that_vanished_is_an_error_that_names_the_file(drive: Path) -> None:
-    class Vanishes(NVMeWriter):
-        def prepare_global_plan(self, plans: Any) -> Any:
-            shutil.rmtree(self.path)
-            return super().prepare_global_plan(plans)
-
-    with pytest.raises(CheckpointException) as caught:
-        save(state(1), Vanishes(drive / "gone"))
-    error = cause(caught.value)
-    assert isinstance(error, FileNotFoundError)
-    assert str(error.filename).startswith(str(drive / "gone"))
-
-
-def test_a_checkpoint_that_is_not_to_be_overwritten_is_not(drive: Path) -> None:
-    save(state(1), NVMeWriter(drive))
-    with pytest.raises(CheckpointException, match="already exists"):
-        save(state(2), NVMeWriter(drive, overwrite=False))
-    assert_equal(loaded(drive), state(1))
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
-import tracemalloc
 from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 
-from deepnvme.checkpoint.formats.pickle_scan import PickleScan, is_plain
+from deepnvme.checkpoint.formats.pickle_scan import is_plain
 from deepnvme.checkpoint.formats.pt_pickle import pickled
 from deepnvme.ops import load_async_io
 
@@ -20,28 +19,7 @@ from ...support.objects import OBJECTS
 MOST = (1 << 64) - 1
 
 
-def scan(stream: bytes) -> PickleScan:
-    found = PickleScan(stream)
-    found.load()
-    return found
-
-
 class TestHostilePickles:
-    def test_a_number_takes_no_memory(self) -> None:
-        long_binput = b"r\xff\xff\xff\0"  # "remember the list as the 16 777 215th"
-        tracemalloc.start()
-        try:
-            scan(b"\x80\2]" + long_binput + b".")
-            assert tracemalloc.get_traced_memory()[1] < 1 << 20
-        finally:
-            tracemalloc.stop()
-
-    @pytest.mark.slow
-    def test_a_storages_size_that_is_no_number(self) -> None:
-        stream = pickled(torch.ones(3), pickle, 2).stream
-        with pytest.raises(TypeError):
-            scan(stream.replace(b"K\3tq", b"X\1\0\0\0atq", 1))
-
     @pytest.mark.parametrize(
         "before",
         [
@@ -61,11 +39,11 @@ class TestNames:
     def test_a_models_state_is_plain(self, tensors: int, kind: Any) -> None:
         storage = torch.zeros(10)
         state = kind((f"decoder.{index}.weight", storage.view(2, 5)) for index in range(tensors))
-        assert is_plain(pickled(state, pickle, 2).stream)
-        assert is_plain(pickled({"model": state, "step": 10, "dtype": torch.bfloat16}, pickle, 2).stream)
+        assert is_plain(pickled(state, 2).stream)
+        assert is_plain(pickled({"model": state, "step": 10, "dtype": torch.bfloat16}, 2).stream)
 
     def test_text_and_numbers_that_look_like_names_are_plain(self) -> None:
-        stream = pickled({"text": "a cat\nor\ntwo\n", "tensor": torch.ones(3), "numbers": list(range(10_000))}, pickle, 2).stream
+        stream = pickled({"text": "a cat\nor\ntwo\n", "tensor": torch.ones(3), "numbers": list(range(10_000))}, 2).stream
         assert is_plain(stream)
 
     @pytest.mark.parametrize("operation", [b"\x82\7", b"\x83\7\0", b"\x84\7\0\0\0"], ids=["1", "2", "4"])
@@ -96,7 +74,7 @@ class TestWalks:
     @pytest.mark.parametrize("kind", OBJECTS)
     @pytest.mark.parametrize("protocol", [2, 5])
     def test_whatever_is_pickled_enters_the_memo(self, kind: str, protocol: int) -> None:
-        deepest, unregistered, _, whole = walk(pickled(OBJECTS[kind](), pickle, protocol).stream)
+        deepest, unregistered, _, whole = walk(pickled(OBJECTS[kind](), protocol).stream)
         assert max(deepest, unregistered) < 20
         assert whole
 

@@ -16,12 +16,13 @@ from torch import nn
 
 from deepnvme.checkpoint import CorruptCheckpoint
 from deepnvme.offload.training import OffloadedTraining
-from deepnvme.safetensors import save_file, save_sharded
+from deepnvme.safetensors import save_file
 
 from ...support.engines import failing
 from ...support.interpreters import Interpreters
 from ...support.offloaded_training import InMemory, assert_same_model, train_both
 from ...support.pinned_memory import pinned_bytes
+from ...support.shards import save_sharded
 
 WIDTH, WORDS = 32, 50
 
@@ -236,7 +237,7 @@ KINDS = ["safetensors", "sharded", "index", "pt", "mapping"]
 def saved(state: Mapping[str, torch.Tensor], directory: Path, kind: str) -> Any:
     """A checkpoint of a state of each kind: what to give for it."""
     if kind in ("sharded", "index"):
-        save_sharded(state, directory / "sharded", max_shard_size=30_000)
+        save_sharded(state, directory / "sharded", most=30_000)
         assert len(list((directory / "sharded").glob("*.safetensors"))) > 2
         return directory / "sharded" if kind == "sharded" else directory / "sharded" / "model.safetensors.index.json"
     if kind == "safetensors":
@@ -478,7 +479,7 @@ def test_a_saved_model_of_transformers(drive: Path) -> None:
         vocab_size=90, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=3, tie_word_embeddings=True
     )
     expected = transformers.LlamaForCausalLM(config)
-    expected.save_pretrained(drive / "saved", max_shard_size="20KB")
+    expected.save_pretrained(drive / "saved", most="20KB")
     model = on_meta(lambda: transformers.LlamaForCausalLM(config))
     with training_of(model, drive, blocks=None, checkpoint=drive / "saved") as training:
         assert_has(training, expected)

@@ -17,7 +17,7 @@ import torch
 import deepnvme
 from deepnvme.offload import OffloadedTraining
 from deepnvme.streaming import WeightStore, stream, streaming_of
-from deepnvme.swap import BufferPool, TensorStore
+from deepnvme.swap import BufferPool, TensorStore, buffer_pool
 from deepnvme.tables import Table
 
 from ....support.activations import training_in
@@ -125,8 +125,8 @@ def _saves(
 
 
 def _save(random: randoms.Random, directory: Path) -> None:
-    path, pool, fsync = directory / "a.pt", BufferPool(24 << 20), random.random() < 0.3
-    _saves(random, path, lambda tensors: deepnvme.save(tensors, path, fsync=fsync, pool=pool), lambda: deepnvme.load(path), pool)
+    path, fsync = directory / "a.pt", random.random() < 0.3
+    _saves(random, path, lambda tensors: deepnvme.save(tensors, path, fsync=fsync), lambda: deepnvme.load(path), buffer_pool())
 
 
 def _async_save(random: randoms.Random, directory: Path) -> None:
@@ -145,17 +145,17 @@ def _async_save(random: randoms.Random, directory: Path) -> None:
 
 
 def _safetensors(random: randoms.Random, directory: Path) -> None:
-    path, pool, files = directory / "a.safetensors", BufferPool(24 << 20), deepnvme.safetensors
-    _saves(random, path, lambda each: files.save_file(each, path, pool=pool), lambda: files.load_file(path), pool)
+    path, files = directory / "a.safetensors", deepnvme.safetensors
+    _saves(random, path, lambda each: files.save_file(each, path), lambda: files.load_file(path), buffer_pool())
 
 
 def _manager(random: randoms.Random, directory: Path) -> None:
-    manager, pool = deepnvme.CheckpointManager(directory, keep=1), BufferPool(24 << 20)
+    manager = deepnvme.CheckpointManager(directory, keep=1)
     made = _tensors(random)
     steps: Iterator[int] = itertools.count()
 
     def save(number: int) -> None:
-        manager.save(next(steps), made(number), fsync=False, pool=pool)
+        manager.save(next(steps), made(number), fsync=False)
 
     def check(number: int) -> None:
         save(number)
