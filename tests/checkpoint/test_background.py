@@ -265,17 +265,6 @@ def test_writing_begins_while_the_rest_is_copied(
     deepnvme.async_save(state(), drive / "a.pt", pool=pool).result(PATIENCE)
 
 
-def test_the_state_may_go_when_it_is_staged(drive: Path, pool: BufferPool, held: Any) -> None:
-    tensor = torch.ones(LAYER)
-    storage = weakref.ref(tensor.untyped_storage())
-    future = deepnvme.async_save([tensor], drive / "a.pt", pool=pool)
-    del tensor
-    kept = storage() is not None
-    assert not kept
-    held.release()
-    future.result(PATIENCE)
-
-
 # -- several -----------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import deepnvme.checkpoint
 from deepnvme import AioConfig, Engine, safetensors
 from deepnvme.checkpoint import file_io
 from deepnvme.drives.mounts import drive_of
-from deepnvme.drives.profiles import DriveProfile, default_settings
+from deepnvme.drives.profiles import DriveProfile
 
 from ..support.torch_versions import ALONE
 
@@ -188,15 +188,3 @@ def test_files_with_the_same_settings_share_an_engine(drive: Path, profile: Driv
     assert file_io.shared_engine(drive / "missing" / "another") is engine
     assert file_io.shared_engine(drive, GIVEN) is not engine
     assert file_io.shared_engine(drive, GIVEN) is file_io.shared_engine(drive / "one", AioConfig(**GIVEN.model_dump()))
-
-
-def test_without_profiles_the_default_is_used(drive: Path, profile: DriveProfile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEPNVME_PROFILE", "off")
-    assert settings_of(file_io.shared_engine(drive)) == settings_in(default_settings(drive_of(drive)))
-
-
-def test_a_profile_that_is_stored_meanwhile_is_used_from_then_on(drive: Path, profile: DriveProfile) -> None:
-    before = file_io.shared_engine(drive)
-    DriveProfile.of(drive_of(drive), GIVEN).save()
-    assert settings_of(before) == settings_in(PROFILE)
-    assert settings_of(file_io.shared_engine(drive)) == settings_in(GIVEN)

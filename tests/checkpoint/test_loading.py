@@ -545,14 +545,6 @@ class TestInPlaceOfTorchs:
             torch.load(path, pickle_module=pickle)
 
 
-def test_the_default_device_changes_nothing(path: Path) -> None:
-    obj = [*OBJECTS["large among small"](), torch.empty(0)]
-    with torch.device("meta"):
-        deepnvme.save(obj, path, checksum=True)
-        found = deepnvme.load(path, checksum=True)
-    assert_same(found, obj)
-
-
 def test_progress_is_told_bytes_up_to_those_wanted(path: Path) -> None:
     obj = OBJECTS["large among small"]()
     deepnvme.save(obj, path)

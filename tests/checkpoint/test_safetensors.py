@@ -216,10 +216,6 @@ class TestTheSameAsSafetensors:
         assert list(found) == sorted(expected)
         assert same(found, expected)
 
-    def test_metadata_may_be_null(self, drive: Path) -> None:
-        (drive / "file").write_bytes(written({"__metadata__": None, "a": field(0, 4)}, bytes(4)))
-        assert same(load_file(drive / "file"), safetensors.load_file(drive / "file"))
-
     def test_each_tensor_has_memory_of_its_own(self, drive: Path) -> None:
         save_file(tensors(), drive / "file")
         found = load_file(drive / "file")

@@ -42,7 +42,7 @@ def assembled(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_what_is_more_than_its_elements_is_left_to_torch() -> None:
+def test_what_is_more_than_its_elements_has_no_archive() -> None:
     class Tensor(torch.Tensor):
         pass
 
