@@ -24,11 +24,14 @@ from .formats import pt_records
 from .formats.pickle_scan import is_plain
 from .formats.pt_image import crc32_of
 from .formats.pt_pickle import Place, pickled
-from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
-from .unpickling import MapLocation, UnreadStorages, unpickle
+from .formats.pt_records import CorruptCheckpoint, PtRecords, UnreadStorages, WrongChecksum, unpickle
 
 if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
+
+
+MapLocation = Any
+"""A ``map_location`` of torch.load: None, a device or its name, a mapping of names, or a function."""
 
 
 def load(

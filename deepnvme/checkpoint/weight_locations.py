@@ -22,7 +22,6 @@ from .file_io import file_version, read_consistently, started
 from .formats import pt_records
 from .formats.elements import Elements
 from .formats.safetensors_header import indexed, read_header, shards_of
-from .unpickling import UnreadStorages, unpickle
 
 _OPEN_FILES = 16
 """Most files that are open at a time.
@@ -331,9 +330,9 @@ def _in_archive(path: str) -> dict[str, torch.Tensor | Location]:
     if not found.storages_readable:
         what = "big-endian" if found.stored else "compressed"
         raise ValueError(f"'{path}' is {what}, and its weights do not lie in it as in memory: load it, and save its state_dict")
-    unread = UnreadStorages(path, pt_records.StoragePlaces(path, found))
+    unread = pt_records.UnreadStorages(path, pt_records.StoragePlaces(path, found))
     weights: dict[str, torch.Tensor | Location] = {}
-    for name, tensor in _state_dict(path, unpickle(path, stream, unread.place, weights_only=True)).items():
+    for name, tensor in _state_dict(path, pt_records.unpickle(path, stream, unread.place, weights_only=True)).items():
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
         offset = None if storage is None or tensor.is_quantized else unread.offset_of(storage)
         if storage is None or offset is None:  # without elements, or of a kind that a store refuses later

@@ -157,19 +157,6 @@ def test_the_profile_is_used_unless_settings_are_given(
         assert uses().lookups <= 2
 
 
-# -- lookups -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_drive_is_looked_up_once_for_many_files(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = {str(number): torch.ones(3) for number in range(50)}
-    with watched(monkeypatch) as uses:
-        dcp.save(many, storage_writer=deepnvme.NVMeWriter(drive, single_file_per_rank=False), **ALONE)
-        assert len(list(drive.iterdir())) == 51
-        assert uses().lookups == 2  # before the files, and at the end for the metadata
-        dcp.load(many, storage_reader=deepnvme.NVMeReader(drive), **ALONE)
-        assert uses().lookups == 3
-
-
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 

@@ -92,10 +92,6 @@ class TestRefusals:
         save_file(obj, drive / "file")
         assert same(load_file(drive / "file"), obj)
 
-    def test_a_missing_file_is_named(self, drive: Path) -> None:
-        with pytest.raises(FileNotFoundError):
-            load_file(drive / "file")
-
 
 def written(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()

@@ -104,10 +104,6 @@ class TestFiles:
 
 
 class TestBadFiles:
-    def test_a_missing_file_is_named(self, drive):
-        with pytest.raises(FileNotFoundError):
-            weights_in(drive / "none.safetensors")
-
     def test_a_directory_without_a_checkpoint_is_told(self, drive):
         with pytest.raises(FileNotFoundError, match=r"no checkpoint here: expected one of model\.safetensors") as refused:
             weights_in(drive)
@@ -133,11 +129,6 @@ class TestBadFiles:
         os.truncate(path, path.stat().st_size - 10)
         with pytest.raises(CorruptCheckpoint):
             weights_in(path)
-
-    def test_a_file_that_is_no_checkpoint_is_refused(self, drive):
-        (drive / "w.bin").write_bytes(b"weights")
-        with pytest.raises(CorruptCheckpoint, match="header"):
-            weights_in(drive / "w.bin")
 
     def test_torch_save_of_more_than_weights_says_what(self, drive):
         torch.save({"model": WEIGHTS, "epoch": 3}, drive / "w.pt")

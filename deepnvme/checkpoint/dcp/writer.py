@@ -30,13 +30,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from deepnvme.checkpoint.file_io import shared_engine, write
+from deepnvme.checkpoint.file_io import write
 from deepnvme.checkpoint.formats.dcp_tensor import flat, frame, memory_of_item
 from deepnvme.checkpoint.formats.file_image import FileImage
-from deepnvme.checkpoint.publication import Destination, remove_leftovers
-from deepnvme.engine import Engine
+from deepnvme.checkpoint.publication import Destination
 from deepnvme.files.regular_files import open_regular
-from deepnvme.files.replacing import sync_directory
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.transfer.gather import DIRECT_FROM
@@ -109,16 +107,10 @@ class NVMeWriter(FileSystemWriter):
         prefix = plan.storage_data.prefix
         files = {f"{prefix}{number}{ending}": items for number, items in enumerate(buckets) if items}
         written: list[WriteResult] = []
-        if files:
-            directory = Path(self.path)
-            engine = shared_engine(directory, self._aio_config)
-            remove_leftovers(directory)
-            for name, items in files.items():
-                image, places = _image(name, items, planner)
-                _publish(image, directory / name, engine, fsync=self.sync_files, one_of_many=True)
-                written += places
-            if self.sync_files:
-                sync_directory(directory)
+        for name, items in files.items():
+            image, places = _image(name, items, planner)
+            self._publish(image, Path(self.path) / name)
+            written += places
         return done(written)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -143,10 +135,16 @@ class NVMeWriter(FileSystemWriter):
         # After the pickle, where unpickling does not look: if the process ends before these are removed, the next save finds
         # their names here.
         image.add_text("\n".join(sorted(needless)).encode())
-        _publish(image, file, shared_engine(file, self._aio_config), fsync=self.sync_files, one_of_many=False)
+        self._publish(image, file)
         for name in needless:
             with contextlib.suppress(OSError):  # no longer needed: the checkpoint is saved even if this cannot be removed
                 (Path(self.path) / name).unlink()
+
+    def _publish(self, image: FileImage, path: Path) -> None:
+        """Write an image to a temporary file, and rename that to ``path`` when it is complete. Blocks."""
+        destination = Destination(path, self.sync_files, config=self._aio_config)
+        engine = destination.engine()
+        destination.publish(engine, image.nbytes, lambda file: write(image, file, engine, buffer_pool()))
 
     def _metadata_file(self) -> Path:
         """Return the path of the metadata file: one file for all ranks, or this rank's own file without collectives."""
@@ -207,12 +205,6 @@ def _add(image: FileImage, name: str, tensor: torch.Tensor) -> tuple[int, int]:
     image.add(flat(memory))
     image.add_text(tail)
     return begin, image.nbytes - begin
-
-
-def _publish(image: FileImage, path: Path, engine: Engine, *, fsync: bool, one_of_many: bool) -> None:
-    """Write an image to a temporary file, and rename that to ``path`` when it is complete. Blocks."""
-    destination = Destination(path, fsync, one_of_many)
-    destination.publish(engine, image.nbytes, lambda file: write(image, file, engine, buffer_pool()))
 
 
 def _named_in(file: Path, names: set[str]) -> set[str]:

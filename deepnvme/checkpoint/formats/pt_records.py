@@ -8,15 +8,18 @@ import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import torch
 from torch.serialization import LoadEndianness, get_default_load_endianness
 
 from deepnvme.files.regular_files import open_regular
 from deepnvme.files.replacing import with_filename
+from deepnvme.memory.host import address_range
 from deepnvme.telemetry.descriptions import shorten
 
 from .pickle_scan import refusal_reason
+from .pt_pickle import Place, unpickled
 from .zip_directory import LOCAL_HEADER, BadDirectory, Record, data_of, entries
 
 
@@ -92,6 +95,50 @@ class StoragePlaces:
         return record, offset
 
 
+class UnreadStorages:
+    """Storages that take up addresses but no memory, and by whose addresses their bytes in the file are found.
+
+    Args:
+        path: The file.
+        storages: Where its storages are.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], storages: StoragePlaces) -> None:
+        self._storages = storages
+        self._size = os.path.getsize(path)
+        self._addresses: Any = address_range(self._size).untyped_storage()
+
+    def place(self, key: str, nbytes: int, location: str) -> torch.UntypedStorage:
+        """Return a storage for a key of the pickle; see :func:`unpickled`."""
+        _, offset = self._storages.place(key, nbytes)
+        unread: torch.UntypedStorage = (
+            self._addresses[offset : offset + nbytes] if nbytes else torch.UntypedStorage(0, device="cpu")
+        )
+        return unread
+
+    def offset_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the offset in the file of one of these storages, or None for any other."""
+        if storage.device.type != "cpu" or not storage.nbytes():
+            return None
+        inside = storage.data_ptr() - self._addresses.data_ptr()
+        return inside if 0 <= inside < self._size else None
+
+
+def unpickle(path: str | os.PathLike[str], stream: bytes, place: Place, weights_only: bool, **options: Any) -> Any:
+    """Return the object of a file's pickle. The arguments are those of :func:`unpickled`, after the path for errors.
+
+    Raises:
+        CorruptCheckpoint: If a tensor is larger than its storage.
+        Exception: Whatever unpickling or ``place`` raises.
+    """
+    try:
+        return unpickled(stream, place, weights_only, **options)
+    except RuntimeError as error:
+        if "resize storage that is not resizable" in str(error):  # torch has no type of its own for it
+            raise CorruptCheckpoint(path, "a tensor is larger than its storage") from error
+        raise
+
+
 def is_zip(path: str | os.PathLike[str]) -> bool:
     """Return whether the file begins like a zip archive. torch.load tells .pt files from the older formats in the same way."""
     with with_filename(path), open_regular(path) as file:
@@ -120,11 +167,15 @@ def records_of(path: str | os.PathLike[str]) -> PtRecords:
             found = entries(file)
         except BadDirectory as error:
             raise CorruptCheckpoint(path, str(error)) from error
-    records = {record.inner_name: record for record in found}
+    records = {record.name.partition("/")[2]: record for record in found}
     if "constants.pkl" in records:
         raise CorruptCheckpoint(path, "it is a TorchScript archive, which holds programs: use torch.jit.load, if you trust it")
-    folders = {record.name.partition("/")[0] for record in found}
-    if "data.pkl" not in records or not {"version", ".data/version"} & records.keys() or len(folders) > 1:
+    folder = f"{found[0].name.partition('/')[0]}/" if found else ""
+    if (
+        "data.pkl" not in records
+        or not {"version", ".data/version"} & records.keys()
+        or not all(record.name.startswith(folder) for record in found)
+    ):
         names = shorten([record.name for record in found])
         raise CorruptCheckpoint(path, f"torch.save has not written it, with data.pkl and version in one folder: it has {names}")
     byteorder = b"big" if get_default_load_endianness() is LoadEndianness.BIG else b"little"
@@ -133,8 +184,8 @@ def records_of(path: str | os.PathLike[str]) -> PtRecords:
         if byteorder not in (b"little", b"big"):
             raise CorruptCheckpoint(path, f"record byteorder cannot be {byteorder!r}")
     stored = all(record.stored for record in found)
-    others = tuple(record for name, record in records.items() if name != "data.pkl" and record.key is None)
-    storages = tuple(record for record in found if record.key is not None)
+    others = tuple(record for name, record in records.items() if name != "data.pkl" and not name.startswith("data/"))
+    storages = tuple(record for name, record in records.items() if name.startswith("data/"))
     return PtRecords(storages, records["data.pkl"], others, stored, stored and byteorder == b"little")
 
 
@@ -200,9 +251,8 @@ def _data_offset(path: str | os.PathLike[str], file: BinaryIO, record: Record) -
         offset = data_of(head, record.header)
     except BadDirectory as error:
         raise CorruptCheckpoint(path, str(error)) from error
-    *_, length, _ = LOCAL_HEADER.unpack_from(head)
-    name = head[LOCAL_HEADER.size :][:length]
-    if name != expected or length != len(expected):
+    name = head[LOCAL_HEADER.size :]
+    if name != expected or head[26:28] != len(expected).to_bytes(2, "little"):  # the length of the name
         raise CorruptCheckpoint(path, f"{record}: the header at byte {record.header} names it {name!r}, and not {record.name!r}")
     size = os.fstat(file.fileno()).st_size
     if offset + record.nbytes > size:

@@ -171,7 +171,7 @@ def parse_header(text: bytes, data: int, size: int) -> dict[str, Elements]:
     metadata = header.pop(_METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata are not strings")
-    found = {name: _elements(name, *_fields(name, field), data) for name, field in header.items()}
+    found = {name: _elements(name, field, data) for name, field in header.items()}
     tensors = dict(sorted(found.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
     end = data
     for name, elements in tensors.items():
@@ -187,8 +187,12 @@ def parse_header(text: bytes, data: int, size: int) -> dict[str, Elements]:
     return tensors
 
 
-def _fields(name: str, field: Any) -> tuple[str, list[int], int, int]:
-    """Return the dtype, shape, begin and end that the header has for a tensor. Raises ValueError if one is malformed."""
+_MOST_DIMENSIONS = 64
+"""Most dimensions of a tensor, as many as NumPy's arrays may have."""
+
+
+def _elements(name: str, field: Any, data: int) -> Elements:
+    """Return where one tensor is in the file, after checking that its shape, dtype and offsets in the header agree."""
     try:
         kind, shape, (begin, end) = field["dtype"], field["shape"], field["data_offsets"]
         numbers = [*shape, begin, end]
@@ -196,22 +200,8 @@ def _fields(name: str, field: Any) -> tuple[str, list[int], int, int]:
             raise TypeError(kind)
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"tensor {name!r} has no dtype, shape and data_offsets") from None
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"tensor {name!r} has the shape {shape!s:.200} and the data_offsets {[begin, end]!s:.200}")
-    return kind, shape, begin, end
-
-
-_MOST_DIMENSIONS = 64
-"""Most dimensions of a tensor, as many as NumPy's arrays may have."""
-
-
-def _elements(name: str, kind: str, shape: list[int], begin: int, end: int, data: int) -> Elements:
-    """Return where one tensor is in the file, after checking that its shape, dtype and offsets agree."""
-    numel = most = 1
-    for size in shape[:_MOST_DIMENSIONS]:
-        numel *= size
-        most = max(most, size, numel)
-    if begin > end or max(most, end) >= 1 << 63 or len(shape) > _MOST_DIMENSIONS:
+    possible = len(shape) <= _MOST_DIMENSIONS and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+    if not possible or begin > end or math.prod(size or 1 for size in shape) >= 1 << 63:
         raise ValueError(f"tensor {name!r} has the shape {shape!s:.200} and the data_offsets {[begin, end]!s:.200}")
     if kind not in _DTYPES:
         raise ValueError(f"tensor {name!r} is of {kind!r}, which this torch has not")

@@ -101,8 +101,9 @@ def entries(file: BinaryIO, begin: int = 0, end: int | None = None) -> list[Reco
     found = []
     after, last = 0, ""
     for info in sorted(infos, key=lambda info: info.header_offset):
-        raw = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF_8 else "cp437")
-        name, header, nbytes = os.fsdecode(raw), info.header_offset, info.compress_size
+        name, header, nbytes = info.filename, info.header_offset, info.compress_size
+        if not name.isascii():
+            name = os.fsdecode(info.orig_filename.encode("utf-8" if info.flag_bits & _UTF_8 else "cp437"))
         stored = info.compress_type == zipfile.ZIP_STORED
         readable = stored or info.compress_type == zipfile.ZIP_DEFLATED
         if info.flag_bits & _REFUSED_FLAGS or info.external_attr & _FOLDER or not readable:
@@ -111,7 +112,7 @@ def entries(file: BinaryIO, begin: int = 0, end: int | None = None) -> list[Reco
             raise BadDirectory(f"record {name} is stored, and cannot have {info.file_size} bytes that take {nbytes}")
         if header < after:
             raise BadDirectory(f"record {name} begins at byte {header}, within record {last}")
-        after, last = header + LOCAL_HEADER.size + len(raw) + nbytes, name
+        after, last = header + LOCAL_HEADER.size + len(name) + nbytes, name
         if after > end - begin:
             raise BadDirectory(f"record {name} should have {nbytes} bytes behind byte {header}, and the file has {end - begin}")
         found.append(Record(name, header, nbytes, info.CRC, stored))
