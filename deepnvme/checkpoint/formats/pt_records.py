@@ -111,9 +111,9 @@ class UnreadStorages:
     def place(self, key: str, nbytes: int, location: str) -> torch.UntypedStorage:
         """Return a storage for a key of the pickle; see :func:`unpickled`."""
         _, offset = self._storages.place(key, nbytes)
-        unread: torch.UntypedStorage = (
-            self._addresses[offset : offset + nbytes] if nbytes else torch.UntypedStorage(0, device="cpu")
-        )
+        if not nbytes:
+            return torch.UntypedStorage(0, device="cpu")  # type: ignore[no-untyped-call]
+        unread: torch.UntypedStorage = self._addresses[offset : offset + nbytes]
         return unread
 
     def offset_of(self, storage: torch.UntypedStorage) -> int | None:
