@@ -6,8 +6,8 @@ The functions have the interface of ``safetensors.torch`` and write the same byt
 here, because they do not move whole files. Those of the ``safetensors`` package read the files written here.
 """
 
-from deepnvme.checkpoint.safetensors_files import load_file, load_model, save_file, save_model, save_sharded
+from deepnvme.checkpoint.safetensors_files import load_file, load_model, save_file, save_model
 
 from .checkpoint.formats.pt_records import CorruptCheckpoint
 
-__all__ = ["CorruptCheckpoint", "load_file", "load_model", "save_file", "save_model", "save_sharded"]
+__all__ = ["CorruptCheckpoint", "load_file", "load_model", "save_file", "save_model"]

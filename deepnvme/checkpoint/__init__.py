@@ -16,7 +16,6 @@ from .verification import Report, verify
 if TYPE_CHECKING:
     from deepnvme.integrations.deepspeed.checkpoint_engine import NVMeCheckpointEngine
 
-    from .dcp.huggingface import NVMeHuggingFaceReader, NVMeHuggingFaceWriter
     from .dcp.reader import NVMeReader
     from .dcp.writer import NVMeWriter
 
@@ -24,8 +23,6 @@ __all__ = [
     "CheckpointManager",
     "CorruptCheckpoint",
     "NVMeCheckpointEngine",
-    "NVMeHuggingFaceReader",
-    "NVMeHuggingFaceWriter",
     "NVMeReader",
     "NVMeWriter",
     "Report",
@@ -38,8 +35,6 @@ __all__ = [
 
 _LATER = {
     "NVMeCheckpointEngine": "deepnvme.integrations.deepspeed.checkpoint_engine",
-    "NVMeHuggingFaceReader": "dcp.huggingface",
-    "NVMeHuggingFaceWriter": "dcp.huggingface",
     "NVMeReader": "dcp.reader",
     "NVMeWriter": "dcp.writer",
 }

@@ -16,23 +16,20 @@ import atexit
 import contextlib
 import logging
 import os
-import pickle
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
-from deepnvme.telemetry.descriptions import path_list, printable, representation, size_for_people, state_text
+from deepnvme.telemetry.descriptions import printable
 from deepnvme.telemetry.profiler_ranges import profiler_range
 
-from .file_io import clear_frames, clearing_frames
 from .formats.file_image import FileImage
 from .formats.pt_image import pt_image
 from .publication import Destination
@@ -42,6 +39,8 @@ if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
 
 _logger = logging.getLogger(__name__)
+_IN_FLIGHT = 2
+"""Most saves that are queued or running: one is written while the next is copied."""
 
 
 class SaveFuture:
@@ -61,20 +60,6 @@ class SaveFuture:
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
-    def __repr__(self) -> str:
-        return representation(
-            self,
-            lambda: f"of {path_list([self._path])}",
-            lambda: size_for_people(self.nbytes),
-            lambda: state_text(False, self._process) or self._state(),
-        )
-
-    def _state(self) -> str:
-        """State for ``repr``: "saving", "saved", or "failed: ..."."""
-        if not self._ended.is_set():
-            return "saving"
-        return "saved" if self._error is None else f"failed: {self._error}"
-
     @property
     def path(self) -> Path:
         """Path of the file: absolute, with symbolic links resolved."""
@@ -84,17 +69,6 @@ class SaveFuture:
     def nbytes(self) -> int:
         """Size of the file in bytes."""
         return self._snapshot.nbytes
-
-    def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until the saved tensors may be changed, because they are copied or the save has failed.
-
-        Args:
-            timeout: Seconds. None waits without a limit.
-
-        Raises:
-            TimeoutError: If the tensors are not copied after ``timeout`` seconds. The save continues.
-        """
-        self._wait(self._snapshot.staged, timeout, "staged")
 
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not. Never blocks."""
@@ -125,15 +99,11 @@ class SaveFuture:
         Raises:
             TimeoutError: If the save has not ended after ``timeout`` seconds. It continues.
         """
-        self._wait(self._ended, timeout, "saved")
+        self._check()
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"'{self._path}' is not saved after {timeout} s")
         _saves.seen(self)
         return self._error
-
-    def _wait(self, event: threading.Event, timeout: float | None, what: str) -> None:
-        """Wait for an event, at most ``timeout`` seconds. Raises TimeoutError: the file is not ``what`` ("saved", "staged")."""
-        self._check()
-        if not event.wait(timeout):
-            raise TimeoutError(f"'{self._path}' is not {what} after {timeout} s")
 
     def _check(self) -> None:
         """Raise RuntimeError in a forked child, where the save never ends."""
@@ -156,23 +126,32 @@ class _Saves:
     """The background saves of this process, written in the order of their calls: the last call for a path wins."""
 
     def __init__(self) -> None:
+        self.staging = threading.RLock()
+        """Held while a save is queued and copied: memory that a later save takes is freed only after the earlier is written."""
         self._lock = threading.Lock()
         self._under_way: deque[SaveFuture] = deque()
         self._unseen: deque[SaveFuture] = deque()
         self._thread: threading.Thread | None = None
         """The saving thread; None while the queue is empty. Interpreter exit waits for it: it is not a daemon thread."""
 
-    def add(self, save: SaveFuture, max_in_flight: int) -> None:
-        """Queue a save, starting the thread if needed. Waits until fewer than ``max_in_flight`` saves are queued or running."""
+    def add(self, save: SaveFuture) -> bool:
+        """Queue a save, starting the thread if needed. Return False if as many saves as may be are queued or running."""
+        with self._lock:
+            if len(self._under_way) >= _IN_FLIGHT:
+                return False
+            with defer_interrupts():  # Ctrl-C must not leave a half-started thread
+                if self._thread is None:
+                    thread = threading.Thread(target=self._work, name="deepnvme-saves")
+                    thread.start()  # its first step is to acquire the lock
+                    self._thread = thread
+                self._under_way.append(save)
+            return True
+
+    def wait_for_room(self) -> None:
+        """Wait until one more save may be queued."""
         while True:
             with self._lock:
-                if len(self._under_way) < max_in_flight:
-                    with defer_interrupts():  # Ctrl-C must not leave a half-started thread
-                        if self._thread is None:
-                            thread = threading.Thread(target=self._work, name="deepnvme-saves")
-                            thread.start()  # its first step is to acquire the lock
-                            self._thread = thread
-                        self._under_way.append(save)
+                if len(self._under_way) < _IN_FLIGHT:
                     return
                 first = self._under_way[0]
             first._ended.wait()
@@ -206,8 +185,10 @@ class _Saves:
                 save = self._under_way[0]
             save._run()
             error = save._error
-            if error is not None:
-                clear_frames(error)  # its frames would keep the saved tensors alive
+            kept = error
+            while kept is not None:  # its frames would keep the saved tensors alive
+                traceback.clear_frames(kept.__traceback__)
+                kept = kept.__context__
             with self._lock:
                 self._under_way.popleft()
                 if error is not None and not isinstance(error, Cancelled):
@@ -259,50 +240,36 @@ def wait_for_saves(path: str | os.PathLike[str]) -> None:
     _saves.wait_for(lambda save: save.path == target)
 
 
-@clearing_frames
-def start(
-    destination: Destination, make: Callable[[None], FileImage], pool: BufferPool | None, lazy: bool, max_in_flight: int,
-    group: object,
-) -> SaveFuture:  # fmt: skip
-    """Copy a file image into pinned memory, then write and publish it in the background.
+def start(destination: Destination, make: Callable[[None], FileImage], pool: BufferPool | None = None) -> SaveFuture:
+    """Copy a file image into pinned memory, then write and publish it in the background. Waits while two saves are under way.
 
     Args:
         destination: Where the file is published.
         make: Returns the image.
         pool: Pool of the pinned memory that the image is copied into. None is the process's pool.
-        lazy: Return at once, and let the background thread copy the whole image.
-        max_in_flight: Most saves queued or running. If there are as many, this blocks until one has ended.
-        group: Must be None. The ranks of a group would run collectives in background threads, concurrently with the
-            collectives of training and in a different order on each rank.
 
     Returns:
-        The future of the save. As much of the image as the pool had free memory for is already copied.
+        The future of the save. The image is copied, and its tensors may change.
 
     Raises:
         Exception: The error of an earlier background save that was not reported yet, or whatever ``make`` raises.
-        ValueError: If ``max_in_flight`` is less than 1, or a group is given.
         OutOfBuffers: If the pool's budget is too small, or this thread holds the leases that the save would wait for.
     """
-    if group is not None:
-        raise ValueError(
-            "the ranks of a group save together and at once, not behind training: use save(..., group=...), or"
-            " torch.distributed.checkpoint.async_save(..., storage_writer=deepnvme.NVMeWriter(path))"
-        )
-    if max_in_flight < 1:
-        raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
     raise_unseen()
     image = make(None)
     engine = destination.engine()  # here, so that the caller gets the error if the engine cannot be created
     snapshot = Snapshot(image, buffer_pool() if pool is None else pool)
     save = SaveFuture(destination, snapshot, engine)
+    snapshot.ensure_memory()
+    queued = False
     try:
-        snapshot.ensure_memory()
-        _saves.add(save, max_in_flight)
-        if lazy:
-            snapshot.leave()
-        else:
-            with profiler_range("stage"):
-                snapshot.stage()
+        while not queued:
+            _saves.wait_for_room()
+            with _saves.staging:
+                queued = _saves.add(save)
+                if queued:
+                    with profiler_range("stage"):
+                        snapshot.stage()
     except BaseException:
         snapshot.cancel()
         _saves.wait_for(lambda other: other is save)
@@ -316,26 +283,20 @@ def async_save(
     *,
     fsync: bool = True,
     checksum: bool | None = None,
-    pickle_module: ModuleType = pickle,
-    pickle_protocol: int = 2,
     pool: BufferPool | None = None,
-    lazy: bool = False,
-    max_in_flight: int = 2,
-    group: None = None,
     config: AioConfig | None = None,
 ) -> SaveFuture:
     """Save ``obj`` to ``path`` like :func:`save`, but in the background, with the values that ``obj`` has at the call.
 
-    The bytes are copied into pinned memory leased from ``pool`` and written while the caller continues. **If the pool has
-    memory for the whole file, all tensors are copied when this returns, and may be changed. Otherwise they may be changed
-    after** ``future.wait_staged()``: the writing thread copies the rest as memory becomes free. CUDA tensors are saved as
-    the current stream of this thread leaves them.
+    The bytes are copied into pinned memory leased from ``pool`` and written while the caller continues. When this returns,
+    all tensors are copied, and may be changed. If the pool has less memory than the file has bytes, this waits for the first
+    chunks to be written. CUDA tensors are saved as the current stream of this thread leaves them.
 
     The pool keeps its memory for the next save. The first save also has to pin it, which takes 0.3 s per GB.
 
-    Saves are written one after the other, in the order of their calls. Interpreter exit waits for all of them. Ctrl-C
-    before this returns leaves nothing behind, except when it comes after all work is done: then the save continues like
-    any other.
+    Saves are written one after the other, in the order of their calls. While two are under way, this waits. Interpreter exit
+    waits for all of them. Ctrl-C before this returns leaves nothing behind, except when it comes after all work is done: then
+    the save continues like any other.
 
     Args:
         obj: Any object that pickles.
@@ -343,12 +304,7 @@ def async_save(
         fsync: As for :func:`save`.
         checksum: As for :func:`save`. The background thread computes the checksums of tensors on the CPU. With True,
             those of tensors on devices are computed before this returns.
-        pickle_module: As for :func:`save`.
-        pickle_protocol: As for :func:`save`.
         pool: Pool of the pinned memory. None is the process's pool.
-        lazy: Return at once, and let the background thread copy all tensors.
-        max_in_flight: Most saves queued or running. If there are as many, this blocks until one has ended.
-        group: Not supported. Only :func:`save` has it.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
@@ -357,11 +313,9 @@ def async_save(
     Raises:
         Exception: Whatever pickling raises, before anything is created; or the error of an earlier background save that
             was not reported yet.
-        OutOfBuffers: If the pool's budget is too small, or is held by this thread, so that the save would wait for it
-            forever. (Leases that this thread takes later must be released before it waits for the future.)
-        ValueError: If ``group`` is given, or ``max_in_flight`` is less than 1.
+        OutOfBuffers: If the pool's budget is too small, or is held by this thread, or stays in use for 30 seconds.
         TypeError: If ``config`` is something else than an AioConfig.
     """
     destination = Destination(Path(path).absolute(), fsync, config=config)
-    make = partial(pt_image, obj, pickle_module, pickle_protocol, checksum)
-    return start(destination, make, pool, lazy, max_in_flight, group)
+    make = partial(pt_image, obj, 2, checksum)
+    return start(destination, make, pool)

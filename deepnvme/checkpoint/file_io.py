@@ -7,10 +7,9 @@ import errno
 import functools
 import itertools
 import os
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -33,9 +32,7 @@ if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
     from deepnvme.ops.aio.async_io_op.checkpoint import Checksums
 
-Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-_PACKAGE = __name__.partition(".")[0]
 _GAP = 64 << 10
 """Largest gap in bytes between two pieces that is read along with them, so that one read has both."""
 _MOST_ENGINES = 16
@@ -72,47 +69,9 @@ def _engines_of(process: int) -> Callable[[AioConfig, bool], Engine]:
     return functools.lru_cache(maxsize=_MOST_ENGINES)(create_engine)
 
 
-# Errors.
-
-
-def clear_frames(error: BaseException) -> None:
-    """Clear the local variables in an error's traceback, and in those of its causes, so that the error keeps no tensor alive.
-
-    Only frames of this package are cleared, and only if they have ended. A debugger may want the others, and clearing the
-    frame of a suspended generator would close that generator.
-    """
-    waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while waiting:
-        each = waiting.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        waiting += each.__cause__, each.__context__
-        for frame, _ in traceback.walk_tb(each.__traceback__):
-            if str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
-                with contextlib.suppress(RuntimeError):  # still running
-                    frame.clear()
-
-
-def clearing_frames(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function so that its errors keep its arguments alive, but no other local variables of this package."""
-
-    @functools.wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        try:
-            return function(*args, **kwargs)
-        except BaseException as error:
-            clear_frames(error)
-            raise
-
-    return call
-
-
 # Writing.
 
 
-@clearing_frames
 def write(
     image: FileImage,
     file: File,
@@ -225,7 +184,6 @@ def empty_storage(nbytes: int, device: torch.device | str = "cpu") -> torch.Unty
     return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
 
 
-@clearing_frames
 def read(placed: Sequence[FileSlice], path: Path, engine: Engine, pool: BufferPool, progress: Progress | None = None) -> None:
     """Fill memory with bytes from a file. Blocks. Leases at most 16 MiB at a time.
 

@@ -6,7 +6,6 @@ import errno
 import functools
 import os
 import pickle
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import NoneType
@@ -16,9 +15,7 @@ import torch
 from torch.serialization import _get_restore_location, _serialization_tls
 from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
-from deepnvme.files.regular_files import open_regular
-from deepnvme.memory.pool import BufferPool, buffer_pool
-from deepnvme.telemetry.callers import stack_level
+from deepnvme.memory.pool import buffer_pool
 from deepnvme.telemetry.profiler_ranges import profiler_range
 from deepnvme.telemetry.progress import Progress, ProgressOption, shown_progress
 
@@ -27,13 +24,14 @@ from .formats import pt_records
 from .formats.pickle_scan import is_plain
 from .formats.pt_image import crc32_of
 from .formats.pt_pickle import Place, pickled
-from .formats.pt_records import CorruptCheckpoint, PtRecords, WrongChecksum
-from .formats.recognition import guess_format
-from .unpickling import MapLocation, UnreadStorages, unpickle
-from .verification import verify_records
+from .formats.pt_records import CorruptCheckpoint, PtRecords, UnreadStorages, WrongChecksum, unpickle
 
 if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
+
+
+MapLocation = Any
+"""A ``map_location`` of torch.load: None, a device or its name, a mapping of names, or a function."""
 
 
 def load(
@@ -45,7 +43,6 @@ def load(
     mmap: bool | None = None,
     keys: Iterable[Any] | None = None,
     checksum: bool = False,
-    pool: BufferPool | None = None,
     progress: ProgressOption = None,
     config: AioConfig | None = None,
     **pickle_load_args: Any,
@@ -54,14 +51,15 @@ def load(
 
     The arguments of ``torch.load`` have the same names, order and defaults, so ``torch.load = deepnvme.load`` works. A path
     that ends in .safetensors is loaded as by :func:`deepnvme.safetensors.load_file`. Left to ``torch.load`` are file objects,
-    files of the formats before torch 1.6, archives with deflated records or in big-endian byte order, TorchScript archives, and
-    loads to the meta device. A file that cannot be unpickled is given to ``torch.load`` too, which raises its own error.
+    files of the formats before torch 1.6, archives with deflated records or in big-endian byte order, other pickle modules than
+    Python's, and loads to the meta device. A file that cannot be unpickled is given to ``torch.load`` too, which raises its own
+    error.
 
     Storages are read by direct I/O: on the CPU into memory of their own, on a CUDA device through pinned buffers. For any other
     device each storage is read into CPU memory and copied from there, one at a time. Files are mapped only with ``mmap=True``,
     which is left to ``torch.load``: if a mapped file is truncated, or the drive fails to read it, the process ends (SIGBUS).
 
-    Memory beyond the object: 16 MiB leased from ``pool``. If a class defined outside torch, or a function given as
+    Memory beyond the object: 16 MiB leased from the process's pool. If a class defined outside torch, or a function given as
     ``map_location``, may look at tensors while the object is being made, all of them are first read into CPU memory. Those for
     a CUDA device are copied from there, and take as much CPU memory besides.
 
@@ -71,12 +69,11 @@ def load(
         pickle_module: As for ``torch.load``.
         weights_only: As for ``torch.load``. The default also follows the environment's TORCH_FORCE_WEIGHTS_ONLY_LOAD and
             TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD.
-        mmap: As for ``torch.load``. None is the default that torch is configured with.
+        mmap: As for ``torch.load``. None is False.
         keys: If the file holds a mapping, load only these entries, and read only their bytes. All bytes are read if unpickling
-            looks at tensors (sparse tensors, classes defined outside torch), and from files left to ``torch.load``.
-        checksum: Verify the CRC-32 of each tensor that has one. Files that are left to ``torch.load`` are read one more time
-            for this.
-        pool: Pool of the pinned buffers. None is the process's pool.
+            may look at tensors (sparse tensors, classes defined outside torch, pickle protocol 4), and from files left to
+            ``torch.load``.
+        checksum: Verify the CRC-32 of each tensor that has one. Refused for what is left to ``torch.load``.
         progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
             for one from the beginning, False for none; or a function called with (bytes read, bytes to read).
             No effect for what is left to ``torch.load``.
@@ -86,27 +83,23 @@ def load(
 
     Raises:
         CorruptCheckpoint: If the file is damaged. Names the storage with the bytes expected and found. Also if it is no
-            checkpoint: names what it looks like.
+            checkpoint, or a TorchScript archive.
         KeyError: If the file does not have one of ``keys``.
         TypeError: If ``keys`` is given and the file holds no mapping; or if ``config`` is something else than an AioConfig.
         UnpicklingError: If the file holds what ``weights_only`` does not allow.
-        ValueError: If ``checksum`` is combined with ``mmap`` or a file object; or if one of them is True for a safetensors file,
-            which is not mapped and has no checksums.
-        RuntimeError: If torch refuses the arguments; or for a TorchScript archive with ``weights_only``.
+        ValueError: If ``checksum`` is given for what is left to ``torch.load``, or ``keys`` for a file object; or if ``mmap`` or
+            ``checksum`` is True for a safetensors file, which is not mapped and has no checksums.
+        RuntimeError: If torch refuses the arguments.
         OSError: If the file cannot be opened or read.
         OutOfBuffers: If the pool's budget does not allow the buffers.
     """
     options = {"map_location": map_location, "pickle_module": pickle_module, "weights_only": weights_only, **pickle_load_args}
-    chosen = None if keys is None else list(keys)
     if not isinstance(f, (str, bytes, os.PathLike)):
-        if checksum:
-            raise ValueError("checksum=True needs the path of a file")
-        loaded = torch_load(f, mmap=mmap, **options)
-        return loaded if chosen is None else _chosen(loaded, chosen)
+        if checksum or keys is not None:
+            raise ValueError("keys and checksum=True need the path of a file")
+        return torch_load(f, mmap=mmap, **options)
     path = f
-    mapped = _mapped_by_default() if mmap is None else mmap
-    if mapped and checksum:
-        raise ValueError("checksum=True reads every tensor, and mmap=True none before it is used: leave out one of them")
+    chosen = None if keys is None else list(keys)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     options["weights_only"] = resolve_weights_only(weights_only, pickle_module)
@@ -114,16 +107,13 @@ def load(
     def whole() -> Any:
         """Load the file, or the entries ``keys`` of it, and show progress."""
         with profiler_range("load"), shown_progress(progress, f"loading {path}") as report:
-            memory = buffer_pool() if pool is None else pool
-            return _load(path, chosen, mapped, checksum, options, memory, report, config)
+            return _load(path, chosen, bool(mmap), checksum, options, report, config)
 
     if os.fspath(path).endswith(".safetensors") and not pt_records.is_zip(path):
         if mmap or checksum:
             what = "mmap=True is for .pt files" if mmap else "checksum=True: a safetensors file has no checksums"
             raise ValueError(f"{what}: load '{os.fspath(path)}' without")
-        return _load_safetensors(path, map_location, chosen, pool, progress, config)
-    if weights_only is None and pickle_module is None and not options["weights_only"]:
-        warnings.warn("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set: weights_only=False", UserWarning, stacklevel=stack_level())
+        return _load_safetensors(path, map_location, chosen, progress, config)
     loaded = read_consistently(path, whole)
     return loaded if chosen is None else _chosen(loaded, chosen)
 
@@ -152,17 +142,8 @@ def resolve_weights_only(weights_only: bool | None, pickle_module: Any = None) -
     return always or chosen
 
 
-def _mapped_by_default() -> bool:
-    """Return torch's configured default of ``mmap``: ``torch.utils.serialization.config``, which torch has since 2.7."""
-    try:
-        from torch.utils.serialization import config
-    except ImportError:
-        return False
-    return bool(config.load.mmap)
-
-
 def _load_safetensors(
-    path: Any, map_location: MapLocation, keys: list[Any] | None, pool: BufferPool | None, progress: ProgressOption,
+    path: Any, map_location: MapLocation, keys: list[Any] | None, progress: ProgressOption,
     config: AioConfig | None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Load a safetensors file with the arguments of :func:`load`."""
@@ -172,7 +153,7 @@ def _load_safetensors(
         raise RuntimeError(f"map_location must be a device for a safetensors file, got {type(map_location).__name__}")
     device = map_location.decode() if isinstance(map_location, bytes) else map_location
     choose = dict if keys is None else partial(_chosen, keys=keys)
-    loaded = load_entries(path, "cpu" if device is None else device, choose, pool, progress, config)
+    loaded = load_entries(path, "cpu" if device is None else device, choose, progress, config)
     return loaded if keys is None else {key: loaded[key] for key in keys}
 
 
@@ -182,58 +163,39 @@ def _load(
     mmap: bool,
     checksum: bool,
     options: Mapping[str, Any],
-    pool: BufferPool,
     progress: Progress | None,
     config: AioConfig | None,
 ) -> Any:
     """Load one .pt file and return its object. Storages that none of the entries ``keys`` needs are not read."""
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            raise CorruptCheckpoint(path, "the file is empty")
     found = pt_records.records_of(path) if pt_records.is_zip(path) else None
-    stream = b""
     if found is not None:
-        if found.script and options["weights_only"]:  # torch says so, too, but neither which file nor torch.jit.load
-            what = "a TorchScript archive, which holds programs"
-            raise RuntimeError(f"'{os.fspath(path)}' is {what}: if you trust it, use torch.jit.load, or weights_only=False")
         stream = pt_records.check_pickle(path, found)
-    if found is not None and found.storages_readable and not mmap and not _torch_makes_storages(options):
-        try:
-            return _load_storages(path, found, stream, keys, checksum, options, pool, progress, config)
-        except _NotUnpickled:
-            pass
-    return _load_by_torch(path, found, mmap, checksum, options)
+        if found.storages_readable and not mmap and not _torch_makes_storages(options):
+            try:
+                ours = {name: value for name, value in options.items() if name != "pickle_module"}
+                return _load_storages(path, found, stream, keys, checksum, ours, progress, config)
+            except _NotUnpickled as error:
+                if checksum:
+                    raise error.__cause__ or error from None
+    if checksum:
+        raise ValueError(f"'{os.fspath(path)}' is left to torch.load with these arguments, which verifies no checksums")
+    try:
+        return torch_load(path, mmap=mmap, **options)
+    except Exception as error:
+        if found is None and not pt_records.is_pickle(path):
+            raise CorruptCheckpoint(path, "it is neither an archive of torch.save nor a file of torch before 1.6") from error
+        raise
 
 
 def _torch_makes_storages(options: Mapping[str, Any]) -> bool:
-    """Return whether ``torch.load`` makes storages without their bytes, or warns of arguments that have no effect."""
+    """Return whether ``torch.load`` makes storages without their bytes, unpickles in another way, or warns of its arguments."""
     return (
         str(options["map_location"]) == "meta"
+        or options["pickle_module"] not in (None, pickle)
         or torch._guards.detect_fake_mode(None) is not None
         or _serialization_tls.skip_data
         or (options["weights_only"] and not options.keys() <= {"map_location", "pickle_module", "weights_only"})
     )
-
-
-def _load_by_torch(
-    path: str | os.PathLike[str], found: PtRecords | None, mmap: bool, checksum: bool, options: Mapping[str, Any]
-) -> Any:
-    """Leave the file to ``torch.load``. An error of it is raised as it is, unless the file is damaged or no checkpoint."""
-    if checksum and found is not None:
-        verify_records(path)
-    try:
-        return torch_load(path, mmap=mmap, **options)
-    except Exception as error:
-        if found is not None and found.stored:
-            pt_records.refuse_damaged(path, found, error)
-        elif found is not None:
-            verify_records(path)
-        else:
-            pt_records.refuse_damaged_beginning(path)
-            other = guess_format(path)
-            if other is not None:  # torch's error advises to load the file with weights_only=False
-                raise CorruptCheckpoint(path, f"it is no checkpoint, but looks like {other}") from None
-        raise
 
 
 class _NotUnpickled(Exception):
@@ -257,7 +219,6 @@ def _load_storages(
     keys: list[Any] | None,
     checksum: bool,
     options: Mapping[str, Any],
-    pool: BufferPool,
     progress: Progress | None,
     config: AioConfig | None,
 ) -> Any:
@@ -283,7 +244,7 @@ def _load_storages(
         """Read storages from the file, and verify them if their checksums are wanted."""
         records = [storages.place(key, each.nbytes)[0] for key, each in placed.items()]  # the size again: torch may have grown it
         if placed:
-            read(list(placed.values()), path, engine(), pool, progress)
+            read(list(placed.values()), path, engine(), buffer_pool(), progress)
         for record, each in zip(records, placed.values(), strict=True) if checksum else ():
             if record.crc32 and (crc := crc32_of(each.memory)) != record.crc32:
                 raise WrongChecksum(path, record, each.offset, crc)
@@ -333,8 +294,7 @@ def _offsets_of(
         chosen = _chosen(whole, keys)
     except (KeyError, TypeError):
         return set()  # nothing has to be read for this error, which load() raises at the end
-    module = options["pickle_module"]
-    storages = pickled(chosen, module if hasattr(module, "Pickler") else pickle, 2).storages
+    storages = pickled(chosen, 2).storages
     return {offset for storage in storages if (offset := unread.offset_of(storage)) is not None}
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import errno
 import operator
 import os
-import pickle
 import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from deepnvme.files.replacing import sync_directory
-from deepnvme.memory.pool import BufferPool
-from deepnvme.telemetry.descriptions import path_list, representation
-from deepnvme.telemetry.drive_wear import WriteEstimate
 from deepnvme.telemetry.progress import ProgressOption
 
 from .background import SaveFuture, start
@@ -29,7 +25,6 @@ if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
 
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})\.pt")
-_IN_FLIGHT = 2
 
 
 class CheckpointManager:
@@ -68,15 +63,6 @@ class CheckpointManager:
         for made in missing:
             sync_directory(made.parent)
 
-    def __repr__(self) -> str:
-        return representation(self, lambda: f"in {path_list([self.directory])}", lambda: f"keep={self.keep}", self._contents)
-
-    def _contents(self) -> str:
-        """Describe the existing checkpoints for ``repr``: "3 checkpoints, the latest of step 100"."""
-        steps = self.steps()
-        count = f"{len(steps)} checkpoint{'s' if len(steps) > 1 else ''}"
-        return f"{count}, the latest of step {steps[-1]}" if steps else "no checkpoints"
-
     def path(self, step: int) -> Path:
         """Return the path of a step's checkpoint, which may not exist.
 
@@ -103,12 +89,11 @@ class CheckpointManager:
     @overload
     def save(
         self, step: int, obj: object, *, asynchronous: Literal[False] = False, fsync: bool = True, checksum: bool | None = None,
-        pool: BufferPool | None = None, lazy: bool = False, group: ProcessGroup | None = None, progress: ProgressOption = None,
+        group: ProcessGroup | None = None, progress: ProgressOption = None,
     ) -> None: ...  # fmt: skip
     @overload
     def save(
         self, step: int, obj: object, *, asynchronous: Literal[True], fsync: bool = True, checksum: bool | None = None,
-        pool: BufferPool | None = None, lazy: bool = False,
     ) -> SaveFuture: ...  # fmt: skip
     def save(
         self,
@@ -118,15 +103,13 @@ class CheckpointManager:
         asynchronous: bool = False,
         fsync: bool = True,
         checksum: bool | None = None,
-        pool: BufferPool | None = None,
-        lazy: bool = False,
         group: ProcessGroup | None = None,
         progress: ProgressOption = None,
     ) -> SaveFuture | None:
         """Save ``obj`` as the checkpoint of ``step``, then remove the checkpoints of the lowest other steps beyond ``keep``.
 
         Replaces an existing checkpoint of the same step. Blocks like :func:`deepnvme.save`. With ``asynchronous=True`` it
-        returns like :func:`deepnvme.async_save`, with at most two saves in flight.
+        returns like :func:`deepnvme.async_save`.
 
         Args:
             step: Training step, not negative.
@@ -134,8 +117,6 @@ class CheckpointManager:
             asynchronous: Save in the background.
             fsync: As for :func:`deepnvme.save`.
             checksum: As for :func:`deepnvme.save`.
-            pool: As for :func:`deepnvme.save`.
-            lazy: As for :func:`deepnvme.async_save`. Only with ``asynchronous``.
             group: As for :func:`deepnvme.save`. Not with ``asynchronous``.
             progress: As for :func:`deepnvme.save`. No effect with ``asynchronous``.
 
@@ -144,33 +125,19 @@ class CheckpointManager:
 
         Raises:
             TypeError: If ``step`` is no integer.
-            ValueError: If ``lazy`` is given without ``asynchronous``, or ``group`` with it.
+            ValueError: If ``group`` is given with ``asynchronous``.
             OSError: From saving. If a surplus checkpoint cannot be removed, the message says that the new one is saved.
             Exception: Any other error of :func:`deepnvme.save` or :func:`deepnvme.async_save`.
         """
-        if lazy and not asynchronous:
-            raise ValueError("lazy=True is for asynchronous=True: a save that blocks has nothing to leave for later")
         recycle, end = partial(self._recyclable, step), partial(self._remove_surplus, step)
         destination = Destination(self.path(step), fsync, recycle=recycle, end=end, config=self.config)
-        make = partial(pt_image, obj, pickle, 2, checksum)
+        make = partial(pt_image, obj, 2, checksum)
         if asynchronous:
-            return start(destination, make, pool, lazy, _IN_FLIGHT, group)
-        save_to(destination, make, pool, progress, group)
+            if group is not None:
+                raise ValueError("the ranks of a group save together and at once: leave out asynchronous, or use NVMeWriter")
+            return start(destination, make)
+        save_to(destination, make, progress, group)
         return None
-
-    def estimate_writes(self, obj: object) -> WriteEstimate:
-        """Return how many bytes :meth:`save` would write for an object: the size of its file. Writes nothing.
-
-        >>> manager.estimate_writes(model.state_dict()).terabytes_per_day(seconds_per_step=600)  # a save every 10 minutes
-
-        Args:
-            obj: Any object that pickles, and has no DTensors.
-
-        Raises:
-            Exception: Whatever pickling raises.
-        """
-        nbytes = pt_image(obj, pickle, 2, checksum=False).nbytes
-        return WriteEstimate(bytes_per_step=nbytes, most_bytes_per_step=nbytes, bytes_once=0)
 
     def load(self, step: int | None = None, **options: Any) -> Any:
         """Load the checkpoint of a step, by default the latest.

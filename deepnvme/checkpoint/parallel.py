@@ -1,4 +1,4 @@
-"""Save one file with all ranks of a process group: each writes its part, and the file is published when all have synced."""
+"""Save one file with all ranks of a process group: each writes its shards, and the file is published when all have synced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepnvme.telemetry.progress import Progress
 from .background import raise_unseen, wait_for_saves
 from .file_io import write
 from .formats.file_image import FileImage
-from .formats.sharding import Span, equal_share, taken
+from .formats.sharding import Span
 from .publication import Destination, Publication, name_the_final_file
 
 if TYPE_CHECKING:
@@ -91,7 +91,6 @@ class CollectiveSteps:
 def save_together(
     destination: Destination,
     make: Callable[[], FileImage],
-    pool: BufferPool | None,
     progress: Progress | None,
     group: ProcessGroup,
 ) -> None:
@@ -103,7 +102,6 @@ def save_together(
     Args:
         destination: Where rank 0 publishes the file.
         make: Returns this rank's image of the object.
-        pool: Pool of the buffers. None is the process's pool.
         progress: Called with (bytes written, bytes to write) of this rank.
         group: Process group of ``torch.distributed``.
 
@@ -121,13 +119,13 @@ def save_together(
         """Make this rank's image, and return the description of it that the ranks compare."""
         raise_unseen()
         image = make()
-        mine.append((image, destination.engine(), buffer_pool() if pool is None else pool))
+        mine.append((image, destination.engine(), buffer_pool()))
         return Description(image.digest().hex(), image.nbytes, bytes_held(image))
 
     described = ranks.all(prepare)
     image, engine, memory = mine[0]
     check_descriptions(path, image, described)
-    parts = sorted([*image.held, *own_share(image, ranks.rank, ranks.size)])
+    parts = sorted([*image.held, *(outside_dtensors(image) if ranks.rank == 0 else ())])
     new = Publication(destination, image.nbytes, engine) if ranks.rank == 0 else None
     temporary = ""
 
@@ -143,7 +141,8 @@ def save_together(
         """Write this rank's ranges of the file."""
         try:
             with contextlib.nullcontext(new.file) if new is not None else engine.open(temporary, "r+") as file:
-                write(image, file, engine, memory, parts, progress)
+                if parts:
+                    write(image, file, engine, memory, parts, progress)
                 if destination.fsync:
                     engine.fsync(file).result()
         except OSError as error:
@@ -197,12 +196,8 @@ def bytes_held(image: FileImage) -> list[int]:
     return held
 
 
-def own_share(image: FileImage, rank: int, size: int) -> list[Span]:
-    """Return the ranges that this rank writes of the bytes outside DTensors, which every rank has."""
-    common: list[Span] = []
-    at = 0
-    for first, last in [*image.spread, (image.nbytes, image.nbytes)]:
-        if at < first:
-            common.append((at, first))
-        at = last
-    return taken(common, *equal_share(common, rank, size))
+def outside_dtensors(image: FileImage) -> list[Span]:
+    """Return the ranges of the file outside DTensors, which every rank has."""
+    begins = [0, *(last for _, last in image.spread)]
+    ends = [*(first for first, _ in image.spread), image.nbytes]
+    return [(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]

@@ -57,12 +57,6 @@ class Destination:
     """Final path. If it is a symbolic link, the link stays and its target is replaced."""
     fsync: bool = True
     """Whether the file is flushed to stable storage before the rename, and the directory after it."""
-    one_of_many: bool = False
-    """Whether the caller publishes many files into one directory.
-
-    The caller then calls :func:`remove_leftovers` before the first file and ``sync_directory`` after the last, because
-    each of these handles the whole directory.
-    """
     recycle: Callable[[], Path | None] = lambda: None
     """Called before the file is written. Returns a file in the same directory to overwrite in place, or None.
 
@@ -129,16 +123,14 @@ class Publication:
 
     @property
     def temporary(self) -> Path:
-        """Path of the temporary file. Raises ValueError before :meth:`begin`."""
-        if self._locked is None:
-            raise ValueError(f"the publication of '{self._name}' has not begun")
+        """Path of the temporary file, from :meth:`begin` on."""
+        assert self._locked is not None
         return Path(self._locked.name)
 
     @property
     def file(self) -> File:
-        """The temporary file, open for writing. Raises ValueError before :meth:`begin`."""
-        if self._file is None:
-            raise ValueError(f"the publication of '{self._name}' has not begun")
+        """The temporary file, open for writing, from :meth:`begin` on."""
+        assert self._file is not None
         return self._file
 
     def begin(self) -> None:
@@ -149,8 +141,7 @@ class Publication:
             raise OSError(errno.EINVAL, "neither a regular file nor the name of a new one", self._name)
         recycle = self._destination.recycle()
         try:
-            if not self._destination.one_of_many:
-                remove_leftovers(self.path.parent)
+            remove_leftovers(self.path.parent)
             if recycle is not None:
                 self._locked = _recycled(self.path, recycle, durably=self._destination.fsync)
             if self._locked is None:
@@ -182,7 +173,7 @@ class Publication:
         try:
             self._close()
             what = "the directory was flushed: the new file is in place, but a power cut may undo that"
-            if self._destination.fsync and not self._destination.one_of_many:
+            if self._destination.fsync:
                 sync_directory(self.path.parent)
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror}, when {what}", self._name) from error

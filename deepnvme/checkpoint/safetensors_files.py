@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepnvme.engine import Engine
-from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.memory.pool import buffer_pool
 from deepnvme.telemetry.progress import Progress, ProgressOption, shown_progress
-from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .file_io import FileSlice, empty_storage, memory_for, read, read_consistently, shared_engine
 from .formats import safetensors_header
@@ -36,7 +35,6 @@ def save_file(
     metadata: dict[str, str] | None = None,
     *,
     fsync: bool = True,
-    pool: BufferPool | None = None,
     progress: ProgressOption = None,
     config: AioConfig | None = None,
 ) -> None:
@@ -44,14 +42,13 @@ def save_file(
 
     The file appears under its name when it is whole, as with :func:`deepnvme.save`. Of a conjugate or negative view, the
     values of the view are saved; the safetensors library saves the values of the viewed tensor. Memory beyond the
-    tensors: 16 MiB leased from ``pool``.
+    tensors: 16 MiB leased from the process's pool.
 
     Args:
         tensors: By name: contiguous, dense tensors on the CPU or CUDA devices, none overlapping another.
         filename: Path of the file.
         metadata: Strings by name. Their order is kept, while safetensors writes them in random order.
         fsync: As for :func:`deepnvme.save`.
-        pool: As for :func:`deepnvme.save`.
         progress: As for :func:`deepnvme.save`.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
@@ -74,7 +71,7 @@ def save_file(
         image.add_each([tensors[name].resolve_conj().resolve_neg() for name in names])
         return image
 
-    save_to(Destination(Path(filename), fsync, config=config), make, pool, progress)
+    save_to(Destination(Path(filename), fsync, config=config), make, progress)
 
 
 def load_file(
@@ -82,7 +79,6 @@ def load_file(
     device: str | int | torch.device = "cpu",
     *,
     backend: str = "mmap",
-    pool: BufferPool | None = None,
     progress: ProgressOption = None,
     config: AioConfig | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -92,7 +88,6 @@ def load_file(
         filename: Path of the file or of the index.
         device: Where the tensors are loaded to. A number is that of a CUDA device.
         backend: Accepted as by safetensors; has no effect.
-        pool: As for :func:`deepnvme.load`.
         progress: As for :func:`deepnvme.load`, for each file.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
@@ -104,11 +99,11 @@ def load_file(
         OSError: If a file cannot be opened or read.
         OutOfBuffers: If the pool's budget does not allow the buffers.
     """
-    return load_entries(filename, device, dict, pool, progress, config)
+    return load_entries(filename, device, dict, progress, config)
 
 
 def load_entries(
-    filename: str | os.PathLike[str], device: str | int | torch.device, choose: Choice, pool: BufferPool | None,
+    filename: str | os.PathLike[str], device: str | int | torch.device, choose: Choice,
     progress: ProgressOption, config: AioConfig | None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Load chosen tensors of a safetensors file, or of all shards of an index, and read only their bytes. Blocks.
@@ -119,13 +114,12 @@ def load_entries(
         choose: Selects the tensors to load from the entries of each file.
     """
     target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    pool = buffer_pool() if pool is None else pool
     loaded: dict[str, torch.Tensor] = {}
     shards = safetensors_header.shards_of(filename)
     engine = shared_engine(filename, config)
     with shown_progress(progress, f"loading {filename}") as report:
         for shard, names in shards.items():
-            found = read_consistently(shard, partial(_load, shard, target, choose, engine, pool, report))
+            found = read_consistently(shard, partial(_load, shard, target, choose, engine, report))
             loaded.update(safetensors_header.indexed(filename, shard, names, found))
     return loaded
 
@@ -137,7 +131,6 @@ def save_model(
     force_contiguous: bool = True,
     *,
     fsync: bool = True,
-    pool: BufferPool | None = None,
     progress: ProgressOption = None,
     config: AioConfig | None = None,
 ) -> None:
@@ -154,7 +147,6 @@ def save_model(
         force_contiguous: Save contiguous copies of tensors that are not contiguous, which takes memory. If False, such
             tensors raise ValueError.
         fsync: As for :func:`deepnvme.save`.
-        pool: As for :func:`deepnvme.save`.
         progress: As for :func:`deepnvme.save`.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
@@ -172,7 +164,7 @@ def save_model(
         safetensors_header.check_contiguous(tensors, "save with force_contiguous=True")
     if kept_for:
         metadata = {**(metadata or {}), **{name: kept for name, kept in kept_for.items() if name not in (metadata or {})}}
-    save_file(tensors, filename, metadata, fsync=fsync, pool=pool, progress=progress, config=config)
+    save_file(tensors, filename, metadata, fsync=fsync, progress=progress, config=config)
 
 
 def load_model(
@@ -182,7 +174,6 @@ def load_model(
     device: str | int | torch.device = "cpu",
     *,
     backend: str = "mmap",
-    pool: BufferPool | None = None,
     progress: ProgressOption = None,
     config: AioConfig | None = None,
 ) -> tuple[set[str], list[str]]:
@@ -194,7 +185,6 @@ def load_model(
         strict: Raise if names are missing or unexpected.
         device: Where the tensors are loaded to before they are copied into the model's.
         backend: As for :func:`load_file`.
-        pool: As for :func:`load_file`.
         progress: As for :func:`load_file`.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
@@ -208,7 +198,7 @@ def load_model(
             loaded by then.
         Exception: Any error of :func:`load_file`.
     """
-    loaded = load_file(filename, device, backend=backend, pool=pool, progress=progress, config=config)
+    loaded = load_file(filename, device, backend=backend, progress=progress, config=config)
     kept_for = _left_out(model.state_dict(), preferred=loaded)
     result = model.load_state_dict(loaded, strict=False)
     missing = set(result.missing_keys).difference(kept_for)
@@ -220,15 +210,13 @@ def load_model(
     return missing, unexpected
 
 
-def _load(
-    path: str, device: torch.device, choose: Choice, engine: Engine, pool: BufferPool, progress: Progress | None
-) -> dict[str, torch.Tensor]:
+def _load(path: str, device: torch.device, choose: Choice, engine: Engine, progress: Progress | None) -> dict[str, torch.Tensor]:
     """Load the chosen tensors of one file."""
     direct = device if device.type == "cuda" else torch.device("cpu")
     entries = choose(safetensors_header.read_header(path))
     storages = {name: _storage(entry, direct) for name, entry in entries.items()}
     read([FileSlice(entries[name].offset, storage) for name, storage in storages.items() if storage.nbytes()],
-         path, engine, pool, progress)  # fmt: skip
+         path, engine, buffer_pool(), progress)  # fmt: skip
     loaded = {}
     for name, entry in sorted(entries.items()):
         tensor = torch.empty(0, dtype=entry.dtype, device=direct)
@@ -244,79 +232,6 @@ def _storage(entry: Elements, device: torch.device) -> torch.UntypedStorage:
     if device.type == "cpu" and entry.offset % entry.dtype.itemsize == 0:
         return memory_for(entry.nbytes, entry.offset)
     return empty_storage(entry.nbytes, device)
-
-
-def save_sharded(
-    tensors: dict[str, torch.Tensor],
-    directory: str | os.PathLike[str],
-    metadata: dict[str, str] | None = None,
-    *,
-    max_shard_size: ByteCount = "5GB",
-    name: str = "model",
-    fsync: bool = True,
-    pool: BufferPool | None = None,
-    progress: ProgressOption = None,
-    config: AioConfig | None = None,
-) -> list[Path]:
-    """Save tensors to several safetensors files with an index, or to a single file if one is enough. Blocks.
-
-    The files are ``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``; a single file is
-    ``model.safetensors``. Each file appears when it is whole, the index last. Saving over existing shards of the same
-    number is not atomic as a whole: use a new directory.
-
-    Args:
-        tensors: As for :func:`save_file`. The shards are filled in the order of the dict.
-        directory: Created if it is missing.
-        metadata: As for :func:`save_file`, for each shard.
-        max_shard_size: Bytes, or a size such as "5GB" (5 * 10**9 bytes) or "5GiB". A larger tensor gets a shard of its own.
-        name: First part of the file names.
-        fsync: As for :func:`deepnvme.save`.
-        pool: As for :func:`deepnvme.save`.
-        progress: As for :func:`deepnvme.save`, for each file.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
-
-    Returns:
-        The paths of the files.
-
-    Raises:
-        TypeError, ValueError: If ``max_shard_size`` is not a positive size.
-        Exception: Any error of :func:`save_file`.
-    """
-    most = byte_count(max_shard_size, "max_shard_size", least=1)
-    safetensors_header.check_savable(tensors)
-    shards = _split(tensors, most)
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    count = len(shards)
-    names = [f"{name}-{index:05}-of-{count:05}.safetensors" for index in range(1, count + 1)]
-    if count == 1:
-        names = [f"{name}.safetensors"]
-    for shard, file in zip(shards, names, strict=True):
-        chosen = {each: tensors[each] for each in shard}
-        save_file(chosen, folder / file, metadata, fsync=fsync, pool=pool, progress=progress, config=config)
-    paths = [folder / file for file in names]
-    if count > 1:
-        weights = {each: file for shard, file in zip(shards, names, strict=True) for each in shard}
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weights}
-        paths.append(folder / f"{name}.safetensors{safetensors_header.INDEX_SUFFIX}")
-        image = FileImage()
-        image.add_text(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
-        save_to(Destination(paths[-1], fsync, config=config), lambda across: image, pool)
-    return paths
-
-
-def _split(tensors: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
-    """Divide the tensors into shards in their order, each of at most ``most`` bytes. Returns the names of each shard."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > most:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensor.nbytes
-    return shards
 
 
 # Names that share a tensor, which the format cannot express. Contract: safetensors' own save_model and load_model.

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING
 import torch
 from torch.serialization import save as torch_save  # deepnvme.save may have replaced torch.save
 
-from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.memory.pool import buffer_pool
 from deepnvme.telemetry.progress import ProgressOption, shown_progress
 
 from .background import raise_unseen, wait_for_saves
@@ -40,7 +40,6 @@ def save(
     *,
     fsync: bool = True,
     checksum: bool | None = None,
-    pool: BufferPool | None = None,
     progress: ProgressOption = None,
     group: ProcessGroup | None = None,
     config: AioConfig | None = None,
@@ -51,22 +50,22 @@ def save(
     error, kill or power cut the name refers to the old file or to the new one.
 
     The arguments of ``torch.save`` have the same names and order, so ``torch.save = deepnvme.save`` works. ``torch.save``
-    itself is called for file objects, the format before torch 1.6, and files without the byte order record. ``fsync``,
-    ``pool``, ``progress`` and ``config`` then have no effect.
+    itself is called for file objects, another ``pickle_module`` than Python's, the format before torch 1.6, and files without
+    the byte order record. ``fsync``, ``progress`` and ``config`` then have no effect.
 
     With a ``group`` the save is collective: every rank calls it with the same object, in which each DTensor has the
-    rank's shard. The ranks write one ordinary file together, each the same number of bytes. The file has the whole tensor
-    for a DTensor, and CUDA devices are numbered in the order in which they occur in the object. The ranks compare the
-    structure of their objects, the sizes and the values that are not tensors, but not the bytes of tensors. If one rank
-    fails, all raise: the failed rank its own error, the others RuntimeError naming it. See docs/checkpoints-ranks.md for
+    rank's shard. The ranks write one ordinary file together, each its shards, and the first what is no DTensor. The file has
+    the whole tensor for a DTensor, and CUDA devices are numbered in the order in which they occur in the object. The ranks
+    compare the structure of their objects, the sizes and the values that are not tensors, but not the bytes of tensors. If one
+    rank fails, all raise: the failed rank its own error, the others RuntimeError naming it. See docs/checkpoints-ranks.md for
     file systems shared by several machines.
 
-    Memory beyond the object: 16 MiB leased from ``pool``.
+    Memory beyond the object: 16 MiB leased from the process's pool.
 
     Args:
         obj: Any object that pickles.
         f: Path, or a file object.
-        pickle_module: As for ``torch.save``.
+        pickle_module: As for ``torch.save``, which is called if this is not Python's ``pickle``.
         pickle_protocol: As for ``torch.save``.
         _use_new_zipfile_serialization: As for ``torch.save``, which is called if this is False.
         _disable_byteorder_record: As for ``torch.save``, which is called if this is True.
@@ -77,7 +76,6 @@ def save(
             ``group``. True: all tensors; those on devices, and all with ``group``, are computed first. False: 0 for all.
             After ``torch.serialization.set_crc32_options(False)``, None means 0 for all, and for the pickle too, as in
             torch.save.
-        pool: Pool of the pinned buffers. None is the process's pool.
         progress: None shows a progress bar on stderr after two seconds, if stderr is a terminal or a notebook's; True
             shows one from the beginning, False shows none; a function is called with (bytes written, bytes of the file).
         group: Process group of ``torch.distributed`` whose ranks write the file together.
@@ -93,21 +91,20 @@ def save(
         RuntimeError: If another rank failed.
         TypeError: If ``config`` is something else than an AioConfig.
     """
-    in_its_way = _use_new_zipfile_serialization and not _disable_byteorder_record
-    if not (in_its_way and isinstance(f, (str, bytes, os.PathLike))):
+    ours = _use_new_zipfile_serialization and not _disable_byteorder_record and pickle_module is pickle
+    if not (ours and isinstance(f, (str, bytes, os.PathLike))):
         if checksum or group is not None:
-            raise ValueError("checksum and group are for the path of a file, in torch's format of 1.6 and later")
+            raise ValueError("checksum and group are for paths of files, torch's format of 1.6 and later, and Python's pickle")
         torch_save(obj, f, pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record)
         return
 
-    make = partial(pt_image, obj, pickle_module, pickle_protocol, checksum)
-    save_to(Destination(Path(f), fsync, config=config), make, pool, progress, group)
+    make = partial(pt_image, obj, pickle_protocol, checksum)
+    save_to(Destination(Path(f), fsync, config=config), make, progress, group)
 
 
 def save_to(
     destination: Destination,
     make: Callable[[JointPickling | None], FileImage],
-    pool: BufferPool | None,
     progress: ProgressOption = False,
     group: ProcessGroup | None = None,
 ) -> None:
@@ -116,7 +113,6 @@ def save_to(
     Args:
         destination: Where the file is published.
         make: Returns the image. Its argument is None, or, if a group saves together, what makes every rank pickle alike.
-        pool: Pool of the pinned buffers. None is the process's pool.
         progress: As for :func:`save`. Of the ranks of a group only the first shows a progress bar.
         group: Process group whose ranks write the file together.
     """
@@ -124,11 +120,10 @@ def save_to(
         progress = False
     with shown_progress(progress, f"saving {destination.path}") as report:
         if group is not None:
-            save_together(destination, lambda: make(JointPickling()), pool, report, group)
+            save_together(destination, lambda: make(JointPickling()), report, group)
             return
         raise_unseen()
         image = make(None)
         wait_for_saves(destination.path)
-        memory = buffer_pool() if pool is None else pool
         engine = destination.engine()
-        destination.publish(engine, image.nbytes, lambda file: write(image, file, engine, memory, progress=report))
+        destination.publish(engine, image.nbytes, lambda file: write(image, file, engine, buffer_pool(), progress=report))

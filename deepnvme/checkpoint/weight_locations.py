@@ -22,7 +22,6 @@ from .file_io import file_version, read_consistently, started
 from .formats import pt_records
 from .formats.elements import Elements
 from .formats.safetensors_header import indexed, read_header, shards_of
-from .unpickling import UnreadStorages, unpickle
 
 _OPEN_FILES = 16
 """Most files that are open at a time.
@@ -76,10 +75,6 @@ class Location(NamedTuple):
     """Dtype and shape that the weight has in memory."""
     elements: Elements | None = None
     """Offset, dtype, shape and strides in the file; None if the weight is contiguous there, with the dtype of ``info``."""
-    conj: bool = False
-    """Whether the values in the file are to be conjugated. Only with ``elements``."""
-    neg: bool = False
-    """Whether the values in the file are to be negated. Only with ``elements``."""
 
 
 class OpenFiles:
@@ -174,8 +169,6 @@ class Weights:
             """Wait for the read, and copy the weight's elements from the temporary buffer into ``out``."""
             reading.result()
             values = span.view(elements.dtype).as_strided(elements.shape, elements.stride)
-            values = values.conj() if weight.conj else values
-            values = torch._neg_view(values) if weight.neg else values
             out.view(weight.info.dtype).view(weight.info.shape).copy_(values)
 
         return _DeferredRead(rearrange)
@@ -317,7 +310,6 @@ def _in_file(path: str) -> dict[str, torch.Tensor | Location]:
     if pt_records.is_zip(path):
         return _in_archive(path)
     if pt_records.is_pickle(path):
-        pt_records.refuse_damaged_beginning(path)
         text = f"'{path}' is in torch's format of before 1.6, which has to be in memory as a whole: load it, and save it anew"
         raise ValueError(text)
     return dict(_in_safetensors(path))
@@ -336,11 +328,11 @@ def _in_archive(path: str) -> dict[str, torch.Tensor | Location]:
     found = pt_records.records_of(path)
     stream = pt_records.check_pickle(path, found)
     if not found.storages_readable:
-        what = "a TorchScript archive" if found.script else f"{found.byteorder}-endian" if found.stored else "compressed"
+        what = "big-endian" if found.stored else "compressed"
         raise ValueError(f"'{path}' is {what}, and its weights do not lie in it as in memory: load it, and save its state_dict")
-    unread = UnreadStorages(path, pt_records.StoragePlaces(path, found))
+    unread = pt_records.UnreadStorages(path, pt_records.StoragePlaces(path, found))
     weights: dict[str, torch.Tensor | Location] = {}
-    for name, tensor in _state_dict(path, unpickle(path, stream, unread.place, weights_only=True)).items():
+    for name, tensor in _state_dict(path, pt_records.unpickle(path, stream, unread.place, weights_only=True)).items():
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
         offset = None if storage is None or tensor.is_quantized else unread.offset_of(storage)
         if storage is None or offset is None:  # without elements, or of a kind that a store refuses later
@@ -348,9 +340,10 @@ def _in_archive(path: str) -> dict[str, torch.Tensor | Location]:
             continue
         first = offset + int(tensor.storage_offset()) * tensor.element_size()
         info = WeightInfo(tensor.dtype, tuple(tensor.shape))
-        straight = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        elements = None if straight else Elements(first, *info, tuple(tensor.stride()))
-        weights[name] = Location(path, first, info, elements, tensor.is_conj(), tensor.is_neg())
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"'{path}' has {name!r} as a conjugate or negative view: save resolve_conj() or resolve_neg() of it")
+        elements = None if tensor.is_contiguous() else Elements(first, *info, tuple(tensor.stride()))
+        weights[name] = Location(path, first, info, elements)
     return weights
 
 

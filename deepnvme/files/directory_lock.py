@@ -19,7 +19,6 @@ import errno
 import fcntl
 import gc
 import io
-import json
 import os
 import shlex
 import socket
@@ -28,7 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepnvme._polling import PROCESS_POLL_SECONDS
@@ -44,24 +43,6 @@ class StoreLocked(OSError):
 
     holder = "an unknown process"
     """A description of the owner, if it is known."""
-
-
-@dataclass(frozen=True)
-class LockOwner:
-    """The process that holds the lock of a directory, as written in the lock file."""
-
-    pid: int
-    host: str
-    started: str
-    """When the lock was taken, in local time."""
-    command: str
-    """The process's command line, cut off after 1000 characters."""
-    kind: str = ""
-    """Class of the object that the directory is locked for."""
-
-    def __str__(self) -> str:
-        kind = f"the {self.kind} of " if self.kind else ""
-        return f"{kind}process {self.pid} on {self.host} since {self.started} ({self.command})"
 
 
 CloseForSuccessor = Callable[["DirectoryOwner", Path], None]
@@ -163,13 +144,12 @@ class DirectoryLock:
             if not self._locked:
                 with with_filename(path):
                     self._file.close()  # the previous owner has just removed this lock file: try again
-        command = shlex.join(getattr(sys, "orig_argv", sys.argv))[:1000]
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        owner = LockOwner(os.getpid(), socket.gethostname(), since, command, self._owner.kind)
+        since, command = time.strftime("%Y-%m-%d %H:%M:%S"), shlex.join(getattr(sys, "orig_argv", sys.argv))[:1000]
+        named = f"the {self._owner.kind} of process {os.getpid()} on {socket.gethostname()} since {since} ({command})"
         with with_filename(path):
             os.ftruncate(descriptor, 0)
             with contextlib.suppress(OSError):  # on a full disk the lock still works, only the owner's name is missing
-                os.pwrite(descriptor, json.dumps(asdict(owner)).encode(), 0)
+                os.pwrite(descriptor, named.encode(errors="surrogateescape"), 0)
 
     def _close_holder(self, file: io.FileIO) -> None:
         """Close the object of this process that the file is locked for. Raises StoreLocked if that is not possible."""
@@ -388,23 +368,22 @@ def locked_error(directory: Path, owner: DirectoryOwner | None = None) -> StoreL
         except OSError:
             return StoreLocked(errno.EBUSY, "the directory was in use just now; try again", str(directory))
         with file:
-            named = _owner(file.fileno())
-        holder = str(named) if named is not None else "an unknown process"
+            holder = _named_owner(file.fileno())
         text = f"the directory is in use by {holder}; end that process, or choose another directory"
     error = StoreLocked(errno.EBUSY, text, str(directory))
     error.holder = holder
     return error
 
 
-def _owner(descriptor: int) -> LockOwner | None:
-    """Return the owner that the lock file names. Waits for the name for up to a second; None if it is still missing."""
+def _named_owner(descriptor: int) -> str:
+    """Return the owner that the lock file names. Waits for the name for up to a second."""
     deadline = time.monotonic() + _NAMED_WITHIN
     while time.monotonic() < deadline:
-        try:
-            return LockOwner(**json.loads(os.pread(descriptor, 1 << 16, 0)))  # without "kind": an earlier version's
-        except (ValueError, TypeError):
-            time.sleep(PROCESS_POLL_SECONDS)  # not written yet, or only in part
-    return None
+        named = os.pread(descriptor, 2000, 0)
+        if named:
+            return named.decode(errors="replace")
+        time.sleep(PROCESS_POLL_SECONDS)
+    return "an unknown process"
 
 
 def refers_to(path: Path, descriptor: int) -> bool:

@@ -43,10 +43,10 @@ def preallocate(descriptor: int, begin: int, end: int, path: str, remedy: str) -
         except OSError as failed:
             error = failed.errno or errno.EIO
     if error:
-        free = _free_as_text(descriptor, path, nbytes)
+        free = free_bytes(descriptor, path)
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, begin)  # frees what was allocated before it failed
-        text = f"{os.strerror(error)}: {nbytes} more bytes wanted, {free}"
+        text = f"{os.strerror(error)}: {nbytes} more bytes wanted, {free} free"
         raise OSError(error, f"{text}; {remedy}" if error == errno.ENOSPC else text, path)
 
 
@@ -55,14 +55,3 @@ def free_bytes(descriptor: int, path: str) -> int:
     with with_filename(path):
         status = os.fstatvfs(descriptor)
     return status.f_bavail * status.f_frsize
-
-
-def _free_as_text(descriptor: int, path: str, wanted: int) -> str:
-    """Describe the free space of the file's file system, for an error ("4096 free, and 8192 reserved for root ...").
-
-    Reserved space is mentioned if ``wanted`` bytes would have fitted with it.
-    """
-    with with_filename(path):
-        status = os.fstatvfs(descriptor)
-    free, reserved = status.f_bavail * status.f_frsize, (status.f_bfree - status.f_bavail) * status.f_frsize
-    return f"{free} free" + (f", and {reserved} reserved for root or the file system" if free < wanted <= free + reserved else "")

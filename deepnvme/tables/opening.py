@@ -118,7 +118,7 @@ def tensor_layout(path: Path, name: str, weight: Location | torch.Tensor) -> Tab
     """Return the layout of a checkpoint tensor's rows. Raises ValueError if they are not contiguous in the file."""
     if not isinstance(weight, Location):
         raise ValueError(f"{name!r} in '{path}' lies in memory only: write the file by torch.save as a zip archive")
-    if weight.elements is not None or weight.conj or weight.neg:
+    if weight.elements is not None:
         raise ValueError(f"the rows of {name!r} in '{path}' do not lie one after the other: save a contiguous copy")
     shape = weight.info.shape
     if not shape:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +18,7 @@ from deepnvme.checkpoint import file_io
 from deepnvme.drives.mounts import drive_of
 from deepnvme.drives.profiles import store_profile
 
-from ..support.interpreters import Interpreters
-from ..support.torch_versions import ALONE, VERSION
+from ..support.torch_versions import ALONE
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
@@ -106,78 +103,34 @@ def saved_safetensors(directory: Path) -> None:
     safetensors.save_file({"weight": model().weight.detach()}, directory / "file.safetensors")
 
 
-def saved_shards(directory: Path) -> None:
-    safetensors.save_sharded({name: torch.ones(NBYTES // 8) for name in "ab"}, directory, max_shard_size="2MB")
-
-
-def managed(directory: Path) -> None:
-    deepnvme.CheckpointManager(directory).save(1, tensors())
-
-
 def distributed(directory: Path) -> None:
     dcp.save(tensors(), storage_writer=deepnvme.NVMeWriter(directory), **ALONE)
 
 
-def by_hugging_face(directory: Path) -> None:
-    dcp.save(tensors(), storage_writer=deepnvme.checkpoint.NVMeHuggingFaceWriter(str(directory)), **ALONE)
-
-
-def save_with_a_pickled_writer(directory: Path, **config: Any) -> None:
-    writer = pickle.loads(pickle.dumps(deepnvme.NVMeWriter(directory, **config)))
-    dcp.save(tensors(), storage_writer=writer, **ALONE)
-
-
-def save_with_hugging_face(directory: Path, **config: Any) -> None:
-    dcp.save(tensors(), storage_writer=deepnvme.checkpoint.NVMeHuggingFaceWriter(str(directory), **config), **ALONE)
-
-
-def load_with_hugging_face(directory: Path, **config: Any) -> None:
-    dcp.load(tensors(), storage_reader=deepnvme.checkpoint.NVMeHuggingFaceReader(str(directory), **config), **ALONE)
-
-
-def save_with_the_group(directory: Path, **config: Any) -> None:
-    import torch.distributed as dist
-
-    deepnvme.save(tensors(), directory / "file.pt", group=dist.group.WORLD, **config)
+def save_by_manager(directory: Path, **config: Any) -> None:
+    deepnvme.CheckpointManager(directory, **config).save(1, tensors())
 
 
 USES: dict[str, tuple[Callable[[Path], None] | None, Callable[..., Any]]] = {
     "save": (None, lambda at, **config: deepnvme.save(tensors(), at / "file.pt", **config)),
-    "save of a group": (None, save_with_the_group),
     "load": (saved, lambda at, **config: deepnvme.load(at / "file.pt", **config)),
-    "load, a function": (saved, lambda at, **config: deepnvme.load(at / "file.pt", lambda it, _: it, **config)),
     "load of safetensors": (saved_safetensors, lambda at, **config: deepnvme.load(at / "file.safetensors", **config)),
     "async_save": (None, lambda at, **config: deepnvme.async_save(tensors(), at / "file.pt", **config).result()),
-    "manager": (None, lambda at, **config: deepnvme.CheckpointManager(at, **config).save(1, tensors())),
-    "manager, asynchronous": (
-        None,
-        lambda at, **config: deepnvme.CheckpointManager(at, **config).save(1, tensors(), asynchronous=True).result(),
-    ),
-    "manager, load": (managed, lambda at, **config: deepnvme.CheckpointManager(at, **config).load()),
-    "manager, its load": (managed, lambda at, **config: deepnvme.CheckpointManager(at).load(1, **config)),
+    "manager": (None, save_by_manager),
+    "manager, load": (save_by_manager, lambda at, **config: deepnvme.CheckpointManager(at, **config).load()),
     "verify": (saved, lambda at, **config: deepnvme.checkpoint.verify(at / "file.pt", **config)),
     "save_file": (None, lambda at, **config: safetensors.save_file(tensors(), at / "file", **config)),
-    "load_file": (saved_safetensors, lambda at, **config: safetensors.load_file(at / "file.safetensors", **config)),
-    "save_sharded": (None, lambda at, **config: safetensors.save_sharded(tensors(), at, **config)),
-    "load of shards": (saved_shards, lambda at, **config: safetensors.load_file(at / "model.safetensors.index.json", **config)),
     "NVMeWriter": (
         None,
         lambda at, **config: dcp.save(tensors(), storage_writer=deepnvme.NVMeWriter(at, **config), **ALONE),
     ),
-    "NVMeWriter that was pickled": (None, save_with_a_pickled_writer),
     "NVMeReader": (
         distributed,
         lambda at, **config: dcp.load(tensors(), storage_reader=deepnvme.NVMeReader(at, **config), **ALONE),
     ),
-    "NVMeHuggingFaceWriter": (None, save_with_hugging_face),
-    "NVMeHuggingFaceReader": (by_hugging_face, load_with_hugging_face),
-    "checkpoint engine, save": (
+    "checkpoint engine": (
         None,
         lambda at, **config: deepnvme.checkpoint.NVMeCheckpointEngine(**config).save(tensors(), at / "file.pt"),
-    ),
-    "checkpoint engine, load": (
-        saved,
-        lambda at, **config: deepnvme.checkpoint.NVMeCheckpointEngine(**config).load(at / "file.pt"),
     ),
 }
 
@@ -185,13 +138,6 @@ USES: dict[str, tuple[Callable[[Path], None] | None, Callable[..., Any]]] = {
 @pytest.fixture(params=USES)
 def use(request: pytest.FixtureRequest, drive: Path) -> Callable[..., Any]:
     """Each way to write or read a checkpoint of NBYTES in turn."""
-    if "HuggingFace" in request.param:
-        if VERSION < (2, 9):
-            pytest.skip("needs torch 2.9: the Hugging Face writer and reader")
-        if "Reader" in request.param:
-            pytest.importorskip("safetensors", reason="needs safetensors, for the metadata")
-    if "group" in request.param:
-        request.getfixturevalue("process_group")
     prepare, act = USES[request.param]
     if prepare is not None:
         prepare(drive)
@@ -209,45 +155,6 @@ def test_the_profile_is_used_unless_settings_are_given(
         assert uses().lookups <= 2
 
 
-# -- lookups -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_drive_is_looked_up_once_for_many_files(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = {str(number): torch.ones(3) for number in range(50)}
-    with watched(monkeypatch) as uses:
-        dcp.save(many, storage_writer=deepnvme.NVMeWriter(drive, single_file_per_rank=False), **ALONE)
-        assert len(list(drive.iterdir())) == 51
-        assert uses().lookups == 2  # before the files, and at the end for the metadata
-        dcp.load(many, storage_reader=deepnvme.NVMeReader(drive), **ALONE)
-        assert uses().lookups == 3
-
-
-def test_the_drive_is_looked_up_once_for_tensors_that_are_read_one_at_a_time(
-    drive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.save({"looked at": [torch.eye(9).to_sparse() for _ in range(9)], "others": torch.ones(9)}, drive / "file")
-    with watched(monkeypatch) as uses:
-        deepnvme.load(drive / "file")
-        assert uses().lookups == 1
-
-
-@pytest.mark.filterwarnings("ignore:.*page cache:RuntimeWarning")  # in memory there is no direct I/O
-def test_a_link_is_looked_up_where_it_leads(drive: Path, profile: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK) or drive_of(memory) == drive_of(drive):
-        pytest.skip("needs /dev/shm, on another file system")
-    target = memory / f"deepnvme-test-{os.getpid()}"
-    (drive / "link").symlink_to(target)
-    store_profile(drive_of(memory), GIVEN)
-    try:
-        with watched(monkeypatch) as uses:
-            deepnvme.save(tensors(), drive / "link")
-            deepnvme.load(drive / "link")
-            assert uses().settings == {settings_in(GIVEN)}
-    finally:
-        target.unlink(missing_ok=True)
-
-
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -258,21 +165,6 @@ def test_anything_but_settings_is_refused_before_a_file_is_created(drive: Path, 
     assert list(drive.iterdir()) == []
 
 
-def test_anything_but_settings_is_refused_by_load(drive: Path) -> None:
-    saved(drive)
-    with pytest.raises(TypeError, match="config must be an AioConfig, got dict"):
-        deepnvme.load(drive / "file.pt", config={"queue_depth": 3})  # type: ignore[arg-type]
-
-
-def test_a_path_that_cannot_be_reached_is_named_as_it_was_given(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(drive)
-    name = "x" * 300
-    for use in (lambda: deepnvme.save(tensors(), name), lambda: deepnvme.load(name)):
-        with pytest.raises(OSError, match="too long") as caught:
-            use()
-        assert caught.value.filename == name
-
-
 # -- shared engines ----------------------------------------------------------------------------------------------------
 
 
@@ -281,32 +173,3 @@ def test_files_with_the_same_settings_share_an_engine(drive: Path, profile: None
     assert file_io.shared_engine(drive / "missing" / "another") is engine
     assert file_io.shared_engine(drive, GIVEN) is not engine
     assert file_io.shared_engine(drive, GIVEN) is file_io.shared_engine(drive / "one", AioConfig(**GIVEN.model_dump()))
-
-
-def test_a_profile_that_is_stored_meanwhile_is_used_from_then_on(drive: Path, profile: None) -> None:
-    before = file_io.shared_engine(drive)
-    store_profile(drive_of(drive), GIVEN)
-    assert settings_of(before) == settings_in(PROFILE)
-    assert settings_of(file_io.shared_engine(drive)) == settings_in(GIVEN)
-
-
-def test_a_forked_child_has_engines_of_its_own(drive: Path, interpreters: Interpreters) -> None:
-    interpreters.run(f"""
-import os
-import torch
-import deepnvme
-from deepnvme import AioConfig
-
-configs = [None, AioConfig(queue_depth=3), AioConfig(queue_depth=5)]
-for number, config in enumerate(configs):
-    deepnvme.save([torch.ones(9)], f"{drive}/parent{{number}}", config=config)
-child = os.fork()
-if child == 0:
-    for number, config in enumerate(configs):
-        deepnvme.save([torch.ones(9)], f"{drive}/child{{number}}", config=config)
-        deepnvme.load(f"{drive}/parent{{number}}", config=config)
-    os._exit(0)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-for number, config in enumerate(configs):
-    deepnvme.load(f"{drive}/child{{number}}", config=config)
-""")

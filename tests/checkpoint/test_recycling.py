@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -95,24 +94,6 @@ def test_one_that_may_not_be_written_to_is_removed(old: Path, interpreters: Inte
     """
     interpreters.run(program).check()
     assert [entry.name for entry in old.parent.iterdir()] == ["new"]
-
-
-def test_one_that_cannot_serve_and_cannot_be_removed_is_an_error(
-    old: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its space is lost to the new file, and it no longer has its name."""
-    os.link(old, old.parent / "kept")
-
-    def refuse(path: Any, **options: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-
-    with monkeypatch.context() as during:
-        during.setattr(os, "unlink", refuse)
-        new = Publication(Destination(old.parent / "new", recycle=lambda: old), len(NEW), engine)
-        with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
-            new.begin()
-    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(old.parent / "new"))
-    publish(old.parent / "new", old.parent / "gone", engine)  # which removes it
 
 
 def test_one_that_is_gone_is_no_obstacle(drive: Path, engine: Engine) -> None:

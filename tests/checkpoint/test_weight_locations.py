@@ -13,10 +13,10 @@ from torch import nn
 
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.checkpoint.weight_locations import OpenFiles, Weights, source_of, weights_in, weights_in_index
-from deepnvme.safetensors import save_file, save_sharded
-from deepnvme.streaming import Location, WeightInfo
+from deepnvme.safetensors import save_file
 
-from ..support.archives import rewritten, rezipped
+from ..support.archives import rezipped
+from ..support.shards import save_sharded
 
 WEIGHTS = {
     "a.weight": torch.arange(12.0).reshape(3, 4),
@@ -63,7 +63,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("given", ["index", "directory"])
     def test_weights_of_shards_are_found(self, drive, opened, given):
-        save_sharded(WEIGHTS, drive, max_shard_size=30)
+        save_sharded(WEIGHTS, drive, most=30)
         index = drive / "model.safetensors.index.json"
         assert len(set(json.loads(index.read_text())["weight_map"].values())) > 1
         assert_holds(opened(index if given == "index" else drive), WEIGHTS)
@@ -80,14 +80,16 @@ class TestFiles:
             "slice": base[10:20],
             "transposed": base.view(8, 8).t(),
             "strided": base[::3],
-            "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
             "parameter": nn.Parameter(torch.ones(2)),
         }
         torch.save(weights, drive / "w.pt")
-        assert_holds(opened(drive / "w.pt"), {name: weight.detach().resolve_conj() for name, weight in weights.items()})
+        assert_holds(opened(drive / "w.pt"), {name: weight.detach() for name, weight in weights.items()})
         there = weights_in(drive / "w.pt")
         assert there["slice"].elements is None
         assert there["transposed"].elements.stride == (1, 8)
+        torch.save({"conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj()}, drive / "w.pt")
+        with pytest.raises(ValueError, match="'conjugate' as a conjugate or negative view"):
+            weights_in(drive / "w.pt")
 
     def test_shards_of_torch_save_are_found(self, drive, opened):
         torch.save({"a": torch.ones(2)}, drive / "1.bin")
@@ -102,10 +104,6 @@ class TestFiles:
 
 
 class TestBadFiles:
-    def test_a_missing_file_is_named(self, drive):
-        with pytest.raises(FileNotFoundError):
-            weights_in(drive / "none.safetensors")
-
     def test_a_directory_without_a_checkpoint_is_told(self, drive):
         with pytest.raises(FileNotFoundError, match=r"no checkpoint here: expected one of model\.safetensors") as refused:
             weights_in(drive)
@@ -118,20 +116,11 @@ class TestBadFiles:
             weights_in(drive)
 
     def test_a_missing_shard_is_named_with_its_tensors(self, drive):
-        shard = next(path for path in save_sharded(WEIGHTS, drive, max_shard_size=30) if path.suffix == ".safetensors")
+        shard = next(path for path in save_sharded(WEIGHTS, drive, most=30) if path.suffix == ".safetensors")
         shard.unlink()
         with pytest.raises(FileNotFoundError, match=r"with 1 of its tensors \(a\.weight\)") as refused:
             weights_in(drive)
         assert refused.value.filename == str(shard)
-
-    def test_a_tensor_missing_from_its_shard_is_named(self, drive):
-        save_sharded(WEIGHTS, drive, max_shard_size=30)
-        index = drive / "model.safetensors.index.json"
-        fields = json.loads(index.read_text())
-        fields["weight_map"]["more.weight"] = next(iter(fields["weight_map"].values()))
-        index.write_text(json.dumps(fields))
-        with pytest.raises(CorruptCheckpoint, match=r"not there: more\.weight"):
-            weights_in(drive)
 
     @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
     def test_a_file_cut_off_is_corrupt(self, drive, suffix):
@@ -140,20 +129,6 @@ class TestBadFiles:
         os.truncate(path, path.stat().st_size - 10)
         with pytest.raises(CorruptCheckpoint):
             weights_in(path)
-
-    @pytest.mark.parametrize("first", [0x80, 0x00])
-    def test_a_damaged_first_byte_is_told(self, drive, first):
-        torch.save(WEIGHTS, drive / "a.pt")
-        data = bytearray((drive / "a.pt").read_bytes())
-        data[0] = first
-        (drive / "a.pt").write_bytes(data)
-        with pytest.raises(CorruptCheckpoint):
-            weights_in(drive / "a.pt")
-
-    def test_a_file_that_is_no_checkpoint_is_refused(self, drive):
-        (drive / "w.bin").write_bytes(b"weights")
-        with pytest.raises(CorruptCheckpoint, match="header"):
-            weights_in(drive / "w.bin")
 
     def test_torch_save_of_more_than_weights_says_what(self, drive):
         torch.save({"model": WEIGHTS, "epoch": 3}, drive / "w.pt")
@@ -171,26 +146,6 @@ class TestBadFiles:
         rezipped(drive / "z.pt", zipfile.ZIP_DEFLATED)
         with pytest.raises(ValueError, match="is compressed"):
             weights_in(drive / "z.pt")
-
-    def test_a_storage_of_another_size_than_in_the_pickle_is_corrupt(self, drive):
-        torch.save({"a": torch.ones(64)}, drive / "w.pt")
-        cut = rewritten(drive / "w.pt", lambda name, data: data[:-4] if name.endswith("data/0") else data)
-        with pytest.raises(CorruptCheckpoint, match=r"storage 0 .* expected 256 bytes, found 252"):
-            weights_in(cut)
-
-    def test_a_tensor_larger_than_its_storage_is_corrupt(self, drive):
-        tensor = torch.ones(1000)
-        tensor.untyped_storage().resize_(40)
-        torch.save({"a": tensor}, drive / "w.pt")
-        with pytest.raises(CorruptCheckpoint, match="a tensor is larger than its storage"):
-            weights_in(drive / "w.pt")
-
-    def test_a_damaged_pickle_is_found_by_its_checksum(self, drive):
-        torch.save({"a": torch.ones(64)}, drive / "w.pt")
-        data = (drive / "w.pt").read_bytes()
-        (drive / "w.pt").write_bytes(data.replace(b"X\x01\0\0\0a", b"X\x01\0\0\0b", 1))
-        with pytest.raises(CorruptCheckpoint, match=r"the pickle, .* expected CRC-32"):
-            weights_in(drive / "w.pt")
 
     def test_a_file_changed_while_it_is_read_is_told(self, drive, opened):
         save_file(WEIGHTS, drive / "w.safetensors")
@@ -213,11 +168,6 @@ class TestMemory:
     def test_strides_and_conjugates_are_read_as_they_are(self, opened):
         weights = {"t": torch.arange(12.0).view(3, 4).t(), "c": torch.tensor([1 + 1j]).conj()}
         assert_holds(opened(weights), weights)
-
-    def test_a_location_may_be_given(self, drive, opened):
-        (drive / "raw").write_bytes(bytes(range(100)))
-        given = {"x": Location(str(drive / "raw"), 3, WeightInfo(torch.uint8, (2, 4)))}
-        assert_holds(opened(given), {"x": torch.arange(3, 11, dtype=torch.uint8).view(2, 4)})
 
     @pytest.mark.parametrize(
         ("given", "match"),
@@ -247,20 +197,10 @@ class TestOffloadIndex:
         with pytest.raises(CorruptCheckpoint, match=r"'b', which is not there.*w\.safetensors"):
             indexed({"a": {"safetensors_file": drive / "w.safetensors", "weight_name": "b"}})
 
-    def test_files_that_are_missing_are_named(self, indexed, drive):
-        with pytest.raises(FileNotFoundError, match=r"a\.dat"):
-            indexed({"a": {"dtype": "float32", "shape": [3, 4]}})
-        with pytest.raises(FileNotFoundError, match=r"w\.safetensors"):
-            indexed({"a": {"safetensors_file": drive / "w.safetensors"}})
-
     def test_a_raw_file_that_was_cut_off(self, indexed, drive):
         (drive / "a.dat").write_bytes(bytes(47))
         with pytest.raises(CorruptCheckpoint, match="expected 48 bytes of 'a', found 47"):
             indexed({"a": {"dtype": "float32", "shape": [3, 4]}})
-
-    def test_an_index_that_speaks_of_a_folder_where_there_is_none(self, indexed):
-        with pytest.raises(ValueError, match="'a' lies in a folder, and none is given"):
-            indexed({"a": {"dtype": "float32", "shape": [3, 4]}}, folder=None)
 
     def test_a_weight_has_the_dtype_that_the_index_says_whatever_the_file_has(self, indexed, drive):
         save_file({"first": WEIGHTS["a.weight"], "second": WEIGHTS["a.weight"].clone()}, drive / "w.safetensors")
@@ -282,14 +222,3 @@ class TestOffloadIndex:
         for name, weight in weights.items():
             assert read(source, name).equal(weight.view(source.info(name).shape)), name
             assert source.info(name).dtype == weight.dtype
-
-    def test_what_is_in_memory_is_there_beside_them(self, indexed, drive):
-        (drive / "a.dat").write_bytes(bytes(48))
-        source = indexed({"a": {"dtype": "float32", "shape": [3, 4]}}, b=WEIGHTS["a.weight"])
-        assert sorted(source.names()) == ["a", "b"]
-        assert read(source, "b").equal(WEIGHTS["a.weight"])
-
-    def test_a_dtype_of_none_is_that_of_the_file(self, indexed, drive):
-        save_file({"a": WEIGHTS["a.weight"]}, drive / "w.safetensors")
-        source = indexed({"a": {"safetensors_file": str(drive / "w.safetensors"), "dtype": None}})
-        assert torch.equal(read(source, "a"), WEIGHTS["a.weight"])

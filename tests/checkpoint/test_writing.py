@@ -17,7 +17,7 @@ from deepnvme import Engine
 from deepnvme.checkpoint.file_io import write
 from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.pool import BufferPool, OutOfBuffers
+from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM
 
@@ -40,11 +40,6 @@ SIZES = [
 
 
 class TestFailures:
-    def test_without_memory_to_copy_through_out_of_buffers_is_raised(self, drive: Path, engine: Engine) -> None:
-        image, _ = image_of(100)
-        with engine.open(drive / "file", "w+") as file, pytest.raises(OutOfBuffers):
-            write(image, file, engine, BufferPool(0))
-
     @pytest.mark.parametrize("sizes", [(100,), (DIRECT_FROM * 2, 100)])
     def test_an_error_of_the_drive_is_raised(self, drive: Path, faulty: Callable[..., Any], sizes: tuple[int, ...]) -> None:
         image, _ = image_of(*sizes)
@@ -63,15 +58,6 @@ def test_sources_of_any_sizes_are_written(drive: Path, engine: Engine, sizes: tu
     with engine.open(drive / "file", "w+") as file:
         write(image, file, engine, BufferPool(16 << 20))
     assert (drive / "file").read_bytes() == content
-
-
-def test_more_chunks_than_memory_are_written(drive: Path, engine: Engine) -> None:
-    image, content = image_of(*(DIRECT_FROM - 1,) * 30)
-    pool = BufferPool(CHUNK)
-    with engine.open(drive / "file", "w+") as file:
-        write(image, file, engine, pool)
-    assert (drive / "file").read_bytes() == content
-    assert pool.in_use == 0
 
 
 # -- parts of a file ---------------------------------------------------------------------------------------------------
@@ -118,17 +104,6 @@ def test_only_what_is_asked_for_is_written(seed: int, drive: Path, engine: Engin
     total = sum(end - begin for begin, end in parts)
     assert told[-1] == (total, total)
     assert pool.in_use == 0
-
-
-def test_small_parts_share_the_memory_that_is_leased(drive: Path, engine: Engine) -> None:
-    image, whole = made(random.Random(0))
-    parts = [(at, at + 100) for at in range(0, image.nbytes - 100, 33_000)]
-    pool = BufferPool(CHUNK)
-    with engine.open(drive / "file", "w+") as file, mock.patch.object(pool, "lease", wraps=pool.lease) as lease:
-        write(image, file, engine, pool, parts)
-    assert lease.call_count <= 1 + len(parts) * 8192 // CHUNK
-    found = (drive / "file").read_bytes()
-    assert all(found[begin:end] == whole[begin:end] for begin, end in parts)
 
 
 def test_parts_of_a_devices_tensors_are_copied_from_there() -> None:

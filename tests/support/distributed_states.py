@@ -21,7 +21,6 @@ def state(seed: int) -> dict[str, Any]:
         "bf16": torch.randn(1000, 301).bfloat16(),
         "f8": torch.randn(30, 5).to(torch.float8_e4m3fn),
         "bool": torch.rand(10) > 0.5,
-        "conjugate": torch.randn(10, dtype=torch.complex64).conj(),
         "expanded": torch.randn(1, 4).expand(3, 4),
         "empty": torch.empty(0, 3),
         "scalar": torch.tensor(float(seed)),

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import deepnvme
-from deepnvme.checkpoint import SaveFuture
 from deepnvme.memory import BufferPool
 from deepnvme.offload import OffloadedTraining, save_on_disk
 from deepnvme.store import TensorStore
@@ -74,7 +73,7 @@ def test_of_a_store_its_directories_and_how_many_tensors_it_has(drive: Path) -> 
 
 
 HALF_BUILT = [
-    deepnvme.Engine, deepnvme.CheckpointManager, deepnvme.OffloadedOptimizer, BufferPool, TensorStore, StoreFuture, SaveFuture,
+    deepnvme.Engine, deepnvme.OffloadedOptimizer, BufferPool, TensorStore, StoreFuture,
     OffloadedTraining, save_on_disk, WeightStore, Streaming, Table,
 ]  # fmt: skip
 

@@ -105,16 +105,6 @@ def test_a_training_writes_what_it_has_estimated(drive: Path, options: dict[str,
     assert estimate.most_bytes_per_step - estimate.bytes_per_step == pytest.approx(nbytes if waits else 0, rel=PAGES)
 
 
-def test_a_save_writes_what_it_has_estimated(drive: Path) -> None:
-    state = {"step": 3, "weights": torch.ones(100_001), "more": [torch.zeros(3, dtype=torch.int8)]}
-    manager = deepnvme.CheckpointManager(drive / "run")
-    estimate = manager.estimate_writes(state)
-    assert manager.steps() == []
-    manager.save(3, state)
-    assert estimate.bytes_per_step == manager.path(3).stat().st_size
-    assert estimate.bytes_once == 0
-
-
 def test_the_estimate_is_logged_before_the_first_step(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="deepnvme")
     with deepnvme.OffloadedOptimizer(parameters(), torch.optim.AdamW, nvme_path=drive / "states") as optimizer:

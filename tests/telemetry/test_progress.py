@@ -16,7 +16,7 @@ import torch
 
 import deepnvme
 import deepnvme.streaming
-from deepnvme.safetensors import load_file, load_model, save_file, save_model, save_sharded
+from deepnvme.safetensors import load_file, load_model, save_file, save_model
 from deepnvme.telemetry.progress import notice, shown_progress
 
 LONG = 2.1
@@ -175,7 +175,6 @@ def test_a_function_is_told_as_it_is() -> None:
         load_file,
         save_model,
         load_model,
-        save_sharded,
         deepnvme.streaming.from_pretrained,
         deepnvme.streaming.WeightStore.build,
     ],

@@ -7,14 +7,13 @@ classes and functions that such pickles refer to, in all versions of torch since
 from __future__ import annotations
 
 import collections
-import enum
 import importlib
 import io
 import os
 import pickle
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
@@ -102,8 +101,7 @@ class _Unpickler(pickle.Unpickler):
             if found is not None:
                 return found
         if name in _ENUMS.get(module, ()):
-            members = getattr(importlib.import_module(module), name)
-            return self._counted(lambda value: _EnumMember(members(value)))
+            return self._counted(getattr(importlib.import_module(module), name))
         function = _CALLABLE.get((module.removesuffix("._local"), name))
         if function is not None:
             return self._counted(function)
@@ -121,21 +119,6 @@ class _Unpickler(pickle.Unpickler):
             return function(*arguments)
 
         return call
-
-
-class _EnumMember:
-    """Stand-in for a member of an enumeration, equal to it: a pickle could change the member for the whole process."""
-
-    __slots__ = ("_member",)
-
-    def __init__(self, member: enum.Enum) -> None:
-        self._member = member
-
-    def __eq__(self, other: object) -> bool:
-        return self._member is other
-
-    def __hash__(self) -> int:
-        return hash(self._member)
 
 
 def _layout(name: str) -> torch.layout:
@@ -172,12 +155,15 @@ def _allowed(module: str, name: str) -> Any:
     raise _Refused(f"{module}.{name}")
 
 
+_KINDS = (torch_metadata.BytesStorageMetadata, torch_metadata.TensorStorageMetadata)
+
+
 def _check(path: Path, loaded: Any) -> None:
     """Raise CorruptCheckpoint unless ``loaded`` is complete metadata and names only files in the directory of ``path``."""
     if not isinstance(loaded, torch_metadata.Metadata) or not isinstance(getattr(loaded, "state_dict_metadata", None), dict):
         raise CorruptCheckpoint(path, f"it should hold a Metadata, and holds a {type(loaded).__name__}")
     for key, item in loaded.state_dict_metadata.items():
-        if not isinstance(key, str) or not _is_described(item):
+        if not isinstance(key, str) or not isinstance(item, _KINDS):
             raise CorruptCheckpoint(path, f"it does not say what item {key!r} is")
     items = loaded.storage_data
     if not isinstance(items, dict):
@@ -191,30 +177,3 @@ def _check(path: Path, loaded: Any) -> None:
     for name in {name for name, *_ in places}:
         if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
             raise CorruptCheckpoint(path, f"{name!r} in it is no file of the checkpoint's directory")
-
-
-def _is_described(item: Any) -> bool:
-    """Return whether an item's metadata have all fields that a load planner uses. Unpickling can leave out any field."""
-    if isinstance(item, torch_metadata.BytesStorageMetadata):
-        return True
-    properties, size, chunks = (getattr(item, name, None) for name in ("properties", "size", "chunks"))
-    return (
-        isinstance(item, torch_metadata.TensorStorageMetadata)
-        and isinstance(getattr(properties, "dtype", None), torch.dtype)
-        and _is_shape(size)
-        and isinstance(chunks, list)
-        and all(isinstance(chunk, torch_metadata.ChunkStorageMetadata) and _is_within(chunk, size) for chunk in chunks)
-    )
-
-
-def _is_within(chunk: torch_metadata.ChunkStorageMetadata, size: Any) -> bool:
-    """Return whether the chunk has offsets and sizes within a tensor of this shape."""
-    offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
-    if not (_is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(size)):
-        return False
-    return all(offset + length <= whole for offset, length, whole in zip(offsets, sizes, size, strict=True))
-
-
-def _is_shape(found: Any) -> TypeGuard[Sequence[int]]:
-    """Return whether ``found`` is a tuple or a list of sizes: integers of at least 0."""
-    return isinstance(found, tuple | list) and all(type(each) is int and each >= 0 for each in found)

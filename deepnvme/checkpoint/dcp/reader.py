@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -20,8 +18,7 @@ from torch.futures import Future
 from deepnvme.checkpoint import file_io
 from deepnvme.checkpoint.formats.dcp_tensor import HEAD, KnownArchives
 from deepnvme.checkpoint.formats.elements import Elements
-from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint, is_damage
-from deepnvme.checkpoint.formats.safetensors_header import read_header
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.checkpoint.loading import resolve_weights_only
 from deepnvme.engine import Engine
 from deepnvme.files.regular_files import open_regular
@@ -32,7 +29,7 @@ from deepnvme.transfer.gather import DIRECT_FROM
 from deepnvme.transfer.scatter import scatter
 
 from .metadata import load_metadata
-from .objects import CheckingPlanner, Damaged, check_archive
+from .objects import check_object
 from .writer import done
 
 if TYPE_CHECKING:
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
 
 _COPIED = 64 << 20
 """Most bytes of buffers that are filled before their elements are copied into tensors, unless one part is larger."""
-_ARCHIVE = b"PK\3\4"
+_TORCHS = "not the archive of a plain tensor, such as one written with extensions: use torch's FileSystemReader"
 
 
 class RequestedPart(NamedTuple):
@@ -70,11 +67,9 @@ class NVMeReader(FileSystemReader):
 
     It reads the checkpoints of :class:`NVMeWriter` and of torch's writer. A requested part of a tensor is read directly
     into its target on the CPU or a CUDA device if dtype and bytes are the same in the file as in the target. For other
-    parts, the bytes from the first to the last element are read into a buffer, and the elements are copied. torch itself
-    reads items that are not plain tensors, and items written with extensions.
+    parts, the bytes from the first to the last element are read into a buffer, and the elements are copied.
 
-    Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that has to be copied. An
-    item that torch reads also takes its size in the file, because its bytes are checked first.
+    Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that has to be copied.
 
     ``dcp.load`` wraps the errors below in a CheckpointException. Since torch 2.9, that has an AssertionError with the
     text in place of an error from reading the metadata; :meth:`read_metadata` itself raises the original.
@@ -93,12 +88,13 @@ class NVMeReader(FileSystemReader):
     Raises:
         RuntimeError: From the constructor, if TORCH_FORCE_WEIGHTS_ONLY_LOAD and
             TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD are both set.
-        CorruptCheckpoint: If a file is damaged. Names the file and the item, with the bytes expected and found.
+        CorruptCheckpoint: If a file is damaged. Names the file and the item, with the bytes expected and found. Also for a
+            quantized or sparse tensor, which torch's reader reads.
         OSError: If a file cannot be opened (FileNotFoundError and others) or read. ESTALE if another checkpoint was saved
             over this one meanwhile; some tensors may then have the values of the other checkpoint.
         UnpicklingError: If an item is not allowed by ``weights_only``, or the metadata hold more than torch's writer puts
             there.
-        ValueError: If a part is requested that a saved tensor does not have.
+        ValueError: If a part is requested that a saved tensor does not have; or for an item written with extensions.
     """
 
     _metadata_read: tuple[Path, file_io.Version] | None = None
@@ -126,9 +122,8 @@ class NVMeReader(FileSystemReader):
         """
         rank = kwargs.get("rank")
         file = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
-
-        version, metadata = file_io.read_consistently(file, lambda: (file_io.file_version(file), load_metadata(file)))
-        self._metadata_read = file, version
+        self._metadata_read = file, file_io.file_version(file)
+        metadata = load_metadata(file)
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -146,75 +141,32 @@ class NVMeReader(FileSystemReader):
         Raises:
             Exception: The errors listed for :class:`NVMeReader`.
         """
-        # torch's writer writes over the files of an earlier checkpoint. NVMeWriter never does.
-        versions: dict[str | os.PathLike[str], file_io.Version] = dict([self._metadata_read] if self._metadata_read else [])
+        by_file: dict[Path, list[ReadItem]] = {}
         for request in plan.items:
             if request.storage_index not in self.storage_data:
-                file = self._metadata_read[0] if self._metadata_read else Path(self.path)
-                raise CorruptCheckpoint(file, f"it does not say where item {_name(request)} is")
-        for name in {self.storage_data[request.storage_index].relative_path for request in plan.items}:
+                metadata = self._metadata_read[0] if self._metadata_read else Path(self.path)
+                raise CorruptCheckpoint(metadata, f"it does not say where item {_name(request)} is")
+            by_file.setdefault(Path(self.path) / self.storage_data[request.storage_index].relative_path, []).append(request)
+        # torch's writer writes over the files of an earlier checkpoint. NVMeWriter never does.
+        versions: dict[str | os.PathLike[str], file_io.Version] = dict([self._metadata_read] if self._metadata_read else [])
+        for path in by_file:
             with contextlib.suppress(FileNotFoundError):  # raised when the file is opened
-                versions[Path(self.path) / name] = file_io.file_version(Path(self.path) / name)
+                versions[path] = file_io.file_version(path)
+        engine = file_io.shared_engine(self.path, self._aio_config)
         with file_io.unless_replaced(versions, "the checkpoint"):
-            self._read_items(plan, CheckingPlanner(planner, self._weights_only))
+            for path, requests in by_file.items():
+                with with_filename(path), _open_item_file(path, requests[0]) as file:
+                    self._read(file, path, requests, planner, engine)
         return done(None)
 
-    def _read_items(self, plan: LoadPlan, checking: CheckingPlanner) -> None:
-        """Read the plan's items, file by file; then have torch's reader read the items that only torch can read."""
-        planner = cast(LoadPlanner, checking)
-        by_file: dict[str, list[ReadItem]] = {}
-        others = []
-        for request in plan.items:
-            info = self.storage_data[request.storage_index]
-            if getattr(info, "transform_descriptors", None):  # since torch 2.7
-                others.append(request)
-            else:
-                by_file.setdefault(info.relative_path, []).append(request)
-        engine = file_io.shared_engine(self.path, self._aio_config)
-        for name, requests in by_file.items():
-            path = Path(self.path) / name
-            with with_filename(path), open_item_file(path, requests[0]) as file:
-                others += self._read(file, path, requests, planner, engine)
-        for request in others:
-            path = Path(self.path) / self.storage_data[request.storage_index].relative_path
-            checking.used = False
-            try:
-                with _naming_item(path, request):
-                    self._check_before_torch(path, request)
-                    super().read_data(dataclasses.replace(plan, items=[request]), planner)
-            except Exception as error:
-                # Once torch has made a tensor of the item's bytes, a damaged item can only have the wrong size or fail to be
-                # copied.
-                if not is_damage(error) or (checking.used and not isinstance(error, (AssertionError, RuntimeError))):
-                    raise
-                raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
-
-    def _check_before_torch(self, path: Path, request: ReadItem) -> None:
-        """Check the archive of a tensor that torch is about to unpickle, if ``weights_only``.
-
-        The bytes of an item that was written with extensions cannot be checked.
-        """
-        info = self.storage_data[request.storage_index]
-        if self._weights_only and request.type == LoadItemType.TENSOR and not getattr(info, "transform_descriptors", None):
-            with open_item_file(path, request) as file:
-                file.seek(info.offset)
-                check_archive(io.BytesIO(file.read(info.length)))
-
-    @file_io.clearing_frames
-    def _read(
-        self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner, engine: Engine
-    ) -> list[ReadItem]:
-        """Read the requested items of one file. Returns the requests that only torch can serve."""
-        others: list[ReadItem] = []
+    def _read(self, file: BinaryIO, path: Path, requests: Sequence[ReadItem], planner: LoadPlanner, engine: Engine) -> None:
+        """Read the requested items of one file."""
         wanted: list[RequestedPart] = []
         known = KnownArchives()
-        tables: dict[int, dict[str, Elements]] = {}
-        pool = buffer_pool()
         items = self._items(path, os.fstat(file.fileno()).st_size, requests)
+        places = [(item.offset, item.nbytes) for item in items]
         with engine.open(os.fspath(path), "r") as source:
-            for run, chunk, begin in file_io.read_small_pieces(
-                [(item.offset, item.nbytes) for item in items], source, engine, pool
-            ):
+            for run, chunk, begin in file_io.read_small_pieces(places, source, engine, buffer_pool()):
                 inside: list[RequestedPart] = []
                 for item in map(items.__getitem__, run):
                     request = item.requests[0]
@@ -223,22 +175,18 @@ class NVMeReader(FileSystemReader):
                         if item.nbytes < item.length:
                             file.seek(item.offset)
                             head = memoryview(file.read(item.length))
-                        with _naming_item(path, request):
-                            planner.load_bytes(request, io.BytesIO(head))
+                        value = io.BytesIO(head)
+                        if self._weights_only:
+                            check_object(path, _name(request), value)
+                        planner.load_bytes(request, value)
                         continue
                     elements = known.elements(file, head, item.offset, item.length)
-                    whole = item.nbytes == item.length
-                    if elements is None and head[:4] != _ARCHIVE:
-                        elements = _in_safetensors(path, item, tables)
-                        whole = False
                     if elements is None:
-                        others += item.requests
-                        continue
-                    parts = [RequestedPart(each, part(elements, each)) for each in item.requests]
-                    (inside if whole else wanted).extend(parts)
+                        raise CorruptCheckpoint(path, f"item {_name(request)} is damaged, or {_TORCHS}")
+                    parts = [RequestedPart(each, _part(elements, each)) for each in item.requests]
+                    (inside if item.nbytes == item.length else wanted).extend(parts)
                 _place(inside, chunk, begin, planner)
-        fill(path, wanted, planner, engine)
-        return others
+        _fill(path, wanted, planner, engine)
 
     def _items(self, path: Path, size: int, requests: Sequence[ReadItem]) -> list[_Item]:
         """Group the requests for one file by item. Raises CorruptCheckpoint if an item ends past the end of the file."""
@@ -248,14 +196,15 @@ class NVMeReader(FileSystemReader):
         items = []
         for index, of_item in by_item.items():
             info = self.storage_data[index]
+            if getattr(info, "transform_descriptors", None):  # since torch 2.7
+                raise ValueError(f"item {_name(of_item[0])} of '{path}' is {_TORCHS}")
             if info.offset + info.length > size:
                 raise _cut_off(path, of_item[0], info.offset, info.length, size)
             items.append(_Item(info.offset, info.length if info.length < DIRECT_FROM else HEAD, info.length, of_item))
         return items
 
 
-@file_io.clearing_frames
-def fill(path: Path, wanted: Sequence[RequestedPart], planner: LoadPlanner, engine: Engine) -> None:
+def _fill(path: Path, wanted: Sequence[RequestedPart], planner: LoadPlanner, engine: Engine) -> None:
     """Read parts of tensors from a file into the tensors that the planner provides for them. Blocks.
 
     Args:
@@ -301,7 +250,7 @@ def fill(path: Path, wanted: Sequence[RequestedPart], planner: LoadPlanner, engi
 
 
 @contextlib.contextmanager
-def open_item_file(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
+def _open_item_file(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
     """Open the file of a requested item for reading. Raises OSError that names the item besides the file."""
     try:
         file = open_regular(path)
@@ -309,17 +258,6 @@ def open_item_file(path: Path, request: ReadItem) -> Iterator[BinaryIO]:
         raise OSError(error.errno, f"{error.strerror}, where item {_name(request)} should be", str(path)) from error
     with file:
         yield file
-
-
-@contextlib.contextmanager
-def _naming_item(path: Path, request: ReadItem) -> Iterator[None]:
-    """Add the names of the file and the item to an error of unpickling that the ``with`` block raises."""
-    try:
-        yield
-    except Damaged as error:
-        raise CorruptCheckpoint(path, f"item {_name(request)}: {error}") from error
-    except pickle.UnpicklingError as error:  # refused, or damaged
-        raise pickle.UnpicklingError(f"item {_name(request)} of {os.fspath(path)!r}: {error}") from error
 
 
 def _place(wanted: Sequence[RequestedPart], chunk: torch.Tensor, begin: int, planner: LoadPlanner) -> None:
@@ -339,7 +277,7 @@ def _place(wanted: Sequence[RequestedPart], chunk: torch.Tensor, begin: int, pla
         planner.commit_tensor(each.request, target)
 
 
-def part(elements: Elements, request: ReadItem) -> Elements:
+def _part(elements: Elements, request: ReadItem) -> Elements:
     """Return where the requested part of a tensor is. Raises ValueError, naming the item, for a part outside the tensor."""
     try:
         return elements.narrow(request.storage_offsets, request.lengths)
@@ -374,21 +312,6 @@ def _copy(buffer: torch.Tensor, elements: Elements, target: torch.Tensor) -> Non
     """Copy elements into the target tensor, from a buffer that begins with the first of them."""
     if elements.nbytes:
         target.copy_(buffer.view(elements.dtype).as_strided(elements.shape, elements.stride))
-
-
-def _in_safetensors(path: Path, item: _Item, tables: dict[int, dict[str, Elements]]) -> Elements:
-    """Return where an item's tensor is, in the safetensors file that is embedded in ``path`` at the item's offset.
-
-    Raises CorruptCheckpoint if no safetensors file with the tensor begins there. ``tables`` caches the headers by offset.
-    """
-    name = item.requests[0].storage_index.fqn
-    try:
-        if item.offset not in tables:
-            tables[item.offset] = read_header(path, item.offset)
-        return tables[item.offset][name]
-    except (CorruptCheckpoint, KeyError) as error:
-        why = f"item {name!r}: neither an archive nor a safetensors file with it begins at byte {item.offset}"
-        raise CorruptCheckpoint(path, f"{why} ({error})") from error
 
 
 def _cut_off(path: Path, request: ReadItem, offset: int, nbytes: int, size: int) -> CorruptCheckpoint:

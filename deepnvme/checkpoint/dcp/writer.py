@@ -15,15 +15,12 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import io
-import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -33,15 +30,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from deepnvme._interrupts import defer_interrupts
-from deepnvme.checkpoint.file_io import shared_engine, write
+from deepnvme.checkpoint.file_io import write
 from deepnvme.checkpoint.formats.dcp_tensor import flat, frame, memory_of_item
 from deepnvme.checkpoint.formats.file_image import FileImage
-from deepnvme.checkpoint.formats.safetensors_header import make_header
-from deepnvme.checkpoint.publication import Destination, remove_leftovers
-from deepnvme.engine import Engine
+from deepnvme.checkpoint.publication import Destination
 from deepnvme.files.regular_files import open_regular
-from deepnvme.files.replacing import sync_directory
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.transfer.gather import DIRECT_FROM
@@ -51,19 +44,10 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_BLOCK = 4 << 20
-"""Bytes of an earlier checkpoint's metadata that are searched at a time."""
+_TORCHS = "use torch's own FileSystemWriter or HuggingFaceStorageWriter"
 _TAG = 8
 """Digits of the save's id in the names of its files, which get this tag if the directory has an earlier checkpoint."""
 _NAME = re.compile(rf"__\d+_\d+(?P<tag>\.[0-9a-f]{{{_TAG}}})?{re.escape(DEFAULT_SUFFIX)}", re.ASCII)
-
-
-class PlannedFile(NamedTuple):
-    """A file that one rank writes, and the items in it."""
-
-    name: str
-    """Name within the checkpoint's directory."""
-    items: Sequence[WriteItem]
 
 
 class NVMeWriter(FileSystemWriter):
@@ -76,11 +60,9 @@ class NVMeWriter(FileSystemWriter):
     ``sync_files``). The files of the earlier checkpoint are therefore kept until the new metadata file has its name, so there
     must be room for both.
 
-    Each rank writes ``thread_count`` files, each by one thread, as with torch. One is enough for most drives. With
-    ``_extensions`` torch itself writes the files.
+    Each rank writes ``thread_count`` files, as with torch, but one after the other: each at the speed of the drive.
 
-    Memory beyond the state: for each thread 16 MiB leased from the process's pool, and copies of tensors whose elements are not
-    dense in memory.
+    Memory beyond the state: 16 MiB leased from the process's pool, and copies of tensors whose elements are not dense in memory.
 
     Errors are OSErrors naming the file; ENOSPC is raised before a byte of the file is written. ``dcp.save`` wraps them in a
     CheckpointException.
@@ -91,11 +73,18 @@ class NVMeWriter(FileSystemWriter):
             The process that ``dcp.async_save`` may write in has these settings too.
         *args: As for ``FileSystemWriter``.
         **kwargs: As for ``FileSystemWriter``.
+
+    Raises:
+        ValueError: For extensions and the safetensors format, and, from saving, for quantized and sparse tensors: torch's own
+            writers have them.
     """
 
     def __init__(self, path: str | os.PathLike[str], *args: Any, config: AioConfig | None = None, **kwargs: Any) -> None:
         super().__init__(path, *args, **kwargs)
         self._aio_config = config  # not the engine: a writer can be pickled, to go to another process
+        extensions = getattr(getattr(self, "transforms", None), "extensions", ())  # since torch 2.7, as is the format
+        if extensions or getattr(getattr(self, "serialization_format", None), "name", "") == "SAFETENSORS":
+            raise ValueError(f"NVMeWriter writes neither with extensions nor safetensors: {_TORCHS}")
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files. Called by ``dcp.save``. Blocks.
@@ -110,16 +99,19 @@ class NVMeWriter(FileSystemWriter):
         Raises:
             OSError: From writing, naming the file.
         """
-        if getattr(getattr(self, "transforms", None), "extensions", ()):  # since torch 2.7
-            return super().write_data(plan, planner)
         if self.single_file_per_rank:
             buckets = _split_by_size_and_type(self.thread_count, plan.items)
         else:
             buckets = [[item] for item in plan.items]
         ending = f".{self.save_id[:_TAG]}{DEFAULT_SUFFIX}" if self._metadata_file().exists() else DEFAULT_SUFFIX
         prefix = plan.storage_data.prefix
-        files = [PlannedFile(f"{prefix}{number}{ending}", items) for number, items in enumerate(buckets) if items]
-        return write_files(self, planner, files, self._aio_config)
+        files = {f"{prefix}{number}{ending}": items for number, items in enumerate(buckets) if items}
+        written: list[WriteResult] = []
+        for name, items in files.items():
+            image, places = _image(name, items, planner)
+            self._publish(image, Path(self.path) / name)
+            written += places
+        return done(written)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata file, then remove the files of an earlier checkpoint. Called by ``dcp.save``. Blocks.
@@ -143,10 +135,16 @@ class NVMeWriter(FileSystemWriter):
         # After the pickle, where unpickling does not look: if the process ends before these are removed, the next save finds
         # their names here.
         image.add_text("\n".join(sorted(needless)).encode())
-        _publish(image, file, shared_engine(file, self._aio_config), fsync=self.sync_files, one_of_many=False)
+        self._publish(image, file)
         for name in needless:
             with contextlib.suppress(OSError):  # no longer needed: the checkpoint is saved even if this cannot be removed
                 (Path(self.path) / name).unlink()
+
+    def _publish(self, image: FileImage, path: Path) -> None:
+        """Write an image to a temporary file, and rename that to ``path`` when it is complete. Blocks."""
+        destination = Destination(path, self.sync_files, config=self._aio_config)
+        engine = destination.engine()
+        destination.publish(engine, image.nbytes, lambda file: write(image, file, engine, buffer_pool()))
 
     def _metadata_file(self) -> Path:
         """Return the path of the metadata file: one file for all ranks, or this rank's own file without collectives."""
@@ -166,43 +164,6 @@ class NVMeWriter(FileSystemWriter):
         return tagged | _named_in(metadata_file, untagged)
 
 
-def write_files(
-    writer: FileSystemWriter, planner: SavePlanner, files: Sequence[PlannedFile], config: AioConfig | None
-) -> Future[list[WriteResult]]:
-    """Write one rank's files into the writer's directory, publishing each when it is whole. Blocks.
-
-    Args:
-        writer: Provides the directory, the number of threads and ``sync_files``.
-        planner: Provides the tensors and objects.
-        files: What to write.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
-
-    Returns:
-        A completed future with the results of the writes.
-
-    Raises:
-        Exception: The first error, after all threads have ended.
-    """
-    directory = Path(writer.path)
-    safetensors = getattr(getattr(writer, "serialization_format", None), "name", "") == "SAFETENSORS"  # since torch 2.7
-
-    written: list[list[WriteResult]] = []
-    if files:
-        engine = shared_engine(directory, config)
-
-        def write_one(file: PlannedFile) -> list[WriteResult]:
-            """Write one planned file under a temporary name, and publish it under its own."""
-            image, written = _image(file, planner, safetensors)
-            _publish(image, directory / file.name, engine, fsync=writer.sync_files, one_of_many=True)
-            return written
-
-        remove_leftovers(directory)
-        written = _in_threads(write_one, files, writer.thread_count)
-        if writer.sync_files:
-            sync_directory(directory)
-    return done([result for results in written for result in results])
-
-
 def done(result: Result) -> Future[Result]:
     """Return an already completed future with this result."""
     future: Future[Result] = Future()
@@ -210,41 +171,19 @@ def done(result: Result) -> Future[Result]:
     return future
 
 
-def _in_threads(function: Callable[[PlannedFile], Result], files: Sequence[PlannedFile], threads: int) -> list[Result]:
-    """Call the function for each file in this many threads, and return the results. Blocks.
-
-    After an error no further file is begun. The first error, or Ctrl-C, is raised when all threads have ended: what they
-    publish later could replace the files of another save.
-    """
-    if min(threads, len(files)) == 1:
-        return [function(file) for file in files]
-    with defer_interrupts():  # Ctrl-C must not leave a half-started thread
-        executor = ThreadPoolExecutor(threads, "deepnvme-dcp")
-        futures = [executor.submit(function, file) for file in files]
-    try:
-        wait(futures, return_when=FIRST_EXCEPTION)
-    finally:
-        executor.shutdown(cancel_futures=True)
-    return [future.result() for future in futures]
-
-
-def _image(file: PlannedFile, planner: SavePlanner, safetensors: bool) -> tuple[FileImage, list[WriteResult]]:
+def _image(name: str, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[FileImage, list[WriteResult]]:
     """Build the image of a file, and return it with the place of each item. As in torch's files, objects come first."""
     image = FileImage()
     places: list[tuple[WriteItem, int, int]] = []
     tensors: list[tuple[WriteItem, torch.Tensor]] = []
-    for item in file.items:
+    for item in items:
         data = planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
             tensors.append((item, data))
         else:
             places.append((item, *_add_text(image, data.getvalue())))
-    if safetensors and tensors:
-        places += [(item, image.nbytes, tensor.nbytes) for item, tensor in tensors]  # found by name, from where the format begins
-        _add_safetensors(image, tensors)
-    else:
-        places += [(item, *_add(image, tensor)) for item, tensor in tensors]
-    return image, [WriteResult(item.index, nbytes, _StorageInfo(file.name, begin, nbytes)) for item, begin, nbytes in places]
+    places += [(item, *_add(image, item.index.fqn, tensor)) for item, tensor in tensors]
+    return image, [WriteResult(item.index, nbytes, _StorageInfo(name, begin, nbytes)) for item, begin, nbytes in places]
 
 
 def _add_text(image: FileImage, text: bytes) -> tuple[int, int]:
@@ -253,39 +192,11 @@ def _add_text(image: FileImage, text: bytes) -> tuple[int, int]:
     return image.nbytes - len(text), len(text)
 
 
-def _add_safetensors(image: FileImage, tensors: Sequence[tuple[WriteItem, torch.Tensor]]) -> None:
-    """Append a safetensors file to the image, with the metadata that torch needs to combine shards.
-
-    Args:
-        image: Image to append to.
-        tensors: The shards with their items.
-
-    Raises:
-        ValueError: If the format cannot hold the tensors: two shards of one name, a tensor that is not dense, or a dtype that
-            the format does not have.
-    """
-    sources: dict[str, torch.Tensor] = {}
-    shards = {}
-    for item, tensor in tensors:
-        name = item.index.fqn
-        if name in sources:
-            raise ValueError(f"two shards of {name!r} on one rank: a safetensors file holds one tensor of a name")
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{name!r} is a {tensor.layout} tensor, which safetensors cannot hold")
-        sources[name] = tensor.detach().contiguous()
-        shards[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets) if item.tensor_data else []}
-    header, names = make_header(sources, {"DCP_SHARDING_INFO": json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"})
-    image.add_text(header)
-    image.add_each([sources[name] for name in names])
-
-
-def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
+def _add(image: FileImage, name: str, tensor: torch.Tensor) -> tuple[int, int]:
     """Append the archive that torch.save writes for the tensor. Returns the archive's offset and length in bytes."""
     memory = memory_of_item(tensor)
     if memory is None:
-        stream = io.BytesIO()
-        torch.save(tensor.detach().cpu(), stream)
-        return _add_text(image, stream.getvalue())
+        raise ValueError(f"{name!r} is more than its elements, as a quantized or sparse tensor is: {_TORCHS}")
     head, tail = frame(memory.dtype, memory.shape, memory.stride())
     if memory.nbytes >= DIRECT_FROM:
         image.add_padding(-(image.nbytes + len(head)) % PAGE)  # direct I/O then needs no copy of page-aligned memory
@@ -296,22 +207,14 @@ def _add(image: FileImage, tensor: torch.Tensor) -> tuple[int, int]:
     return begin, image.nbytes - begin
 
 
-def _publish(image: FileImage, path: Path, engine: Engine, *, fsync: bool, one_of_many: bool) -> None:
-    """Write an image to a temporary file, and rename that to ``path`` when it is complete. Blocks."""
-    destination = Destination(path, fsync, one_of_many)
-    destination.publish(engine, image.nbytes, lambda file: write(image, file, engine, buffer_pool()))
-
-
 def _named_in(file: Path, names: set[str]) -> set[str]:
     """Return which of the names occur among the bytes of the file.
 
     If the file cannot be read, returns an empty set, so that no file that may still be needed is removed.
     """
-    named: set[str] = set()
-    longest = max(map(len, names), default=0)
-    with contextlib.suppress(OSError), open_regular(file) as stream:
-        end = b""
-        while names - named and (block := stream.read(_BLOCK)):
-            named |= {name for name in names - named if name.encode() in end + block}
-            end = block[-longest:]
-    return named
+    try:
+        with open_regular(file) as stream:
+            data = stream.read()
+    except OSError:
+        return set()
+    return {name for name in names if name.encode() in data}

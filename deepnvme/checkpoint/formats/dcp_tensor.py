@@ -55,7 +55,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -
     """Return the bytes of a tensor's archive before and after the tensor's own bytes, for a tensor without gaps in memory."""
     like = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")  # cheap: no page of a large one is touched
     storage = like.untyped_storage()
-    image = pt_image(like, pickle, 2, False, alignment=_ALIGNMENT)
+    image = pt_image(like, 2, False, alignment=_ALIGNMENT)
     begin = image.begin_of(storage)
 
     def text(first: int, last: int) -> bytes:

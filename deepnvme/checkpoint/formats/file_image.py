@@ -48,8 +48,6 @@ class FileImage:
         """Copies of the texts that were added. The pieces hold the addresses of these copies."""
         self._sources: dict[int, Source] = {}
         self._on_devices: set[int] = set()
-        self._events: list[torch.cuda.Event] = []
-        """CUDA events that :meth:`copy` waits for before it copies from a device."""
         self._kept: list[torch.Tensor] = []
         self.spread: list[tuple[int, int]] = []
         """Ranges (begin, end) of the file, in bytes, of which this process has only parts: one for each DTensor."""
@@ -188,8 +186,6 @@ class FileImage:
         if begin == end:
             return
         first, last = self._piece_at(begin), self._piece_at(end - 1)
-        for event in self._events:
-            event.synchronize()
         sources, lengths = self._addresses[first : last + 1], self._lengths[first : last + 1]
         skipped = begin - (self._ends[first] - self._lengths[first])
         sources[0] += skipped
@@ -207,13 +203,6 @@ class FileImage:
         copy_many(destinations, sources, lengths)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
-
-    def fence(self) -> None:
-        """Make later copies, in any thread, wait for the work that is now queued on this thread's current CUDA streams."""
-        for device in {self._sources[piece].device for piece in self._on_devices}:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
-            self._events.append(event)
 
     def _append(self, address: int, nbytes: int) -> None:
         """Append ``nbytes`` bytes at a memory address to the file."""

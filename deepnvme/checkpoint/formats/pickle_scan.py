@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import operator
-import pickle
-from collections.abc import Callable
-from typing import Any, ClassVar
-
 import torch
 
 from deepnvme.ops import load_async_io
@@ -32,28 +26,19 @@ DEEPEST = 10_000
 
 
 def is_plain(stream: bytes) -> bool:
-    """Return whether unpickling looks at no storage's contents, so that they may be read afterwards."""
-    names = load_async_io().checkpoint.pickle_walk(stream, DEEPEST)[-1]  # takes a thousandth of the time of a scan
-    if names is not None and all(_is_plain_name(*name.decode(errors="replace").split("\n", 1)) for name in names):
-        return True
-    scan = PickleScan(stream)
-    try:
-        scan.load()
-    except Exception:  # not a pickle of torch.save, or one that torch is going to refuse
-        return False
-    return scan.plain
+    """Return whether unpickling looks at no storage's contents, so that they may be read afterwards.
+
+    False if that is not known, as of a pickle of protocol 4, which takes names from its stack.
+    """
+    names = load_async_io().checkpoint.pickle_walk(stream, DEEPEST)[-1]
+    return names is not None and all(_is_plain_name(*name.decode(errors="replace").split("\n", 1)) for name in names)
 
 
 def _is_plain_name(module: str, name: str) -> bool:
     """Return whether the name is in ``_PLAIN``, a storage class or a dtype of torch."""
-    if _is_storage(module, name) or (module, name) in _PLAIN:
+    if (module in ("torch", "torch.storage") and name.endswith("Storage")) or (module, name) in _PLAIN:
         return True
     return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-
-
-def _is_storage(module: str, name: str) -> bool:
-    """Return whether this is the name of a storage class of torch."""
-    return module in ("torch", "torch.storage") and name.endswith("Storage")
 
 
 def refusal_reason(stream: bytes) -> str | None:
@@ -82,71 +67,3 @@ _MOST_UNREGISTERED = 1_000_000
 
 Not 0, because ``pickletools.optimize`` omits memo entries that are not used.
 """
-
-
-class PickleScan(pickle._Unpickler):
-    """An unpickler that makes no objects, but records the storages that a pickle refers to.
-
-    :meth:`load` raises what unpickling raises, and TypeError and similar for what torch has not pickled. Time and memory are
-    bounded by the size of a pickle that :func:`refusal_reason` has accepted.
-
-    Args:
-        stream: The pickle.
-    """
-
-    # Based on the unpickler in Python, as torch's own for weights_only: the one in C allocates gigabytes for a large memo index
-    # in a hostile pickle.
-
-    def __init__(self, stream: bytes) -> None:
-        super().__init__(io.BytesIO(stream))
-        self.nbytes: dict[str, int] = {}
-        """Bytes of each storage by its key, in the order in which the pickle refers to the storages, and the file has them."""
-        self.plain = True
-        """Whether nothing that the pickle calls could look at the contents of storages. Final after ``load``."""
-
-    def load_nothing(self: Any) -> None:
-        """Handle the opcodes for an empty list, dict or set: push a stand-in, which stores nothing."""
-        self.append(_anything)
-
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        **pickle._Unpickler.dispatch,
-        **dict.fromkeys([pickle.EMPTY_LIST[0], pickle.EMPTY_DICT[0], pickle.EMPTY_SET[0]], load_nothing),
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a stand-in for a class or function, and record whether it is plain."""
-        if not _is_plain_name(module, name):
-            self.plain = False
-        return _StorageKind(name) if _is_storage(module, name) else _Anything
-
-    def persistent_load(self, saved: Any) -> Any:
-        """Record the size of a storage that the pickle refers to, and return a stand-in for it."""
-        _, kind, key, _, numel = saved
-        self.nbytes[key] = operator.index(numel) * kind.itemsize
-        return _anything
-
-
-class _Anything:
-    """Stands for any object or class that a pickle makes or names."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> _Anything:
-        return _anything
-
-    def __setstate__(self, state: Any) -> None: ...
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-    def append(self, value: Any) -> None: ...
-    def extend(self, values: Any) -> None: ...
-    def add(self, value: Any) -> None: ...
-    def __call__(self, *args: Any, **kwargs: Any) -> _Anything:
-        return self
-
-
-_anything: _Anything = object.__new__(_Anything)
-
-
-class _StorageKind:
-    """Stands for a storage class of torch, of which only the element size is known."""
-
-    def __init__(self, name: str) -> None:
-        kind = getattr(torch, name, None)
-        self.itemsize: int = 1 if kind is None or name == "UntypedStorage" else kind._dtype.itemsize

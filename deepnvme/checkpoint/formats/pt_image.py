@@ -16,7 +16,6 @@ import itertools
 import sys
 import zlib
 from array import array
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from .pt_pickle import pickled
 
 def pt_image(
     obj: object,
-    pickle_module: ModuleType,
     protocol: int,
     checksum: bool | None,
     across: JointPickling | None = None,
@@ -42,7 +40,6 @@ def pt_image(
 
     Args:
         obj: Any object that pickles.
-        pickle_module: Provides the pickler.
         protocol: Pickle protocol.
         checksum: Whether the archive has the CRC-32 of each storage, or 0 in its place. True for all storages, False for
             none. None for storages on the CPU, unless ranks save together: these cost little, because
@@ -57,7 +54,7 @@ def pt_image(
         ValueError: If ``checksum`` is True for an object with DTensors saved across ranks.
         Exception: Whatever pickling raises.
     """
-    stream, storages = pickled(obj, pickle_module, protocol, across)
+    stream, storages = pickled(obj, protocol, across)
     if checksum and any(isinstance(storage, Sharded) for storage in storages):
         raise ValueError("the checksum of a DTensor cannot be had from its shards: save without checksum")
     sizes = array("Q", [storage.nbytes() for storage in storages])

@@ -6,11 +6,10 @@ import contextlib
 import functools
 import gc
 import io
-import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType, NoneType
+from types import FunctionType, NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -97,12 +96,11 @@ class _References:
         return _rebuild_tensor_v2, (storage, 0, tuple(tensor.shape), strides, tensor.requires_grad, hooks)
 
 
-def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: JointPickling | None = None) -> Pickled:
+def pickled(obj: object, protocol: int, across: JointPickling | None = None) -> Pickled:
     """Pickle an object, byte for byte as ``torch.save`` does.
 
     Args:
         obj: Any object that pickles.
-        pickle_module: Provides the pickler.
         protocol: Pickle protocol.
         across: Given if several ranks save the object together: makes every rank write the same pickle, in which each
             DTensor is a whole tensor.
@@ -126,28 +124,22 @@ def pickled(obj: object, pickle_module: ModuleType, protocol: int, across: Joint
             return key[0], torch.UntypedStorage, *key[2:]
         return None
 
-    asked_first = getattr(pickle_module.Pickler, "reducer_override", None)
-    """``reducer_override`` of the given pickler, asked before this one. cloudpickle has it for what it pickles by value."""
-    hooks = _Hooks if asked_first is None else OrderedDict
-
-    class Pickler(pickle_module.Pickler):  # type: ignore[name-defined, misc]
+    class Pickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             """Return what ``__reduce_ex__`` gives for a plain tensor or its empty OrderedDict, in a fifth of the time."""
-            if asked_first is not None and (given := asked_first(self, obj)) is not NotImplemented:
-                return given
             kind = type(obj)
             if kind is _Hooks or (kind is OrderedDict and not obj and not vars(obj)):
                 return OrderedDict, ()
             itemsize = _ITEMSIZES.get(obj.dtype) if kind is torch.Tensor else None
             if itemsize is None or not is_plain(obj):
                 shard = across.shard_of(obj) if across is not None and isinstance(obj, torch.Tensor) else None
-                return NotImplemented if shard is None else references.whole_tensor(obj, shard, hooks())
+                return NotImplemented if shard is None else references.whole_tensor(obj, shard, _Hooks())
             storage = obj.untyped_storage()
             referred = _Reference(reference(storage, obj.dtype, storage.nbytes() // itemsize))
             shape = tuple(obj.shape)
-            return _rebuild_tensor_v2, (referred, obj.storage_offset(), shape, obj.stride(), obj.requires_grad, hooks())
+            return _rebuild_tensor_v2, (referred, obj.storage_offset(), shape, obj.stride(), obj.requires_grad, _Hooks())
 
-    Pickler.persistent_id = load_async_io().checkpoint.none_for(_NON_STORAGE_TYPES, persistent_id)
+    Pickler.persistent_id = load_async_io().checkpoint.none_for(_NON_STORAGE_TYPES, persistent_id)  # type: ignore[method-assign]
     buffer = io.BytesIO()
     try:
         with _without_collections():
@@ -161,16 +153,13 @@ Place = Callable[[str, int, str], UntypedStorage]
 """Returns the memory for a storage, given its key in the pickle, its size in bytes, and the location that it was saved from."""
 
 
-def unpickled(
-    stream: bytes, place: Place, weights_only: bool, pickle_module: Any = None, map_location: Any = None, **options: Any
-) -> Any:
+def unpickled(stream: bytes, place: Place, weights_only: bool, map_location: Any = None, **options: Any) -> Any:
     """Return the object that a pickle of ``torch.save`` describes, as ``torch.load`` makes it, over storages of the caller.
 
     Args:
         stream: The pickle.
         place: Provides the storages. ``map_location`` is not applied to them.
         weights_only: Whether to unpickle with torch's restricted unpickler.
-        pickle_module: Provides the unpickler otherwise. None is Python's own module.
         map_location: As for ``torch.load``, for tensors that are made without a storage in the pickle.
         **options: Further arguments of the unpickler.
 
@@ -191,7 +180,7 @@ def unpickled(
             storages[key] = storage
         return storage
 
-    class Unpickler((_weights_only_unpickler if weights_only else pickle_module or pickle).Unpickler):  # type: ignore[misc]
+    class Unpickler((_weights_only_unpickler if weights_only else pickle).Unpickler):  # type: ignore[misc]
         def find_class(self, module: str, name: str) -> Any:
             """Return a stand-in with the dtype for a storage class, and anything else under the name that it has today."""
             if "Storage" in name:
@@ -218,32 +207,13 @@ def _without_collections() -> Iterator[None]:
     Pickling makes objects that live until it ends. The collector would examine them again and again, which takes half of
     the time of pickling 10,000 tensors.
     """
-    global _paused
     enabled = gc.isenabled()
-    if enabled:
-        _paused = True
-        gc.disable()
+    gc.disable()
     try:
         yield
     finally:
         if enabled:
             gc.enable()
-            _paused = False
-
-
-_paused = False
-"""Whether a thread has disabled the garbage collector of the process, and will enable it again."""
-
-
-def _resume() -> None:
-    """Enable the garbage collector in a forked child, which may lack the thread that would enable it."""
-    global _paused
-    if _paused:
-        _paused = False
-        gc.enable()
-
-
-os.register_at_fork(after_in_child=_resume)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

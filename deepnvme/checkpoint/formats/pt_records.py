@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import operator
 import os
-import re
 import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch.serialization import LoadEndianness, get_default_load_endianness
 
 from deepnvme.files.regular_files import open_regular
 from deepnvme.files.replacing import with_filename
+from deepnvme.memory.host import address_range
 from deepnvme.telemetry.descriptions import shorten
 
-from .pickle_scan import PickleScan, refusal_reason
+from .pickle_scan import refusal_reason
+from .pt_pickle import Place, unpickled
 from .zip_directory import LOCAL_HEADER, BadDirectory, Record, data_of, entries
 
 
@@ -64,15 +63,8 @@ class PtRecords:
     """All other records, such as the version and the byte order."""
     stored: bool
     """Whether all records are stored as they are. False if any is deflated."""
-    byteorder: str
-    """Byte order of the storages: "little" or "big"."""
-    script: bool
-    """Whether this is a TorchScript archive."""
-
-    @property
-    def storages_readable(self) -> bool:
-        """Whether the storages' bytes in the file are those in memory, and an ordinary pickle refers to them."""
-        return self.stored and not self.script and self.byteorder == "little"
+    storages_readable: bool
+    """Whether the storages' bytes in the file are those in memory: not deflated, and little-endian."""
 
 
 class StoragePlaces:
@@ -103,6 +95,50 @@ class StoragePlaces:
         return record, offset
 
 
+class UnreadStorages:
+    """Storages that take up addresses but no memory, and by whose addresses their bytes in the file are found.
+
+    Args:
+        path: The file.
+        storages: Where its storages are.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], storages: StoragePlaces) -> None:
+        self._storages = storages
+        self._size = os.path.getsize(path)
+        self._addresses: Any = address_range(self._size).untyped_storage()
+
+    def place(self, key: str, nbytes: int, location: str) -> torch.UntypedStorage:
+        """Return a storage for a key of the pickle; see :func:`unpickled`."""
+        _, offset = self._storages.place(key, nbytes)
+        if not nbytes:
+            return torch.UntypedStorage(0, device="cpu")  # type: ignore[no-untyped-call]
+        unread: torch.UntypedStorage = self._addresses[offset : offset + nbytes]
+        return unread
+
+    def offset_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the offset in the file of one of these storages, or None for any other."""
+        if storage.device.type != "cpu" or not storage.nbytes():
+            return None
+        inside = storage.data_ptr() - self._addresses.data_ptr()
+        return inside if 0 <= inside < self._size else None
+
+
+def unpickle(path: str | os.PathLike[str], stream: bytes, place: Place, weights_only: bool, **options: Any) -> Any:
+    """Return the object of a file's pickle. The arguments are those of :func:`unpickled`, after the path for errors.
+
+    Raises:
+        CorruptCheckpoint: If a tensor is larger than its storage.
+        Exception: Whatever unpickling or ``place`` raises.
+    """
+    try:
+        return unpickled(stream, place, weights_only, **options)
+    except RuntimeError as error:
+        if "resize storage that is not resizable" in str(error):  # torch has no type of its own for it
+            raise CorruptCheckpoint(path, "a tensor is larger than its storage") from error
+        raise
+
+
 def is_zip(path: str | os.PathLike[str]) -> bool:
     """Return whether the file begins like a zip archive. torch.load tells .pt files from the older formats in the same way."""
     with with_filename(path), open_regular(path) as file:
@@ -119,19 +155,11 @@ def is_pickle(path: str | os.PathLike[str]) -> bool:
     return len(head) == 9 and head[:1] == b"\x80" and head[8:] != b"{"
 
 
-def refuse_damaged_beginning(path: str | os.PathLike[str]) -> None:
-    """Raise CorruptCheckpoint for a file that ends as a zip archive but does not begin as one."""
-    with open_regular(path) as file, contextlib.suppress(BadDirectory):
-        beginning = file.read(4)
-        if entries(file) and beginning != b"PK\3\4":
-            raise CorruptCheckpoint(path, f"it ends as a zip archive, and begins with {beginning!r}")
-
-
 def records_of(path: str | os.PathLike[str]) -> PtRecords:
     """Read the directory of an archive that torch.save wrote. Blocks.
 
     Raises:
-        CorruptCheckpoint: If the directory is damaged or lacks records that torch.save writes.
+        CorruptCheckpoint: If the directory is damaged or lacks records that torch.save writes, or is TorchScript's.
         OSError: If the file cannot be read.
     """
     with open_regular(path) as file:
@@ -139,42 +167,26 @@ def records_of(path: str | os.PathLike[str]) -> PtRecords:
             found = entries(file)
         except BadDirectory as error:
             raise CorruptCheckpoint(path, str(error)) from error
-    if found and not any(record.name.rpartition("/")[2] == "data.pkl" for record in found):
+    records = {record.name.partition("/")[2]: record for record in found}
+    if "constants.pkl" in records:
+        raise CorruptCheckpoint(path, "it is a TorchScript archive, which holds programs: use torch.jit.load, if you trust it")
+    folder = f"{found[0].name.partition('/')[0]}/" if found else ""
+    if (
+        "data.pkl" not in records
+        or not {"version", ".data/version"} & records.keys()
+        or not all(record.name.startswith(folder) for record in found)
+    ):
         names = shorten([record.name for record in found])
-        raise CorruptCheckpoint(path, f"it is a zip archive that torch.save has not written: it has no data.pkl, but {names}")
-    first = found[0].name.partition("/")[0] if found else ""
-    records: dict[str, Record] = {}
-    byteorder = "big" if get_default_load_endianness() is LoadEndianness.BIG else "little"
-    for record in found:
-        folder, _, name = record.name.partition("/")
-        if folder != first:
-            raise CorruptCheckpoint(path, f"record {record.name} is in another folder than {first}, where the first one is")
-        records[name] = record
-        if name in _SHORT_RECORDS and record.stored:
-            if record.nbytes > _LONGEST_FACT:
-                raise CorruptCheckpoint(path, f"{record} should have {record.nbytes} bytes, and may have {_LONGEST_FACT}")
-            text = read_record(path, record)
-            if not _SHORT_RECORDS[name].fullmatch(text):
-                raise CorruptCheckpoint(path, f"record {name} cannot be {text[:20]!r}")
-            byteorder = text.decode() if name == "byteorder" else byteorder
-    missing = {"data.pkl", "version"} - {"version" if name == ".data/version" else name for name in records}
-    if missing:
-        raise CorruptCheckpoint(path, f"it has no record {min(missing)}, which all have that torch.save wrote")
-    storages = sorted((record for name, record in records.items() if name.startswith("data/")), key=operator.attrgetter("header"))
+        raise CorruptCheckpoint(path, f"torch.save has not written it, with data.pkl and version in one folder: it has {names}")
+    byteorder = b"big" if get_default_load_endianness() is LoadEndianness.BIG else b"little"
+    if "byteorder" in records and records["byteorder"].stored:
+        byteorder = read_record(path, records["byteorder"]._replace(nbytes=min(records["byteorder"].nbytes, 9)))
+        if byteorder not in (b"little", b"big"):
+            raise CorruptCheckpoint(path, f"record byteorder cannot be {byteorder!r}")
     stored = all(record.stored for record in found)
-    others = tuple(record for name, record in records.items() if name != "data.pkl" and record.key is None)
-    return PtRecords(tuple(storages), records["data.pkl"], others, stored, byteorder, "constants.pkl" in records)
-
-
-_SHORT_RECORDS = {
-    "version": re.compile(rb"\d{1,18}\s*"),
-    ".data/version": re.compile(rb"\d{1,18}\s*"),
-    "byteorder": re.compile(rb"little|big"),
-    ".format_version": re.compile(rb"\d{1,18}"),
-    ".storage_alignment": re.compile(rb"\d{1,18}"),
-}
-"""Short records that torch reads besides the pickle and the storages, with the pattern that each has to match."""
-_LONGEST_FACT = 64
+    others = tuple(record for name, record in records.items() if name != "data.pkl" and not name.startswith("data/"))
+    storages = tuple(record for name, record in records.items() if name.startswith("data/"))
+    return PtRecords(storages, records["data.pkl"], others, stored, stored and byteorder == b"little")
 
 
 def read_record(path: str | os.PathLike[str], record: Record) -> bytes:
@@ -195,14 +207,14 @@ def read_record(path: str | os.PathLike[str], record: Record) -> bytes:
 def check_pickle(path: str | os.PathLike[str], found: PtRecords) -> bytes:
     """Return the pickle, after a check before it is unpickled: its checksum, and that unpickling wastes no memory or time.
 
-    The pickle of an archive with deflated records is neither checked here nor returned.
+    The pickle of an archive with deflated records, which torch reads, is neither checked here nor returned.
 
     Raises:
         CorruptCheckpoint: If the bytes are not those that were saved, or are not what a pickler writes, see
             :func:`refusal_reason`.
     """
     stream = read_record(path, found.pickle) if found.stored else b""
-    if found.stored and not found.script:  # TorchScript has a pickler of its own, without these limits
+    if found.stored:
         refuse_wasteful(path, stream)
     return stream
 
@@ -212,34 +224,6 @@ def refuse_wasteful(path: str | os.PathLike[str], stream: bytes) -> None:
     why = refusal_reason(stream)
     if why is not None:
         raise CorruptCheckpoint(path, f"the pickle {why}")
-
-
-def refuse_damaged(path: str | os.PathLike[str], found: PtRecords, error: Exception) -> None:
-    """Raise CorruptCheckpoint if torch could not load an archive because a storage is missing or has another size. Blocks.
-
-    The bytes of the pickle need no check here: their checksum was compared before.
-
-    Args:
-        path: The file.
-        found: Directory of the archive.
-        error: What torch raised.
-    """
-    if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
-        return
-    scan = PickleScan(read_record(path, found.pickle))
-    with contextlib.suppress(Exception):  # the caller raises torch's error
-        scan.load()
-    places = StoragePlaces(path, found)
-    for key, nbytes in scan.nbytes.items():
-        places.place(key, nbytes)
-
-
-def is_damage(error: Exception) -> bool:
-    """Return whether an error is of a type that unpickling raises for damaged bytes.
-
-    False for UnpicklingError, because unpickling with ``weights_only`` raises it too for an object that it refuses.
-    """
-    return isinstance(error, DAMAGE) and not isinstance(error, torch.OutOfMemoryError)
 
 
 DAMAGE = (
@@ -258,30 +242,18 @@ def data_offsets(path: str | os.PathLike[str], records: Iterable[Record]) -> lis
         return [_data_offset(path, file, record) for record in records]
 
 
-def wrong_names(path: str | os.PathLike[str], records: Iterable[Record]) -> list[str]:
-    """Return a message for each record whose own header has another name than the directory. Blocks."""
-    wrong = []
-    with open_regular(path) as file:
-        for record in records:
-            file.seek(record.header)
-            *_, length, _ = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size).ljust(LOCAL_HEADER.size, b"\0"))
-            name = file.read(length)
-            if name != record.name.encode():
-                wrong.append(f"{record}: the header at byte {record.header} names it {name[:_SHOWN]!r}, and not {record.name!r}")
-    return wrong
-
-
-_SHOWN = 100
-"""Most bytes of a damaged name that a message shows."""
-
-
 def _data_offset(path: str | os.PathLike[str], file: BinaryIO, record: Record) -> int:
     """Return the offset in the file at which a record's data begin. Raises like :func:`data_offsets`."""
     file.seek(record.header)
+    expected = os.fsencode(record.name)
+    head = file.read(LOCAL_HEADER.size + len(expected))
     try:
-        offset = data_of(file.read(LOCAL_HEADER.size), record.header)
+        offset = data_of(head, record.header)
     except BadDirectory as error:
         raise CorruptCheckpoint(path, str(error)) from error
+    name = head[LOCAL_HEADER.size :]
+    if name != expected or head[26:28] != len(expected).to_bytes(2, "little"):  # the length of the name
+        raise CorruptCheckpoint(path, f"{record}: the header at byte {record.header} names it {name!r}, and not {record.name!r}")
     size = os.fstat(file.fileno()).st_size
     if offset + record.nbytes > size:
         why = f"{record} should have {record.nbytes} bytes from byte {offset} on, and the file ends at byte {size}"

@@ -22,7 +22,6 @@ from deepnvme.telemetry.descriptions import shorten
 
 from .elements import Elements
 from .pt_records import CorruptCheckpoint
-from .recognition import SAFETENSORS, UNKNOWN, guess_format
 
 T = TypeVar("T")
 
@@ -95,49 +94,29 @@ def make_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
     return _LENGTH.pack(len(text)) + text, names
 
 
-def read_header(path: str | os.PathLike[str], begin: int = 0) -> dict[str, Elements]:
+def read_header(path: str | os.PathLike[str]) -> dict[str, Elements]:
     """Read the header of a safetensors file and return its tensors by name, in the order of the file. Blocks.
 
-    Args:
-        path: The file.
-        begin: Offset at which the safetensors format begins within the file.
-
     Raises:
-        CorruptCheckpoint: If the header is damaged, or the file does not have all bytes of the tensors and no others. If it is
-            none of the format, says what it looks like.
+        CorruptCheckpoint: If the header is damaged, or the file does not have all bytes of the tensors and no others.
         OSError: If the file cannot be read.
     """
-    try:
-        return _read_header(path, begin)
-    except CorruptCheckpoint as error:
-        other = guess_format(path) if begin == 0 and os.path.getsize(path) >= _LENGTH.size else None
-        if other is None or other.startswith((SAFETENSORS, UNKNOWN)):
-            raise
-        raise CorruptCheckpoint(path, f"it is no safetensors file, but looks like {other}") from error
-
-
-def _read_header(path: str | os.PathLike[str], begin: int) -> dict[str, Elements]:
-    """Read a header as :func:`read_header` does, but without guessing the format of a file that is no safetensors file."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        file.seek(begin)
         start = file.read(_LENGTH.size)
         if len(start) < _LENGTH.size:
             raise CorruptCheckpoint(path, f"the length of its header is cut off: expected 8 bytes, found {len(start)}")
         (length,) = _LENGTH.unpack(start)
         if length > LONGEST_HEADER:
-            raise CorruptCheckpoint(path, f"its header should have {length} bytes, and may have {LONGEST_HEADER}")
+            why = f"it begins with {start!r}: its header would have {length} bytes, and may have {LONGEST_HEADER}"
+            raise CorruptCheckpoint(path, f"{why}. Is it a safetensors file?")
         text = file.read(length)
     if len(text) < length:
         raise CorruptCheckpoint(path, f"its header is cut off: expected {length} bytes, found {len(text)}")
     try:
-        return parse_header(text, begin + _LENGTH.size + length, size)
-    except WrongHeader as error:
+        return parse_header(text, _LENGTH.size + length, size)
+    except ValueError as error:
         raise CorruptCheckpoint(path, str(error)) from None
-
-
-class WrongHeader(Exception):
-    """A header or an index is malformed or contradicts itself. The message does not name the file."""
 
 
 _MOST_VALUES = 8_000_000
@@ -181,69 +160,59 @@ def parse_header(text: bytes, data: int, size: int) -> dict[str, Elements]:
         size: Bytes of the file.
 
     Raises:
-        WrongHeader: If the header is malformed, or is not that of a file of this size.
+        ValueError: If the header is malformed, or is not that of a file of this size.
     """
     try:
         header = _parsed(text)
     except ValueError as error:
-        raise WrongHeader(f"its header is no JSON: {error}") from None
+        raise ValueError(f"its header is no JSON: {error}") from None
     if not isinstance(header, dict):
-        raise WrongHeader("its header is no JSON object")
+        raise ValueError("its header is no JSON object")
     metadata = header.pop(_METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise WrongHeader("its metadata are not strings")
-    found = {name: _elements(name, *_fields(name, field), data) for name, field in header.items()}
+        raise ValueError("its metadata are not strings")
+    found = {name: _elements(name, field, data) for name, field in header.items()}
     tensors = dict(sorted(found.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
     end = data
     for name, elements in tensors.items():
         if elements.offset != end:
             what = "overlaps the one before it" if elements.offset < end else "leaves a gap before it"
-            raise WrongHeader(f"tensor {name!r} {what}: expected at byte {end}, found at {elements.offset}")
+            raise ValueError(f"tensor {name!r} {what}: expected at byte {end}, found at {elements.offset}")
         end += elements.nbytes
         if end > size:
             there = max(0, size - elements.offset)
-            raise WrongHeader(f"tensor {name!r} is cut off: expected {elements.nbytes} bytes, found {there}")
+            raise ValueError(f"tensor {name!r} is cut off: expected {elements.nbytes} bytes, found {there}")
     if end != size:
-        raise WrongHeader(f"it should end with its last tensor at byte {end}, and has {size}")
+        raise ValueError(f"it should end with its last tensor at byte {end}, and has {size}")
     return tensors
-
-
-def _fields(name: str, field: Any) -> tuple[str, list[int], int, int]:
-    """Return the dtype, shape, begin and end that the header has for a tensor. Raises WrongHeader if one is malformed."""
-    try:
-        kind, shape, (begin, end) = field["dtype"], field["shape"], field["data_offsets"]
-        numbers = [*shape, begin, end]
-        if not isinstance(kind, str):
-            raise TypeError(kind)
-    except (TypeError, KeyError, ValueError):
-        raise WrongHeader(f"tensor {name!r} has no dtype, shape and data_offsets") from None
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise WrongHeader(f"tensor {name!r} has the shape {shape!s:.200} and the data_offsets {[begin, end]!s:.200}")
-    return kind, shape, begin, end
 
 
 _MOST_DIMENSIONS = 64
 """Most dimensions of a tensor, as many as NumPy's arrays may have."""
 
 
-def _elements(name: str, kind: str, shape: list[int], begin: int, end: int, data: int) -> Elements:
-    """Return where one tensor is in the file, after checking that its shape, dtype and offsets agree."""
-    numel = most = 1
-    for size in shape[:_MOST_DIMENSIONS]:
-        numel *= size
-        most = max(most, size, numel)
-    if begin > end or max(most, end) >= 1 << 63 or len(shape) > _MOST_DIMENSIONS:
-        raise WrongHeader(f"tensor {name!r} has the shape {shape!s:.200} and the data_offsets {[begin, end]!s:.200}")
+def _elements(name: str, field: Any, data: int) -> Elements:
+    """Return where one tensor is in the file, after checking that its shape, dtype and offsets in the header agree."""
+    try:
+        kind, shape, (begin, end) = field["dtype"], field["shape"], field["data_offsets"]
+        numbers = [*shape, begin, end]
+        if not isinstance(kind, str):
+            raise TypeError(kind)
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"tensor {name!r} has no dtype, shape and data_offsets") from None
+    possible = len(shape) <= _MOST_DIMENSIONS and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+    if not possible or begin > end or math.prod(size or 1 for size in shape) >= 1 << 63:
+        raise ValueError(f"tensor {name!r} has the shape {shape!s:.200} and the data_offsets {[begin, end]!s:.200}")
     if kind not in _DTYPES:
-        raise WrongHeader(f"tensor {name!r} is of {kind!r}, which this torch has not")
+        raise ValueError(f"tensor {name!r} is of {kind!r}, which this torch has not")
     dtype = _DTYPES[kind]
     if kind == "F4" and shape:
         if shape[-1] % 2:
-            raise WrongHeader(f"tensor {name!r} ends in the middle of a byte: its shape is {shape}")
+            raise ValueError(f"tensor {name!r} ends in the middle of a byte: its shape is {shape}")
         shape = [*shape[:-1], shape[-1] // 2]
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes != end - begin:
-        raise WrongHeader(f"tensor {name!r} should have {nbytes} bytes by its shape, and has {end - begin} by its data_offsets")
+        raise ValueError(f"tensor {name!r} should have {nbytes} bytes by its shape, and has {end - begin} by its data_offsets")
     return Elements(data + begin, dtype, tuple(shape), contiguous_strides(shape))
 
 

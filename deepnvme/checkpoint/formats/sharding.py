@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.serialization import location_tag
 
-from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.tensor_bytes import flat_bytes
 
 if TYPE_CHECKING:
@@ -81,17 +79,17 @@ class JointPickling:
 
 
 def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
-    """Return the bytes of a DTensor that this rank writes. Ranks with replicas of the same bytes share the work."""
+    """Return the bytes of a DTensor that this rank writes. Of ranks with replicas of the same bytes the first writes them."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     nbytes = tensor.numel() * tensor.dtype.itemsize
     if coordinate is None or local.numel() == 0:
         return Sharded(flat_bytes(local.new_empty(0)), [], nbytes)
     held: list[list[Span]] = [[(0, size)] for size in tensor.shape]
-    replica, replicas = 0, 1
+    replica = False
     for index, count, placement in zip(coordinate, mesh.shape, placements, strict=True):
         if placement.is_replicate():
-            replica, replicas = replica * count + index, replicas * count
+            replica = replica or index > 0
         elif type(placement).__name__ in ("Shard", "_StridedShard"):
             dim = placement.dim % tensor.dim()  # type: ignore[attr-defined]
             held[dim] = part_of_spans(held[dim], count, index, getattr(placement, "split_factor", 1))
@@ -103,12 +101,9 @@ def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
             f"a DTensor of {tuple(tensor.shape)} placed as {placements} has {tuple(local.shape)} of it here, where {shape} were"
             " expected: save its full_tensor()"
         )
-    runs = byte_runs(tuple(tensor.shape), held, tensor.dtype.itemsize)
-    data = flat_bytes(local.contiguous())
-    if replicas > 1:
-        begin, end = equal_share(runs, replica, replicas)
-        data, runs = data[begin:end], taken(runs, begin, end)
-    return Sharded(data, runs, nbytes)
+    if replica:
+        return Sharded(flat_bytes(local.new_empty(0)), [], nbytes)
+    return Sharded(flat_bytes(local.contiguous()), byte_runs(tuple(tensor.shape), held, tensor.dtype.itemsize), nbytes)
 
 
 def part_of_spans(spans: list[Span], count: int, index: int, split: int) -> list[Span]:
@@ -159,30 +154,3 @@ def byte_runs(shape: tuple[int, ...], held: list[list[Span]], itemsize: int) -> 
         base = sum(index * width for index, width in zip(indices, strides, strict=False))
         runs += [(base + begin * stride, base + end * stride) for begin, end in spans]
     return runs
-
-
-def equal_share(runs: Sequence[Span], share: int, shares: int) -> Span:
-    """Return one of several equal shares of runs of bytes, as a range within the joined runs; see :func:`taken`.
-
-    The borders between shares are moved back to page boundaries of the whole tensor or file, so the shares are only
-    nearly equal. A border is derived from the page that it is in, so that neighbouring shares agree on it.
-
-    Args:
-        runs: (begin, end) of each run in the whole tensor or file, in bytes.
-        share: Number of the share, from 0.
-        shares: Number of shares.
-    """
-    ends = list(itertools.accumulate(end - begin for begin, end in runs))
-    total = ends[-1] if ends else 0
-
-    def border(number: int) -> int:
-        """Return where share ``number`` begins within the joined runs, in bytes."""
-        at = total * number // shares
-        run = bisect.bisect_right(ends, at)
-        if run == len(ends):
-            return total
-        first, last = runs[run]
-        offset = last - (ends[run] - at)  # in the whole
-        return at - min(offset % PAGE, offset - first)
-
-    return border(share), border(share + 1)

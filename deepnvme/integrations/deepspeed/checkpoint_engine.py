@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from deepnvme.checkpoint.loading import load
+from deepnvme.checkpoint.loading import MapLocation, load
 from deepnvme.checkpoint.saving import save
-from deepnvme.checkpoint.unpickling import MapLocation
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.files.replacing import sync_directory
 

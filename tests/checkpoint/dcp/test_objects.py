@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import datetime
-import io
 import pickle
 import random
 from collections import Counter, OrderedDict
@@ -21,8 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
 
 from ...support.distributed_states import Runs
-from ...support.interpreters import Interpreters
-from ...support.torch_versions import ALONE, needs_torch
+from ...support.torch_versions import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -64,29 +61,6 @@ def test_nothing_in_an_item_is_run(drive: Path, length: int) -> None:
     assert not marker.exists()
     load(drive, weights_only=False)
     assert marker.exists()  # or the test could not fail
-
-
-@needs_torch(2, 7, "extensions")
-def test_nothing_in_an_item_that_an_extension_reads_is_run(drive: Path) -> None:
-    from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-
-    class Same(StreamTransformExtension):
-        from_descriptor = staticmethod(lambda version: Same())
-        registry_name = staticmethod(lambda: "test.same")
-        get_descriptor = staticmethod(lambda: "test.same/1")
-        transform_to = staticmethod(lambda output: output)
-        transform_from = staticmethod(lambda input: input)
-
-    registry = ExtensionRegistry()
-    registry.extensions["test.same"] = Same
-    marker = drive / "run"
-    writer = NVMeWriter(drive, _extensions=[Same()])
-    dcp.save({"item": [Runs(marker)], "weight": torch.ones(3)}, storage_writer=writer, **ALONE)
-    with pytest.raises(pickle.UnpicklingError, match=r"item 'item' of .*mkdir"):
-        load(drive, _extension_registry=registry)
-    assert not marker.exists()
-    load(drive, _extension_registry=registry, weights_only=False)
-    assert marker.exists()
 
 
 def test_the_environment_decides_as_for_torch_load(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,35 +110,3 @@ def test_an_item_that_takes_too_much_is_refused(drive: Path) -> None:
     file.write_bytes(data[:at] + b"N" + b"\x85" * 20_004 + data[at + 20_005 :])
     with pytest.raises(CorruptCheckpoint, match=r"item 'item.*nested more than"):
         load(drive)
-
-
-@pytest.mark.slow
-def test_a_tensor_whose_pickle_takes_too_much_is_refused(drive: Path, interpreters: Interpreters) -> None:
-    """It ended the process: torch's weights_only has a limit for nothing, and hashing tuples in tuples recurses in C."""
-    save(drive, 1)
-    archive = io.BytesIO()
-    writer = torch._C.PyTorchFileWriter(archive)
-    stream = b"\x80\2}N" + b"\x85" * (1 << 20) + b"Ns."
-    writer.write_record("data.pkl", stream, len(stream))
-    writer.write_end_of_file()
-    metadata = FileSystemReader(drive).read_metadata()
-    ((index, info),) = ((index, info) for index, info in metadata.storage_data.items() if index.fqn == "weight")
-    with (drive / info.relative_path).open("ab") as file:
-        place = dataclasses.replace(info, offset=file.tell(), length=len(archive.getvalue()))
-        file.write(archive.getvalue())
-    metadata.storage_data[index] = place
-    (drive / ".metadata").write_bytes(pickle.dumps(metadata))
-    interpreters.run(f"""
-        import torch, warnings
-        import torch.distributed.checkpoint as dcp
-        from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader
-        warnings.simplefilter("ignore")
-        try:
-            dcp.load({{"weight": torch.zeros(3)}}, storage_reader=NVMeReader({str(drive)!r}), **{ALONE!r})
-        except dcp.api.CheckpointException as error:
-            ((failure, _),) = error.failures.values()
-            assert isinstance(failure, CorruptCheckpoint), failure
-            assert "item 'weight'" in str(failure), failure
-        else:
-            raise AssertionError
-    """).check()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ...support.interpreters import Interpreters
-from ...support.torch_versions import fsdp_on_cpu, needs_torch
+from ...support.torch_versions import fsdp_on_cpu
 from ...support.two_ranks import run_two
 
 pytestmark = pytest.mark.slow
@@ -94,37 +94,6 @@ def test_models_and_optimizers_are_saved_and_loaded_by_either_and_cut_anew(drive
                     dcp.load(found, storage_reader=reader(folder))
                     assert torch.equal(found["extra"].full_tensor(), large) and found["step"] == step + rank
                 dist.barrier()
-        """,
-        drive,
-        interpreters,
-    )
-
-
-@needs_torch(2, 9, "this format")
-def test_safetensors_of_two_ranks_are_read_by_either(drive: Path, interpreters: Interpreters) -> None:
-    pytest.importorskip("safetensors", reason="needs safetensors")
-    run_two(
-        """
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-        from torch.distributed.tensor import Shard, distribute_tensor
-        from deepnvme.checkpoint import NVMeHuggingFaceReader, NVMeHuggingFaceWriter
-
-        warnings.simplefilter("ignore")
-        large = torch.randn(600, 602, generator=torch.Generator().manual_seed(5))
-        saved = {"large": large, "small": large[:5, :7].clone()}
-        saved = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in saved.items()}
-        for writer in (HuggingFaceStorageWriter, NVMeHuggingFaceWriter):
-            folder = os.path.join(drive, writer.__name__)
-            dcp.save(saved, storage_writer=writer(folder, save_distributed=True))
-            dist.barrier()
-            for reader in (HuggingFaceStorageReader, NVMeHuggingFaceReader):
-                for dim in (0, 1):
-                    found = {name: torch.zeros(value.shape) for name, value in saved.items()}
-                    found = {name: distribute_tensor(tensor, mesh, [Shard(dim)]) for name, tensor in found.items()}
-                    dcp.load(found, storage_reader=reader(folder))
-                    for name, value in saved.items():
-                        assert torch.equal(found[name].full_tensor(), value.full_tensor()), (writer, reader, dim, name)
         """,
         drive,
         interpreters,

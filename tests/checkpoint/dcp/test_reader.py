@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter
-from deepnvme.checkpoint.dcp import reader as dcp_reader
-from deepnvme.checkpoint.formats.dcp_tensor import frame
 
 from ...support.distributed_states import Into, assert_equal, blank, request, state
 from ...support.examples import examples
@@ -121,22 +119,6 @@ def test_a_damaged_item_is_an_error_that_names_it(drive: Path, writer: Writer, n
         assert torch.equal(found["damaged"], torch.zeros(nbytes, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("text", [b"data.pkl", b"torch._utils", b"torch\nByteStorage"])
-def test_a_byte_that_is_no_text_is_damage(drive: Path, text: bytes) -> None:
-    """In an archive that is no longer known by its beginning, and so is left to torch."""
-    save({"damaged": torch.zeros(20, dtype=torch.uint8)}, NVMeWriter(drive))
-    info = place_of(drive, "damaged")
-    content = (drive / info.relative_path).read_bytes()
-    places = [found.start() for found in re.finditer(re.escape(text), content)]
-    assert places
-    for place in places:
-        (drive / info.relative_path).write_bytes(content[:place] + b"\xb8" + content[place + 1 :])
-        found = {"damaged": torch.ones(20, dtype=torch.uint8)}
-        if not is_refused(found, drive):  # as above
-            assert text == b"data.pkl"
-            assert found["damaged"].sum() == 0
-
-
 def test_a_part_that_a_tensor_does_not_have_is_refused(drive: Path) -> None:
     save({"a": torch.zeros(3, 4)}, NVMeWriter(drive))
     reader = NVMeReader(drive)
@@ -202,35 +184,6 @@ def test_a_file_that_is_written_over_while_it_is_read_is_an_error(drive: Path) -
     assert (error.errno, error.filename) == (errno.ESTALE, str(file))
 
 
-def test_metadata_that_are_replaced_while_they_are_read_are_read_again(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save({"a": torch.zeros(3)}, NVMeWriter(drive))
-    read, calls = dcp_reader.load_metadata, []
-
-    def replaced(path: Path) -> Any:
-        calls.append(path)
-        found = read(path)
-        if len(calls) == 1:
-            save({"a": torch.ones(3)}, NVMeWriter(drive))
-        return found
-
-    monkeypatch.setattr(dcp_reader, "load_metadata", replaced)
-    found = {"a": torch.zeros(3)}
-    load(found, drive)
-    assert torch.equal(found["a"], torch.ones(3))
-    assert len(calls) == 2
-
-
-def test_whatever_the_default_device(drive: Path) -> None:
-    frame.cache_clear()
-    saved = {"small": torch.arange(7), "large": torch.arange(300_000), "empty": torch.empty(0), "columns": torch.ones(900, 900)}
-    found = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-    found["large"] = torch.zeros(300_000, dtype=torch.float64)  # copied
-    with torch.device("meta"):
-        save(saved, NVMeWriter(drive))
-        load(found, drive)
-    assert_equal(found, {**saved, "large": saved["large"].double()})
-
-
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
@@ -283,52 +236,30 @@ def test_any_part_is_read_into_any_place(
         assert torch.equal(target, part)
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning", "ignore:TypedStorage:UserWarning")
-def test_tensors_that_are_not_plain_are_torchs(drive: Path) -> None:
-    saved = torch.quantize_per_tensor(torch.randn(9, 9), 0.1, 3, torch.qint8)
-    save({"t": torch.zeros(9, 9)}, FileSystemWriter(drive))
+@pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning")
+def test_tensors_that_are_not_plain_are_refused_by_writer_and_reader(drive: Path) -> None:
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(CheckpointException) as refused:
+        save({"t": sparse}, NVMeWriter(drive / "ours"))
+    assert "'t' is more than its elements" in str(why(refused.value))
+    save({"t": torch.zeros(99)}, FileSystemWriter(drive))
     info = place_of(drive, "t")
     stream = io.BytesIO()
-    torch.save(saved, stream)
+    torch.save(sparse, stream)
     (drive / info.relative_path).write_bytes(stream.getvalue().ljust(info.length, b"\0"))
-    reader = NVMeReader(drive)
-    metadata = reader.read_metadata()
-    metadata.storage_data = {index: type(info)(info.relative_path, 0, len(stream.getvalue())) for index in metadata.storage_data}
-    reader.set_up_storage_reader(metadata, True)
-    target = torch.quantize_per_tensor(torch.zeros(9, 9), 0.1, 3, torch.qint8)
-    reader.read_data(LoadPlan([request("t", (0, 0), (9, 9))]), Into([target]))  # type: ignore[arg-type]
-    assert torch.equal(target.int_repr(), saved.int_repr())
+    with pytest.raises(CheckpointException) as refused:
+        load({"t": torch.zeros(99)}, drive)
+    assert isinstance(why(refused.value), CorruptCheckpoint)
+    assert "use torch's FileSystemReader" in str(why(refused.value))
 
 
-@needs_torch(2, 7, "alignment")
-def test_archives_of_any_alignment_are_read(drive: Path) -> None:
-    from torch.utils.serialization import config
-
-    saved = {"large": torch.randn(600, 601), "small": torch.randn(5)}
-    before = config.save.storage_alignment
-    config.save.storage_alignment = 4096
-    try:
-        save(saved, FileSystemWriter(drive))
-    finally:
-        config.save.storage_alignment = before
-    found = {"large": torch.zeros(600, 601), "small": torch.zeros(5)}
-    load(found, drive)
-    assert_equal(found, saved)
-
-
-@needs_torch(2, 7, "this format")
-@both_writers
-def test_torchs_safetensors_in_distcp_files_are_read(drive: Path, writer: Writer) -> None:
-    """Which torch writes and does not read."""
+@needs_torch(2, 7, "these options")
+def test_extensions_and_safetensors_are_refused(drive: Path) -> None:
     from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-    if writer is FileSystemWriter:
-        pytest.importorskip("safetensors", reason="needs safetensors")
-    saved = {"large": torch.randn(600, 601), "small": torch.randn(5), "scalar": torch.tensor(3), "step": 7, "list": [1, "two"]}
-    save(saved, writer(drive, serialization_format=SerializationFormat.SAFETENSORS))
-    found = {"large": torch.zeros(600, 601), "small": torch.zeros(5), "scalar": torch.tensor(0), "step": 0, "list": [0, ""]}
-    load(found, drive)
-    assert_equal(found, saved)
+    for options in ({"_extensions": [object()]}, {"serialization_format": SerializationFormat.SAFETENSORS}):
+        with pytest.raises(ValueError, match="neither with extensions nor safetensors"):
+            NVMeWriter(drive, **options)
 
 
 def test_large_parts_are_read_into_place(drive: Path) -> None:

@@ -81,10 +81,3 @@ def test_bytes_out_of_order_are_refused_and_change_nothing() -> None:
 def test_columns_of_different_lengths_are_refused(places: list[int], sizes: list[int], wanted: bytes) -> None:
     with pytest.raises(ValueError, match="places must be three for each"):
         load_async_io().checkpoint.Checksums(array("Q", places), array("Q", sizes), wanted)
-
-
-@pytest.mark.parametrize("places", [[64, 60, 100], [64, 69, 70], [64, 69, 100, 60, 200, 300]], ids=str)
-def test_records_out_of_order_are_refused(places: list[int]) -> None:
-    count = len(places) // 3
-    with pytest.raises(ValueError, match="in the order of the file"):
-        load_async_io().checkpoint.Checksums(array("Q", places), array("Q", [1] * count), b"\1" * count)

@@ -80,14 +80,6 @@ class TestCopies:
         assert torch.equal(found, expected)
         assert at_once.digest() == one_by_one.digest()
 
-    def test_text_that_is_added_after_a_copy_is_in_the_next_one(self) -> None:
-        image, into = FileImage(), torch.empty(2, dtype=torch.uint8)
-        image.add_text(b"a")
-        image.copy(0, 1, into[:1])
-        image.add_text(b"b")
-        image.copy(0, 2, into)
-        assert into.tolist() == list(b"ab")
-
 
 class TestRanges:
     @settings(deadline=None, max_examples=examples(30))

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.checkpoint.formats import pt_image as pt_image_module
 from deepnvme.checkpoint.formats.file_image import FileImage, add_checksums
 from deepnvme.checkpoint.formats.pt_image import pt_image
-from deepnvme.checkpoint.formats.pt_pickle import Pickled, pickled
 from deepnvme.memory.tensor_bytes import memory_of
 
 from ...support.archives import assert_identical
@@ -34,15 +32,15 @@ def content(image: FileImage) -> bytes:
     return bytes(memory_of(into))
 
 
-def ours(obj: Any, protocol: int = 2, checksum: bool | None = True, module: Any = pickle) -> bytes:
-    return content(pt_image(obj, module, protocol, checksum))
+def ours(obj: Any, protocol: int = 2, checksum: bool | None = True) -> bytes:
+    return content(pt_image(obj, protocol, checksum))
 
 
-def torchs(obj: Any, protocol: int = 2, checksum: bool = True, module: Any = pickle) -> bytes:
+def torchs(obj: Any, protocol: int = 2, checksum: bool = True) -> bytes:
     saved = io.BytesIO()
     saved.name = "archive"  # the records' folder, which torch has of the file's name
     with config.patch({"save.storage_alignment": 4096, "save.compute_crc32": checksum}):
-        torch.save(obj, saved, pickle_module=module, pickle_protocol=protocol)
+        torch.save(obj, saved, pickle_protocol=protocol)
     return saved.getvalue()
 
 
@@ -69,18 +67,6 @@ class TestIdentity:
         with config.patch({"save.compute_crc32": False}):
             assert_identical(ours(obj, checksum=None), expected)
 
-    def test_a_pickle_module_of_the_user_is_used(self) -> None:
-        class Module:
-            Pickler = pickle._Pickler  # type: ignore[attr-defined]
-            __name__ = "module"
-
-        obj = {"a": torch.ones(3), "b": ["c", 1.5]}
-        assert_identical(ours(obj, module=Module), torchs(obj, module=Module))
-
-    def test_the_file_of_thousands_of_tensors_is_torchs(self) -> None:
-        obj = {f"layer.{index}": torch.full((3,), index) for index in range(3000)}
-        assert_identical(ours(obj), torchs(obj))
-
     def test_the_file_of_distributed_tensors_is_torchs(self, process_group: None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
@@ -101,7 +87,7 @@ class TestSizes:
     def test_storages_beyond_four_gigabytes_lie_where_torch_puts_them(self, sizes: tuple[int, ...], tmp_path: Path) -> None:
         # Memory that is never touched: neither is there so much, nor would it be quick.
         obj = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        image = pt_image(obj, pickle, 2, False)
+        image = pt_image(obj, 2, False)
         skeleton = tmp_path / "archive.pt"
         with config.patch("save.storage_alignment", 4096), torch.serialization.skip_data():
             torch.save(obj, skeleton)
@@ -111,7 +97,7 @@ class TestSizes:
 
     def test_storages_are_not_looked_at_before_they_are_written(self) -> None:
         before = _resident()
-        pt_image([torch.empty(2 * GIB, dtype=torch.uint8)], pickle, 2, None)
+        pt_image([torch.empty(2 * GIB, dtype=torch.uint8)], 2, None)
         assert _resident() - before < 64 << 20
 
 
@@ -148,33 +134,6 @@ class _End(io.RawIOBase):
 
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-class _Elsewhere:
-    """A storage on a device that is neither the CPU nor CUDA's."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._storage = storage
-        self.device = torch.device("xpu", 0)
-
-    def nbytes(self) -> int:
-        return self._storage.nbytes()
-
-    def cpu(self) -> torch.UntypedStorage:
-        return self._storage.clone()
-
-
-@pytest.mark.parametrize("kind", ["large among small", "a state_dict"])
-def test_storages_on_other_devices_are_copied_as_torch_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    obj = OBJECTS[kind]()
-    expected = ours(obj, checksum=False)
-
-    def there(*given: Any) -> Pickled:
-        stream, storages = pickled(*given)
-        return Pickled(stream, [_Elsewhere(storage) for storage in storages])
-
-    monkeypatch.setattr(pt_image_module, "pickled", there)
-    assert ours(obj, checksum=False) == expected
 
 
 def test_the_same_structure_has_the_same_identity() -> None:

@@ -7,7 +7,6 @@ import io
 import pickle
 import threading
 import zipfile
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -16,18 +15,16 @@ import torch
 from deepnvme.checkpoint.formats.pt_pickle import pickled
 from deepnvme.ops import load_async_io
 
-from ...support.interpreters import Interpreters
 
-
-def torchs(obj: Any, pickle_module: Any = pickle) -> bytes:
+def torchs(obj: Any) -> bytes:
     saved = io.BytesIO()
-    torch.save(obj, saved, pickle_module)
+    torch.save(obj, saved)
     with zipfile.ZipFile(saved) as opened:
         return opened.read(next(name for name in opened.namelist() if name.endswith("/data.pkl")))
 
 
-def ours(obj: Any, pickle_module: Any = pickle) -> bytes:
-    return pickled(obj, pickle_module, 2).stream
+def ours(obj: Any) -> bytes:
+    return pickled(obj, 2).stream
 
 
 class TestWhatCannotBeSaved:
@@ -49,13 +46,6 @@ class TestWhatCannotBeSaved:
             ours(obj)
         assert gc.isenabled()
 
-    def test_a_pickler_that_cannot_refer_to_storages_is_refused(self) -> None:
-        class Module:
-            Pickler = None
-
-        with pytest.raises(TypeError):
-            pickled({}, Module, 2)  # type: ignore[arg-type]
-
     def test_a_tensor_that_needs_hooks_is_refused(self) -> None:
         tensor = torch.ones(3, requires_grad=True)
         tensor.register_hook(lambda gradient: gradient)
@@ -66,31 +56,17 @@ class TestWhatCannotBeSaved:
 
 def test_storages_are_numbered_as_the_stream_meets_them_each_once() -> None:
     one, other = torch.arange(3.0), torch.arange(5)
-    found = pickled([other[1:], one, other, one.view(3, 1)], pickle, 2)
+    found = pickled([other[1:], one, other, one.view(3, 1)], 2)
     assert [storage.data_ptr() for storage in found.storages] == [other.data_ptr(), one.data_ptr()]
 
 
 def test_empty_storages_are_told_apart() -> None:
-    assert len(pickled([torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int32)], pickle, 2).storages) == 3
+    assert len(pickled([torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int32)], 2).storages) == 3
 
 
 @pytest.mark.parametrize("obj", [torch.nn.ReLU().state_dict(), {"a": torch.nn.Identity().state_dict()}], ids=["it", "in a dict"])
 def test_an_empty_state_dict_keeps_its_metadata(obj: Any) -> None:
     assert ours(obj) == torchs(obj)
-
-
-def test_a_pickler_that_reduces_functions_and_hooks_its_own_way_is_asked() -> None:
-    def local() -> None: ...
-
-    class Module:
-        Unpickler, load = pickle.Unpickler, pickle.load
-
-        class Pickler(pickle.Pickler):
-            def reducer_override(self, obj: Any) -> Any:
-                return (str, ("other",)) if type(obj) is OrderedDict or obj is local else NotImplemented
-
-    obj = [torch.ones(3), OrderedDict(), local]
-    assert ours(obj, Module) == torchs(obj, Module)
 
 
 class TestNoneFor:
@@ -127,36 +103,3 @@ def test_the_collector_is_left_as_it_was() -> None:
         gc.enable()
     ours({})
     assert gc.isenabled()
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_child_forked_meanwhile_has_its_collector(enabled: bool, interpreters: Interpreters) -> None:
-    interpreters.run(f"""
-        import gc, pickle, threading
-        from deepnvme.checkpoint.formats.pt_pickle import pickled
-
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of a fork beside other threads
-
-        def fork():
-            child = os.fork()
-            if child == 0:
-                os._exit(gc.isenabled())
-            statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-        class Forking:
-            def __reduce__(self):
-                assert not gc.isenabled()
-                other = threading.Thread(target=fork)
-                other.start()
-                other.join()
-                return list, ()
-
-        statuses = []
-        if not {enabled}:
-            gc.disable()
-        pickled([Forking()], pickle, 2)
-        assert statuses == [{enabled}], statuses
-        assert gc.isenabled() is {enabled}
-        fork()
-        assert statuses == [{enabled}] * 2, statuses
-    """).check()

@@ -8,9 +8,7 @@ import math
 import pytest
 import torch
 
-from deepnvme.checkpoint.formats.sharding import Span, byte_runs, equal_share, part_of_spans, taken
-
-PAGE = 4096
+from deepnvme.checkpoint.formats.sharding import Span, byte_runs, part_of_spans
 
 
 def offsets_of(runs: list[Span]) -> list[int]:
@@ -58,23 +56,3 @@ def test_runs_are_where_the_elements_lie(shape: tuple[int, ...], held: list[list
     assert offsets_of(runs) == expected
     if held[:1] == [[(1, 3)]]:
         assert len(runs) == 1
-
-
-@pytest.mark.parametrize("shares", [1, 2, 3, 7])
-@pytest.mark.parametrize("runs", [[(0, 10 * PAGE + 5)], [(100, 20_000)], [(0, 3)], [(7 * PAGE + 1, PAGE), (20 * PAGE, 3 * PAGE)],
-                                  [(at * 1000, 500) for at in range(60)]])  # fmt: skip
-def test_replicas_share_runs_page_by_page(runs: list[tuple[int, int]], shares: int) -> None:
-    spans = [(offset, offset + length) for offset, length in runs]
-    covered: list[int] = []
-    position = 0
-    for share in range(shares):
-        begin, end = equal_share(spans, share, shares)
-        own = taken(spans, begin, end)
-        assert begin == position
-        assert end - begin == len(offsets_of(own))
-        assert end - begin <= sum(length for _, length in runs) // shares + PAGE
-        for offset, _ in own:
-            assert offset % PAGE == 0 or offset in dict(runs)
-        covered += offsets_of(own)
-        position = end
-    assert covered == offsets_of(spans)

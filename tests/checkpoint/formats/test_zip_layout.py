@@ -86,29 +86,7 @@ class TestDirectory:
             offset = data_of(data[entry.header :][: LOCAL_HEADER.size], entry.header)
             assert data[offset : offset + entry.nbytes] == content
 
-    def test_large_records_are_found(self, tmp_path: Path) -> None:
-        sizes, path = [5 * GIB, 3, 4 * GIB - 1, 5], tmp_path / "file"
-        text, headers, paddings = laid_out([f"data/{index}" for index in range(4)], sizes, [7] * 4, 64)
-        with path.open("wb") as file:
-            file.seek(sum(sizes) + sum(headers) + sum(paddings))
-            file.write(text[sum(headers) :])
-        with path.open("rb") as file:
-            found = entries(file)
-        assert [entry.nbytes for entry in found] == [5 * GIB, 3, 4 * GIB - 1, 5]
-        assert found[-1].header > 9 * GIB
-
-    def test_an_archive_of_another_program_with_a_comment_is_read(self, tmp_path: Path) -> None:
-        path = tmp_path / "file"
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
-            made.writestr("a/data/0", b"0" * 1000)
-            made.writestr(zipfile.ZipInfo("a/byteorder"), b"little")
-            made.comment = b"PK\5\5 " * 1000
-        with path.open("rb") as file:
-            assert [(entry.name, entry.stored) for entry in entries(file)] == [("a/data/0", False), ("a/byteorder", True)]
-
-    @pytest.mark.parametrize(
-        "damage", ["cut", "entry", "beyond", "no archive", "encrypted", "method", "deflated", "smaller", "disk", "name"]
-    )
+    @pytest.mark.parametrize("damage", ["cut", "entry", "beyond", "no archive", "encrypted", "method", "smaller", "name"])
     def test_a_damaged_directory_is_refused(self, tmp_path: Path, damage: str) -> None:
         data = archive([("a/data/0", b"x" * 100), ("a/data/1", b"y" * 100)])
         at = data.index(b"PK\1\2")
@@ -119,21 +97,13 @@ class TestDirectory:
             "no archive": b"PK\3\4" + bytes(5000),
             "encrypted": data[: at + 8] + b"\1" + data[at + 9 :],
             "method": data[: at + 10] + b"\1" + data[at + 11 :],
-            "deflated": data[: at + 10] + b"\x08" + data[at + 11 :],
             "smaller": data[: at + 24] + b"\x63" + data[at + 25 :],
-            "disk": data[: at + 34] + b"\1" + data[at + 35 :],
             "name": data[: at + 50] + b"\xff" + data[at + 51 :],
         }[damage]
         path = tmp_path / "file"
         path.write_bytes(damaged)
         with path.open("rb") as file, pytest.raises(BadDirectory):
             entries(file)
-
-    def test_an_end_too_early_for_a_locator_is_no_error(self, tmp_path: Path) -> None:
-        path = tmp_path / "file"
-        path.write_bytes(b"PK\6\7" + b"PK\5\6" + bytes(8 + 4) + b"\4" + bytes(5))
-        with path.open("rb") as file:
-            assert entries(file) == []
 
     @settings(deadline=None, max_examples=examples(50))
     @given(st.data())

@@ -16,12 +16,13 @@ from torch import nn
 
 from deepnvme.checkpoint import CorruptCheckpoint
 from deepnvme.offload.training import OffloadedTraining
-from deepnvme.safetensors import save_file, save_sharded
+from deepnvme.safetensors import save_file
 
 from ...support.engines import failing
 from ...support.interpreters import Interpreters
 from ...support.offloaded_training import InMemory, assert_same_model, train_both
 from ...support.pinned_memory import pinned_bytes
+from ...support.shards import save_sharded
 
 WIDTH, WORDS = 32, 50
 
@@ -202,7 +203,7 @@ KINDS = ["safetensors", "sharded", "pt"]
 def saved(state: Mapping[str, torch.Tensor], directory: Path, kind: str) -> Any:
     """A checkpoint of a state of each kind: what to give for it."""
     if kind == "sharded":
-        save_sharded(state, directory / "sharded", max_shard_size=30_000)
+        save_sharded(state, directory / "sharded", most=30_000)
         return directory / "sharded"
     if kind == "safetensors":
         save_file(state, directory / "w.safetensors")

@@ -16,12 +16,12 @@ from torch import nn
 from deepnvme.checkpoint.weight_locations import OpenFiles, Weights
 from deepnvme.engine import Engine
 from deepnvme.model.structure import ExtentPlan
-from deepnvme.safetensors import save_sharded
 from deepnvme.streaming import Location, WeightInfo, WeightStore
 from deepnvme.streaming.weights.build_pipeline import ExtentBuilder, write_extents
 from deepnvme.swap import TensorStore
 
 from ...support.files import open_files
+from ...support.shards import save_sharded
 
 MIB = 1 << 20
 
@@ -37,7 +37,7 @@ def test_it_takes_the_memory_of_a_few_extents(drive, interpreters, kind):
     if kind == "pt":
         torch.save(state(24, 4 * MIB), drive / "model.pt")
     else:
-        save_sharded(state(24, 4 * MIB), drive, max_shard_size="30MB")
+        save_sharded(state(24, 4 * MIB), drive, most=30_000_000)
     dtype = "torch.bfloat16" if kind == "converted" else "None"
     interpreters.run(f"""
         import re
@@ -120,7 +120,7 @@ def test_a_checkpoint_that_is_changed_meanwhile_leaves_nothing(drive):
 def sharded(drive: Path) -> Path:
     """A checkpoint of four shards, with three weights of one block in each."""
     weights = {f"layers.{layer}.{part}": torch.ones(1000) for layer in range(4) for part in "abc"}
-    save_sharded(weights, drive / "checkpoint", max_shard_size=12_000)
+    save_sharded(weights, drive / "checkpoint", most=12_000)
     return drive / "checkpoint"
 
 

@@ -15,12 +15,13 @@ from torch import nn
 from deepnvme.model.quantization import dequantize, quantize
 from deepnvme.model.structure import UNBLOCKED_EXTENT, weights_by_name
 from deepnvme.model.weight_differences import WeightInfo
-from deepnvme.safetensors import save_file, save_sharded
+from deepnvme.safetensors import save_file
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, WeightMismatch, WeightStore
 from deepnvme.swap import CorruptManifest, StoreLocked, TensorStore
 
 from ...support.memory import bytes_of
+from ...support.shards import save_sharded
 
 
 class Model(nn.Module):
@@ -86,7 +87,7 @@ class TestWhatIsBuilt:
         if kind == "safetensors":
             save_file(kept, given / "model.safetensors")
         elif kind == "shards":
-            save_sharded(kept, given, max_shard_size="1MB")
+            save_sharded(kept, given, most=1_000_000)
         elif kind == "pt":
             torch.save(state, given / "model.pt")
         else:
@@ -276,7 +277,7 @@ class TestBadInput:
             WeightStore.build(model, drive / "store", model=model)
 
     def test_a_checkpoint_with_a_missing_shard_makes_nothing(self, model, drive):
-        paths = save_sharded(dict(list(model.state_dict().items())[:5]), drive / "checkpoint", max_shard_size=100)
+        paths = save_sharded(dict(list(model.state_dict().items())[:5]), drive / "checkpoint", most=100)
         paths[1].unlink()
         with pytest.raises(FileNotFoundError, match="shard"):
             WeightStore.build(drive / "checkpoint", drive / "store")

@@ -56,7 +56,7 @@ class SavedStates:
         try:
             # Checked first: torch.load also reads files of older formats, and unpacks compressed ones of any size.
             found = records_of(path)
-            if not found.stored or found.script:
+            if not found.stored:
                 raise ValueError("it is not of torch.save")
             check_pickle(path, found)
             saved = torch_load(path, weights_only=True)

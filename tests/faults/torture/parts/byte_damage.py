@@ -17,12 +17,13 @@ import torch.distributed.checkpoint as dcp
 
 import deepnvme
 from deepnvme.checkpoint import CorruptCheckpoint, NVMeReader, NVMeWriter, verify
-from deepnvme.safetensors import load_file, save_file, save_sharded
+from deepnvme.safetensors import load_file, save_file
 from deepnvme.store.catalog import CorruptTensor
 from deepnvme.store.manifest import CorruptManifest
 from deepnvme.store.tensor_store import TensorStore
 from deepnvme.streaming.weights.weight_store import CorruptExtent, WeightStore
 
+from ....support.shards import save_sharded
 from .. import Wrong
 
 SHORT = 6
@@ -115,7 +116,7 @@ KINDS = {
     "pt, verified": Kind(lambda path: deepnvme.save(weights(), path, checksum=True), verify, (), False),
     "safetensors": Kind(lambda path: save_file(dense(), path), load_file, (CorruptCheckpoint,), False),
     "shards": Kind(
-        lambda path: save_sharded(dense(), path, max_shard_size=100_000) and None,
+        lambda path: save_sharded(dense(), path, most=100_000) and None,
         lambda path: load_file(path / "model.safetensors.index.json"),
         (CorruptCheckpoint, FileNotFoundError),
         False,
