@@ -115,8 +115,7 @@ def digests(folder: str) -> dict[str, str]:
 
 
 def train_on(trained: Any, case: dict[str, Any], batches: range, directory: str, seen: list[str] | None = None) -> list[str]:
-    """The losses. What is to vanish does so before a step, on the rank that it is to vanish from. ``seen``: gets what the case's
-    accesses, "before step" and "after step", see."""
+    """The losses. ``seen``: gets what the case's accesses, "before step" and "after step", see."""
     losses = []
     seen = [] if seen is None else seen
 
@@ -125,8 +124,6 @@ def train_on(trained: Any, case: dict[str, Any], batches: range, directory: str,
             seen.extend(ACCESSES[case.get(when, "nothing")](trained, number))
 
     for number in batches:
-        if number == case.get("vanishes at") and case.get("vanishes on") == int(os.environ["RANK"]):
-            shutil.rmtree(directory)
         if "skips" in case and number % case.get("skips every", 2) == case.get("skips in", 1):
             trained.module.skipped = tuple(case["skips"])
         losses += train(trained, case.get("width", WIDTH), range(number, number + 1), lambda: access("before step"))

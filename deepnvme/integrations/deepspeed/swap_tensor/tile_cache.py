@@ -66,10 +66,6 @@ class TileCache(BlockCache):
         """Set which sub-group is in use from now on, and the number of sub-groups."""
         self.current, self.count = index, count
 
-    def overwrite(self, tile: Tile, content: torch.Tensor, offset: int) -> None:
-        """Write ``content`` into the file of a tile that is not in memory, at ``offset`` bytes. Blocks. Raises OSError."""
-        self.engine.write(content, tile.name, offset).result()
-
     def _distance(self, block: Block) -> int:
         """Return how many sub-groups after the current one the tile is used, in the order of a step."""
         assert isinstance(block, Tile)

@@ -480,46 +480,19 @@ def test_what_is_large_enough_to_be_swapped(drive: Path) -> None:
     assert not swapper.is_swappable_tensor(torch.zeros(()))
 
 
-def test_timers_run_as_deepspeeds_do(drive: Path) -> None:
-    class Timer:
-        def __init__(self) -> None:
-            self.running = False
-            self.runs = 0
-
-        def start(self) -> None:
-            assert not self.running
-            self.running = True
-
-        def stop(self) -> None:
-            assert self.running
-            self.running = False
-            self.runs += 1
-
-    class Timers(dict[str, Timer]):
-        def __call__(self, name: str) -> Timer:
-            return self.setdefault(name, Timer())
-
-        def log(self, names: list[str]) -> None:
-            self.logged = names
-
-    timers = Timers()
-    training = Training(drive, timers=timers)
-    training.swapper.pre_backward()
-    training.train(1)
-    training.swapper.log_timers()
-    assert timers.logged == ["swap_in_state", "swap_out_gradient", "swap_out_state"]
-    assert timers["swap_in_state"].runs == GROUPS
-    assert not any(timer.running for timer in timers.values())
-    training.swapper.init_timers()
-    unknown = torch.empty(0)
-    unknown.ds_id = "of another optimizer"  # type: ignore[attr-defined]
-    training.swapper.swap_in_optimizer_state(unknown)
-    training.swapper.swap_out_optimizer_state(unknown)
-    with pytest.raises(RuntimeError, match="is not swapped in"):
-        training.swapper.swap_out_optimizer_state(training.parameters[0])
-    timers.logged = []
-    training.swapper.log_timers()
-    assert timers.logged == []
+def test_each_of_two_jobs_has_a_folder_of_its_own(drive: Path) -> None:
+    first, second, third = (Training(drive) for _ in range(3))
+    ranks = drive / "optimizer"
+    assert [Path(each.swapper.swap_folder).name for each in (first, second, third)] == ["rank0", "rank0-job-2", "rank0-job-3"]
+    first.train(1)
+    third.train(2)
+    first.assert_same_as_in_memory()
+    del second
+    gc.collect()
+    assert Path(Training(drive).swapper.swap_folder) == ranks / "rank0-job-2"
+    (drive / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"file/optimizer/rank0'|file"):
+        Training(drive / "file")
 
 
 @pytest.mark.slow

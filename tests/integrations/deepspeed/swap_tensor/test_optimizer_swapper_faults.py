@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import gc
 import pickle
 import shutil
 import struct
@@ -133,7 +134,8 @@ def test_a_full_disk_is_named_and_training_goes_on_when_there_is_room(drive: Pat
             backward_and_step(training)
         assert caught.value.errno == errno.ENOSPC
         assert str(disk.path) in str(caught.value.filename)
-        del training
+        del training, caught  # or the swapper's lock stays open
+        gc.collect()
 
 
 def test_a_file_that_is_too_short_is_named(drive: Path) -> None:
@@ -285,28 +287,6 @@ def test_a_swapper_that_is_collected_by_its_own_helper_writes_what_is_to_be_writ
             assert not thread.is_alive()
     assert not end.alive
     training.assert_same_as_in_memory()
-
-
-def test_parameters_that_could_not_be_read_can_be_initialized_again(drive: Path, engine: FlakyEngine) -> None:
-    training = Training(drive, numels=(400_000,) * 2, engine=engine, initialize=False)
-    values = [training.random(400_000, torch.bfloat16) for _ in training.parameters]
-    partitions = []
-    for number, value in enumerate(values):
-        halves = [(value[start : start + 200_000], 200_000, str(drive / f"{number}-{start}")) for start in (0, 200_000)]
-        for half, _, path in halves:
-            half.view(torch.uint8).numpy().tofile(path)
-        partitions.append(halves)
-    buffers = [torch.empty(500_000, dtype=torch.bfloat16)]
-    arguments = (partitions, [400_000] * 2, buffers, training.parameters)
-    engine.fail("read", "1-0", at_once=False)
-    with pytest.raises(OSError, match="injected"):
-        training.swapper.initialize_from_swapped_fp16_params(*arguments)
-    assert training.swapper.swap_params_info == {}
-    training.swapper.initialize_from_swapped_fp16_params(*arguments)
-    for parameter, value in zip(training.parameters, values, strict=True):
-        training.swapper.swap_in_optimizer_state(parameter)
-        assert torch.equal(parameter, value.float())
-        training.swapper.release_swap_buffers(parameter)
 
 
 @pytest.mark.slow
