@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from deepnvme.checkpoint import NVMeCheckpointEngine
-from deepnvme.integrations import _running
 from deepnvme.integrations import deepspeed as integration
 from deepnvme.integrations.deepspeed import launching
 from deepnvme.integrations.deepspeed import swap_tensor as zero
@@ -286,8 +285,7 @@ def test_a_safe_path_stays_as_it_is(deepspeed: Modules, program: Path, monkeypat
     elsewhere.parent.mkdir()
     program.rename(elsewhere)
     safe = types.SimpleNamespace(safe_path=True)
-    monkeypatch.setattr(_running, "sys", types.SimpleNamespace(path=sys.path, flags=safe))
-    monkeypatch.setattr(sys, "argv", ["launcher", str(elsewhere)])
+    monkeypatch.setattr(launching, "sys", types.SimpleNamespace(path=sys.path, flags=safe, argv=["launcher", str(elsewhere)]))
     launching.main()
     assert sys.path == before
     assert sys.modules["beside"].results[0][2] == str(program.parent)
