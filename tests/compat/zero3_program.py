@@ -25,7 +25,7 @@ from deepspeed.runtime.zero import partition_parameters
 
 from deepnvme.integrations import deepspeed as integration
 
-from .accesses import ACCESSES, make_universal, outcome
+from .accesses import ACCESSES
 from .training import train
 
 WIDTH = 768  # a layer in bf16 is 1.1 MB: more than the least that is swapped
@@ -93,7 +93,6 @@ def engine(case: dict[str, Any], directory: str) -> Any:
         },
         "bf16": {"enabled": case.get("dtype") == "bf16"},
         **({"checkpoint": {"writer": {"type": case["writer"]}}} if "writer" in case else {}),
-        **({"checkpoint": {"load_universal": True}} if case.get("load_universal") else {}),
     }
     # Parameters are parted, and go to the drive, as they are made, or all of them with the engine.
     with deepspeed.zero.Init(config_dict_or_path=config) if case.get("zero_init") else contextlib.nullcontext():
@@ -151,13 +150,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         with world(case["world"], case.get("checkpoint", False)):
             trained = engine(case, directory)
             seen: list[str] = []
-            if "universal" in case:  # made with the states in memory
-                other = engine({**case, "device": "cpu"}, os.path.join(directory, "other"))
-                train_on(other, case, range(case["universal"]), directory)
-                made = make_universal(other, 0)
-                trained = engine({**case, "load_universal": True}, os.path.join(directory, "anew"))
-                saved = os.path.join(directory, "other", "saved")
-                seen += [str(len(made)), *outcome(lambda: [str(trained.load_checkpoint(saved, tag="universal"))], directory)]
             result: dict[str, Any] = {"losses": train_on(trained, case, range(case["steps"]), directory, seen), "seen": seen}
             if case.get("device", "nvme") == "cpu":
                 return result

@@ -13,7 +13,6 @@ import torch
 
 from deepnvme.integrations import transformers as integration
 from deepnvme.offload.training import OffloadedTraining
-from deepnvme.store.tensor_store import TensorStore
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of packages that it imports
@@ -214,60 +213,7 @@ def test_a_backward_that_the_accelerator_does_not_know_of_is_an_error(drive: Pat
         trainer.train()
 
 
-class Calls(transformers.TrainerCallback):
-    """Notes when it is called."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("on_"):
-            return super().__getattribute__(name)
-
-        def call(arguments: Any, state: Any, control: Any, **_: Any) -> None:
-            self.calls.append((name, state.global_step))
-
-        return call
-
-
-def test_callbacks_are_called_as_in_memory(drive: Path, tmp_path: Path) -> None:
-    known, found = Calls(), Calls()
-    options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    trainer_of(tmp_path / "known", callbacks=[known], **options).train()
-    trainer = trainer_of(tmp_path / "trained", callbacks=[found], **options)
-    offload(trainer, drive)
-    trainer.train()
-    assert found.calls == known.calls
-    assert ("on_substep_end", 2) in found.calls
-
-
-def test_layers_are_read_once_for_all_batches_of_a_step(drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    get = TensorStore.get
-
-    def counted(store: TensorStore, name: str, *arguments: Any, **options: Any) -> Any:
-        read.append(name)
-        return get(store, name, *arguments, **options)
-
-    monkeypatch.setattr(TensorStore, "get", counted)
-    reads = {}
-    for accumulation in ("vertical", "horizontal"):
-        trainer = trainer_of(tmp_path / "trained", max_grad_norm=0, gradient_accumulation_steps=4)
-        with offload(trainer, drive, accumulation=accumulation, memory_budget=0):
-            read.clear()
-            trainer.train()
-            reads[accumulation] = sum("parameters" in name for name in read)
-    assert 0 < reads["vertical"] <= 3 * 2 * LAYERS  # in three steps, for the forward and the backward
-    assert reads["horizontal"] > 3 * reads["vertical"]
-
-
 # Between the steps, and after them
-
-
-def test_evaluations_between_steps(drive: Path, tmp_path: Path) -> None:
-    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "gradient_accumulation_steps": 2}
-    trainer = train_both(drive, tmp_path, **options)
-    assert len([log for log in trainer.state.log_history if "eval_loss" in log]) == 4
 
 
 def test_the_trainer_is_as_ever_after_training(drive: Path, tmp_path: Path) -> None:

@@ -174,9 +174,6 @@ def test_of_a_kv_cache_its_place_and_layers(drive: Path) -> None:
     assert repr(cache) == f"<OffloadedCache in '{drive / 'kv'}', 2 layers, 0 positions, memory_budget=0 bytes>"
     cache.close()
     assert repr(cache).endswith(", closed>")
-    in_memory = OffloadedCache(config, "cpu")
-    assert repr(in_memory) == "<OffloadedCache in host memory, 2 layers, 0 positions>"
-    in_memory.close()
 
 
 def test_of_a_table_its_file_shape_and_budget(drive: Path) -> None:

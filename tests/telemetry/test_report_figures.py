@@ -14,7 +14,6 @@ import torch
 
 import deepnvme
 from deepnvme.offload import ActivationReport, TrainingReport
-from deepnvme.streaming.stream_report import StreamReport
 from deepnvme.telemetry.report_figures import ReportFigures
 
 from ..support.training import give_gradients, parameters
@@ -79,13 +78,6 @@ def test_a_training_report_has_the_numbers_of_its_activations() -> None:
     assert figures["activations_kept_bytes"] == 4
     assert figures["bytes_written"] == 24
     assert figures["terabytes_per_day"] == pytest.approx((24 + 6) / 2 * 86400 / 1e12)
-
-
-def test_seconds_by_block_are_no_numbers_but_their_sum_is() -> None:
-    figures = StreamReport(1, 2.0, 30, {"a": 0.5, "b": 0.25}, 4, 5, None).as_dict()
-    assert figures["stalled"] == 0.75
-    assert "stalls" not in figures
-    assert "share_of_limit" not in figures
 
 
 def test_an_engine_counts_bytes(drive: Path) -> None:

@@ -407,9 +407,8 @@ def weights(drive: FailingDrive, random: randoms.Random) -> None:
     blocks = [name for name, _ in model.named_children()]
 
     def build() -> WeightStore:
-        return WeightStore.build(model, path, blocks=blocks, checksum=checksum)
+        return WeightStore.build(model, path, blocks=blocks)
 
-    checksum = random.random() < 0.7
     made = drive.tries("build", build, drive.path)
     if isinstance(made, Failed):
         drive.history.append("again, healed")

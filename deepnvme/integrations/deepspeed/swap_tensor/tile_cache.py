@@ -55,7 +55,7 @@ class TileCache(BlockCache):
 
         memory = PooledMemory(pool, limit, shortage)
         # Written tiles give their memory back: the pool is the process's, which saves a checkpoint between steps, say.
-        super().__init__(_Files(engine), memory, retain_written=False, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
+        super().__init__(_Files(engine), memory, retain=False, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
         self.engine = engine
         self.current = 0
         """The index of the sub-group in use, or used last, in the order of a step."""

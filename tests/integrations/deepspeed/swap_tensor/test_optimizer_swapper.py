@@ -100,16 +100,6 @@ def test_master_weights_of_any_dtype(drive: Path, dtype: torch.dtype) -> None:
     training.assert_same_as_in_memory()
 
 
-def test_sub_groups_of_different_sizes_share_the_memory_by_the_byte(drive: Path) -> None:
-    engine = FlakyEngine()
-    training = Training(drive, numels=(300_000, 1_200_000, 290_000, 300_000, 270_001), buffer_count=8, engine=engine)
-    training.train(3)
-    engine.read_paths.clear()
-    training.train(1)
-    training.assert_same_as_in_memory()
-    assert "0_1.tensor.swp" not in engine.read_paths
-
-
 def test_a_fixed_set_stays_in_memory_and_the_gradients_needed_first(drive: Path) -> None:
     engine = FlakyEngine()
     training = Training(drive, buffer_count=12, engine=engine)
@@ -321,15 +311,6 @@ def test_values_set_between_backward_and_step_leave_the_gradient(drive: Path, bu
     training.assert_same_as_in_memory()
 
 
-def test_a_checkpoint_between_backward_and_step_leaves_the_gradient(drive: Path) -> None:
-    training = Training(drive, buffer_count=4)
-    training.train(1)
-    training.backward()
-    _ = training.swapper.swap_folder
-    training.step()
-    training.assert_same_as_in_memory()
-
-
 @pytest.mark.parametrize("buffer_count", [4, 64])
 def test_a_gradient_can_be_set_where_none_had_come(drive: Path, buffer_count: int) -> None:
     training = Training(drive, buffer_count=buffer_count)
@@ -471,13 +452,6 @@ def test_wrong_calls_are_refused_with_what_to_do(drive: Path) -> None:
     training.swapper.swap_out_optimizer_state(stranger, False)
     training.swapper.swap_out_gradients(stranger, [0], [torch.zeros(5)])
     assert stranger.numel() == 5
-
-
-def test_what_is_large_enough_to_be_swapped(drive: Path) -> None:
-    swapper = Training(drive).swapper
-    assert swapper.is_swappable_tensor(numel=1 << 18)
-    assert not swapper.is_swappable_tensor(numel=(1 << 18) - 1)
-    assert not swapper.is_swappable_tensor(torch.zeros(()))
 
 
 def test_each_of_two_jobs_has_a_folder_of_its_own(drive: Path) -> None:
