@@ -139,9 +139,9 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
         caches: dict[str, Callable[[], Any]] = {
             "DynamicCache": lambda: DynamicCache(config=config),
             "DynamicCache, offloading": lambda: offloading(config),
-            "deepnvme, memory": lambda: OffloadedCache(config, "cpu"),
-            NVME: lambda: OffloadedCache(config, "nvme", path=directory),
-            HALF: lambda: OffloadedCache(config, "nvme", path=directory, memory_budget=half),
+            "deepnvme, memory": lambda: OffloadedCache(config, path=directory, memory_budget=2 * settings.nbytes),
+            NVME: lambda: OffloadedCache(config, path=directory),
+            HALF: lambda: OffloadedCache(config, path=directory, memory_budget=half),
         }
         contenders = {who: generation.with_cache(make) for who, make in caches.items()}
         for who in ("DynamicCache", "deepnvme, memory", NVME):

@@ -27,7 +27,7 @@ SUBMODULES = {
         "store", "streaming", "swap", "tables", "tune",
     },
     "deepnvme.integrations": {
-        "accelerate", "deepspeed", "graphbolt", "metrics", "sglang", "tensornvme", "transformers", "transformers_training",
+        "accelerate", "deepspeed", "metrics", "sglang", "tensornvme", "transformers", "transformers_training",
     },
     "deepnvme.ops": {"aio", "gds", "op_builder"},
     "deepnvme.swap": {"zero"},
@@ -55,7 +55,7 @@ def test_dir_shows_the_public_names_of_a_package_and_only_these(name: str) -> No
     package = importlib.import_module(name)
     assert dir(package) == sorted({*package.__all__, *SUBMODULES.get(name, ())})
     # The other integrations need their projects.
-    there = dir(package) if name != "deepnvme.integrations" else ["deepspeed", "graphbolt", "metrics", "tensornvme"]
+    there = dir(package) if name != "deepnvme.integrations" else ["deepspeed", "metrics", "tensornvme"]
     assert [each for each in there if not hasattr(package, each)] == []
 
 

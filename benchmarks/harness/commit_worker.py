@@ -142,7 +142,7 @@ def _streamed(directory: Path, scale: float, share: float) -> Turn:
     llama.save(shape, directory / "checkpoint")
     WeightStore.build(directory / "checkpoint", directory / "store").close()
     model = llama.empty(shape)
-    stream(model, WeightStore.open(directory / "store", verify=False), memory_budget=int(share * shape.nbytes))
+    stream(model, WeightStore.open(directory / "store"), memory_budget=int(share * shape.nbytes))
     ids = torch.ones((1, 1), dtype=torch.long)
 
     def turn() -> None:
@@ -166,7 +166,7 @@ def kv(directory: Path, scale: float) -> Turn:
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "min_new_tokens": 8}
 
     def turn() -> None:
-        with OffloadedCache(config, "nvme", path=directory) as cache:
+        with OffloadedCache(config, path=directory) as cache:
             model.generate(ids, cache=cache, do_sample=False, **options)
 
     return turn

@@ -58,7 +58,7 @@ class StreamingWorker:
         from deepnvme.streaming import WeightStore, stream
 
         self._model = llama.empty(self._shape)
-        store = WeightStore.open(self._weights, verify=False)
+        store = WeightStore.open(self._weights)
         self._streaming = stream(self._model, store, prefetch=self._prefetch, memory_budget=self._budget)
 
     def _start_accelerate(self) -> None:

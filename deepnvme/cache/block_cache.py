@@ -84,20 +84,17 @@ class BlockCache(Monitor):
     5. The drive is kept busy with the most urgent transfers: first blocks that a caller waits for, then expected blocks in
        order, with as many writes as make room for them. Other writes are started only when the drive would be idle.
     6. An interrupt (Ctrl-C) takes effect during a wait or after a complete change, so a use has either begun or not.
-       :meth:`recover`, :meth:`clear` and :meth:`release` end uses that an interrupted caller does not know of.
+       :meth:`end_uses`, :meth:`clear` and :meth:`release` end uses that an interrupted caller does not know of.
 
     Use it from one thread at a time.
 
     Args:
         backing: Reads and writes blocks.
         memory: Where blocks get their memory.
-        retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed.
-        retain_written: Whether a changed block stays in memory after it was written, under the same rules as other blocks. If
-            False, it is dropped once it is written, even if it is expected.
+        retain: Whether blocks that are neither used nor expected stay in memory until the memory is needed. If False, a changed
+            block is dropped once it is written, even if it is expected.
         read_again: Whether a block is read once more when it is used, if reading it ahead has failed. If False, using the
             block raises the error.
-        write_bytes: Most bytes that are dirty or being written at a time: :meth:`create` waits before there are more. Such
-            bytes then do not count against the limits of expected uses. None: writes are limited by the memory alone.
         busy_bytes: Bytes in transfer that keep the drive busy. Beyond them, only transfers that a caller waits for are
             started.
         helper: Name of a thread that starts the next transfers while the caller computes; None for no such thread.
@@ -109,9 +106,7 @@ class BlockCache(Monitor):
         memory: BlockMemory,
         *,
         retain: bool = True,
-        retain_written: bool = True,
         read_again: bool = True,
-        write_bytes: int | None = None,
         busy_bytes: int = sys.maxsize,
         helper: str | None = None,
     ) -> None:
@@ -124,9 +119,8 @@ class BlockCache(Monitor):
         self.bytes_written = 0
         """Bytes of all writes started so far."""
         self._backing = backing
-        self._retain, self._retain_written = retain, retain_written
+        self._retain = retain
         self._read_again = read_again
-        self._write_bytes = write_bytes
         self._busy_bytes = busy_bytes
         self._held: dict[Block, bool] = {}  # blocks that have memory, in the order they got or used it -> whether it counts
         self._transfers: dict[Block, _UnderWay] = {}
@@ -194,7 +188,7 @@ class BlockCache(Monitor):
             """Allocate the block's memory if it has none, and begin the use."""
             wait = self._ending_of(block)
             if wait is None and block.state is State.ABSENT:
-                wait = self._wait_for_write_budget(block) or self._allocate(block, Block.create)
+                wait = self._allocate(block, Block.create)
             if wait is None:
                 block.change()
                 block.users = block.users or 1
@@ -244,18 +238,6 @@ class BlockCache(Monitor):
 
         self._until(step)
 
-    def recover(self) -> list[Block]:
-        """End all uses after an interrupted call, and drop the blocks in use. Return these blocks.
-
-        The interrupt may have come after uses began, but before the caller knew of them.
-        """
-        with self._changing():
-            left = [block for block in self._held if block.users]
-            for block in left:
-                block.users = 0
-                self._drop(block)
-        return left
-
     def end_uses(self) -> None:
         """End all uses after an interrupted call. The blocks stay in memory. Never blocks."""
         with self._changing():
@@ -289,16 +271,6 @@ class BlockCache(Monitor):
     def poll(self) -> None:
         """Process transfers that have ended, and start further ones. Never blocks."""
         self._until(lambda: None)
-
-    def settle(self, block: Block) -> None:
-        """Wait until a block has no transfer in progress. The block is no longer read ahead."""
-
-        def step() -> Wait | None:
-            """Cancel the reading ahead, and return the end of the block's transfer."""
-            self._expected.pop(block, None)
-            return self._ending_of(block)
-
-        self._until(step)
 
     def drain(self, timed: bool = False) -> None:
         """Forget expected uses and queued writes, and wait for all transfers in progress.
@@ -548,20 +520,9 @@ class BlockCache(Monitor):
 
     def _taken(self, block: Block, limit: int = sys.maxsize) -> Memory | None:
         """Return memory for a block; None if none is free, or if more than ``limit`` bytes would then be used."""
-        if self._counts(block):
-            beside = 0 if self._write_bytes is None else self._bytes_to_write()
-            if self.used + block.nbytes > self.memory.limit or self.used - beside + block.nbytes > limit:
-                return None
-        return self.memory.take(block)
-
-    def _bytes_to_write(self) -> int:
-        return sum(block.nbytes for block in self._held if block.state in (State.DIRTY, State.WRITING))
-
-    def _wait_for_write_budget(self, block: Block) -> Wait | None:
-        """Return a wait for a write if this block would exceed ``write_bytes``; None if it would not."""
-        if self._write_bytes is None or self._bytes_to_write() + block.nbytes <= self._write_bytes:
+        if self._counts(block) and self.used + block.nbytes > min(limit, self.memory.limit):
             return None
-        return self._memory_to_come()
+        return self.memory.take(block)
 
     def _spare_memory(self, block: Block, limit: int) -> Memory | None:
         """Return memory that is free, or that a block with a later next use held; None if there is none."""
@@ -628,8 +589,8 @@ class BlockCache(Monitor):
         """
         if block.state is not State.CLEAN or not self._is_idle(block):
             return
-        may_stay = self.used <= self.memory.limit and (self._retain_written or not written)
-        kept = block.resident or (may_stay and (self._retain or block in self._expected))
+        wanted = self._retain or (not written and block in self._expected)
+        kept = block.resident or (wanted and self.used <= self.memory.limit)
         if not kept or self._held[block] != self._counts(block):  # that is, has memory of the wrong kind
             self._drop(block)
 

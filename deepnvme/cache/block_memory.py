@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from deepnvme.cache.block import Block, Memory
-from deepnvme.memory.growable import lease_more
 from deepnvme.memory.lease import Lease
-from deepnvme.memory.pool import BufferPool
+from deepnvme.memory.pool import BufferPool, OutOfBuffers
 
 
 class OwnMemory:
@@ -59,5 +58,9 @@ class PooledMemory:
         Waits for other threads to release leases, but not for the leases in ``held``. Raises OutOfBuffers if the pool has no
         room.
         """
-        shortage = self._shortage(sum(memory.nbytes for memory in held), block)
-        return lease_more(self._pool, block.nbytes, [lease for lease in held if isinstance(lease, Lease)], shortage)
+        try:
+            self._pool.ensure_possible(block.nbytes, [lease for lease in held if isinstance(lease, Lease)])
+            return self._pool.lease(block.nbytes)
+        except OutOfBuffers as error:
+            shortage = self._shortage(sum(memory.nbytes for memory in held), block)
+            raise OutOfBuffers(f"{shortage}; {error}") from error

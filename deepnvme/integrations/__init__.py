@@ -13,7 +13,6 @@ from deepnvme._lazy import from_modules
 if TYPE_CHECKING:
     from . import accelerate as accelerate
     from . import deepspeed as deepspeed
-    from . import graphbolt as graphbolt
     from . import metrics as metrics
     from . import sglang as sglang
     from . import tensornvme as tensornvme
@@ -26,5 +25,5 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = from_modules(
         __name__,
         {},
-        ("accelerate", "deepspeed", "graphbolt", "metrics", "sglang", "tensornvme", "transformers", "transformers_training"),
+        ("accelerate", "deepspeed", "metrics", "sglang", "tensornvme", "transformers", "transformers_training"),
     )

@@ -32,7 +32,6 @@ from deepnvme.files.regular_files import open_regular
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.memory.tensor_bytes import crc32, memory_of
 from deepnvme.model.structure import UNBLOCKED_EXTENT, find_ties, weights_by_name
-from deepnvme.streaming.placeholder import Placeholder
 from deepnvme.streaming.pretrained import locating_weights, with_dtypes_kept
 from deepnvme.streaming.streamed_model import Streaming, check_not_streamed, streaming_of
 from deepnvme.streaming.weights.build_once import opened_or_built
@@ -210,12 +209,11 @@ class _Hook:
 
     def __post_init__(self) -> None:
         self.execution_device = torch.device("cpu" if self.device is None else self.device)  # transformers reads it
-        self._names = tuple(self.kept or ())
         self._streaming: Streaming | None = None
 
     def attach(self, model: nn.Module) -> nn.Module:
-        """Stream the model, set this hook on it, and return it. Records the device of each weight, to restore them later."""
-        self._before = {name: (tensor.device, tensor.requires_grad) for name, tensor in _tensors(model).items()}
+        """Stream the model, set this hook on it, and return it."""
+        self._in_memory = not any(weight.is_meta for weight in weights_by_name(model).values())
         try:
             self.init_hook(model)
             model._hf_hook = self  # type: ignore[assignment]  # only now, so that accelerate's own hooks stay if ours fails
@@ -225,25 +223,23 @@ class _Hook:
         return model
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Stream the model. accelerate also calls this after :meth:`detach_hook`, when it adds another hook to this one."""
-        if self._streaming is None:
-            self._streaming = self._offload(module)
-            module.streaming = self._streaming  # type: ignore[assignment]  # it is neither a module nor a tensor
+        """Stream the model. Raises RuntimeError if accelerate calls it again, to put another hook beside this one."""
+        if self.kept is None:
+            raise RuntimeError("a streamed model takes no other hook: undo its offload first")
+        self._streaming = self._offload(module)
+        module.streaming = self._streaming  # type: ignore[assignment]  # it is neither a module nor a tensor
         return module
 
     def _offload(self, model: nn.Module) -> Streaming:
         """Build or open the store, and start streaming the model from it."""
-        kept, self.kept = self.kept, None
-        index = self.index
+        there = {name: weight for name, weight in (self.kept or {}).items() if not weight.is_meta}
+        index, self.kept = self.index, None
         if hasattr(model, "_get_dtype_plan"):  # a model of transformers
             index = with_dtypes_kept(model, index)
         if callable(tie := getattr(model, "tie_weights", None)):
             tie()  # code that set weights one by one has separated tied ones
         weights = weights_by_name(model)
         ties = find_ties(weights)
-        if kept is None:
-            kept = {name: weight for name, weight in weights.items() if name in self._names}
-        there = {name: weight for name, weight in kept.items() if not weight.is_meta}
         known = {ties.get(name, name) for name in (*index, *there) if name in weights or name in there}
         absent = [name for name in weights if ties.get(name, name) not in known]
         if absent:
@@ -280,36 +276,17 @@ class _Hook:
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """End streaming, close the store, and restore the model's weights. Returns the model. Blocks.
+        """End streaming, and close the store. Returns the model. Blocks.
 
-        Weights that were in memory before are read back to their device, and require grad if they did. All other weights are on
-        the meta device afterwards. If reading raises OSError, the model is still streamed and keeps this hook. Can be repeated
-        after an interrupt.
+        Weights are read back, and require grad if they did, if all of them were in memory before. Otherwise those of blocks are
+        gone: load the model again. If reading raises OSError, the model is still streamed and keeps this hook.
         """
         streaming = self._streaming or streaming_of(module)  # the latter if init_hook was interrupted
-        if streaming is None:
-            return module
-        streaming.close(restore=[name for name, (device, _) in self._before.items() if device.type != "meta"])
-        absent: dict[int, torch.Tensor] = {}
-        for name, tensor in _tensors(module).items():
-            device, requires_grad = self._before.get(name, (tensor.device, False))
-            if not isinstance(tensor, Placeholder):
-                tensor.data = tensor.data.to(device)
-            elif device.type == "meta":
-                path, _, key = name.rpartition(".")
-                owner = module.get_submodule(path)
-                among: dict[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
-                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                weight = nn.Parameter(empty, requires_grad) if among is owner._parameters else empty
-                among[key] = absent.setdefault(id(tensor), weight)
-        module.__dict__.pop("streaming", None)
-        self._streaming = None
+        if streaming is not None:
+            streaming.close(restore=self._in_memory)
+            module.__dict__.pop("streaming", None)
+            self._streaming = None
         return module
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's parameters and buffers, each under all of its names."""
-    return {**weights_by_name(model), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def _remove_hooks(model: nn.Module) -> None:

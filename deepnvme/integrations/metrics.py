@@ -1,4 +1,4 @@
-"""Log the numbers of reports: with TensorBoard, Weights & Biases, transformers' ``Trainer`` and Lightning.
+"""Log the numbers of reports: with TensorBoard, Weights & Biases, loggers of Lightning, and transformers' ``Trainer``.
 
     writer = torch.utils.tensorboard.SummaryWriter()
     for step, batch in enumerate(loader):
@@ -18,7 +18,7 @@ from typing import Any
 from deepnvme._lazy import public_names
 from deepnvme.telemetry.report_figures import ReportFigures
 
-__all__ = ["PREFIX", "lightning_callback", "log_metrics", "log_with_trainer"]
+__all__ = ["PREFIX", "log_metrics", "log_with_trainer"]
 
 __dir__ = public_names(__name__)
 
@@ -82,49 +82,3 @@ def log_with_trainer(trainer: Any, report: Callable[[], ReportFigures], *, prefi
 
     # The first callback: other callbacks send the logs away.
     trainer.callback_handler.callbacks.insert(0, ReportCallback())
-
-
-def lightning_callback(report: Callable[[], ReportFigures], *, every: int = 50, prefix: str = PREFIX) -> Any:
-    """Return a callback for Lightning's ``Trainer`` that logs the numbers of a report with all of the trainer's loggers.
-
-    >>> trainer = lightning.pytorch.Trainer(callbacks=[lightning_callback(lambda: module.optimizer.report())])
-
-    Args:
-        report: Returns the report. First called after the first step.
-        every: Steps of the optimizer from one log to the next; as for the trainer's ``log_every_n_steps``, 50.
-        prefix: Put in front of all names.
-
-    Raises:
-        ImportError: If neither ``lightning`` nor ``pytorch_lightning`` is installed.
-        ValueError: If ``every`` is less than 1.
-    """
-    if every < 1:
-        raise ValueError(f"every must be at least 1, got {every}")
-    base: Any = _lightning().Callback
-
-    class ReportCallback(base):  # type: ignore[misc]
-        """Callback that logs the report's numbers after every ``every`` optimizer steps."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self._logged = 0
-
-        def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-            """Log the report's numbers if ``every`` optimizer steps are done."""
-            step = trainer.global_step  # batches whose gradients are accumulated make one step
-            if step > self._logged and step % every == 0:
-                self._logged = step
-                for logger in trainer.loggers:
-                    log_metrics(logger, step, report(), prefix=prefix)
-
-    return ReportCallback()
-
-
-def _lightning() -> Any:
-    missing: ImportError | None = None
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            missing = missing or error
-    raise ImportError(f"{missing}: a callback for Lightning needs it; pip install lightning") from missing

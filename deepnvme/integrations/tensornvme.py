@@ -1,9 +1,7 @@
-"""TensorNVMe's offloaders and file writer on this package's engine, for code that was written for TensorNVMe.
+"""TensorNVMe's ``DiskOffloader`` and file writer on this package's engine, for code that was written for TensorNVMe.
 
     import deepnvme.integrations.tensornvme as d
     d.enable()                                  # ``import tensornvme`` then imports these classes
-
-``python -m deepnvme.integrations.tensornvme [-m] SCRIPT [ARGUMENTS]`` enables them and then runs an unchanged program.
 
 TensorNVMe need not be installed, and is never imported. Contract: hpcaitech/TensorNVMe at commit cb5c3a9f.
 
@@ -19,7 +17,7 @@ import os
 import sys
 import uuid
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -38,9 +36,7 @@ from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.ops import load_async_io
 from deepnvme.store.extents import ExtentMap
 
-from ._running import run_program
-
-__all__ = ["AsyncFileWriter", "DiskOffloader", "Offloader", "disable", "enable", "get_backends", "probe_backend"]
+__all__ = ["AsyncFileWriter", "DiskOffloader", "disable", "enable", "get_backends"]
 
 __dir__ = public_names(__name__)
 
@@ -53,39 +49,32 @@ def get_backends() -> set[str]:
 
     TensorNVMe instead returns the backends that it was compiled with, whether or not the kernel accepts them.
     """
-    return {name for name in _BACKENDS if probe_backend(name)}
-
-
-def probe_backend(backend: str) -> bool:
-    """Return whether a backend works on this machine; False for an unknown name."""
-    return backend in _BACKENDS and load_async_io().backends()[_BACKENDS[backend]] is None
+    works = load_async_io().backends()
+    return {name for name, ours in _BACKENDS.items() if works[ours] is None}
 
 
 class _Stored(NamedTuple):
-    """Where the tensors of one key are in the file."""
+    """Where tensors that were offloaded together are in the file."""
 
     offsets: list[int]
     """Offset of each tensor in the file, in bytes: a multiple of the page size."""
     sizes: list[int]
     """Bytes of each tensor."""
     storages: list[torch.UntypedStorage]
-    """The freed storages of a DiskOffloader's tensors.
-
-    They are kept because their addresses are the key: a new storage could get the address of a storage that is gone.
-    """
+    """The freed storages: kept, because a new one could get the address of a storage that is gone."""
 
 
 class _Transfer(NamedTuple):
     """One write or read in flight. It has no reference to its offloader, so that it does not keep an unused offloader alive."""
 
     future: Future
-    reading: bool
-    key: Hashable
-    """Key of the tensors. For an AsyncFileWriter: True if the tensor's own memory is written, False if a copy is."""
-    storages: list[torch.UntypedStorage]
-    """Storages of the tensors that are written or read."""
+    reading: bool = False
+    storages: tuple[torch.UntypedStorage, ...] = ()
+    """Storages of a DiskOffloader's tensors that are written or read."""
     callback: Callback | None = None
     """The user's function, called once after the transfer has succeeded; None for none."""
+    copied: bool = False
+    """Whether an AsyncFileWriter writes a copy, so that the user's own memory may be changed."""
 
 
 class _Transfers:
@@ -109,26 +98,43 @@ class _Transfers:
             error = transfer.future.exception()
             with defer_interrupts():
                 self._transfers.remove(transfer)
-                self._end(transfer.reading, transfer.key, transfer.storages, error is None)
+                self._end(transfer.reading, transfer.storages, error is None)
             if error is not None:
                 raise error
             if transfer.callback is not None:
                 transfer.callback()
 
-    def _end(self, reading: bool, key: Hashable, storages: Sequence[torch.UntypedStorage], succeeded: bool) -> None:
+    def _end(self, reading: bool, storages: tuple[torch.UntypedStorage, ...], succeeded: bool) -> None:
         """Update the records at the end of a transfer. Called once for each transfer. The base class does nothing."""
 
 
-class _TensorFile(_Transfers):
-    """Base of both offloaders: a file in which each tensor, or list of tensors, is stored under a key until it is read."""
+class DiskOffloader(_Transfers):
+    """Moves tensors to a file and back: after a successful write, the tensor's memory is freed; reading allocates it again.
 
-    _frees = False
-    """Whether a tensor's storage is freed after it is written, and allocated again before it is read."""
+    A tensor is identified by its storage. The whole storage is moved, so tensors that share a storage are written and read
+    together, and reading any one of them reads all. Contract: ``tensornvme.DiskOffloader``.
 
-    def __init__(self, filename: AnyPath, n_entries: int, backend: str = "aio") -> None:
+    >>> offloader = DiskOffloader("/mnt/nvme/offload")
+    >>> offloader.sync_write(x)     # x has no memory now
+    >>> offloader.sync_read(x)
+
+    Args:
+        dir_name: Directory for the file ``offload-UUID``, created if missing. The file is removed by :meth:`close`, with the
+            last reference, or when the interpreter exits.
+        n_entries: Accepted without effect: the settings of the drive determine how many I/O blocks are in flight.
+        backend: ``uring``, ``aio`` or ``pthread``. Checked, but the settings of the drive determine the backend.
+
+    Raises:
+        RuntimeError: For an unknown backend.
+        OSError: If the directory or the file cannot be created.
+    """
+
+    def __init__(self, dir_name: AnyPath, n_entries: int = 16, backend: str = "uring") -> None:
         super().__init__(backend)
         self._extents = ExtentMap()
-        self._stored: dict[Hashable, _Stored] = {}
+        self._stored: dict[tuple[int, ...], _Stored] = {}  # by the addresses of the storages
+        os.makedirs(dir_name, exist_ok=True)
+        filename = os.path.join(dir_name, f"offload-{uuid.uuid4().hex}")
         self._engine = engine_for(filename)
         with defer_interrupts():
             self._file = self._engine.open(filename, "w+", whole_pages=True)
@@ -157,174 +163,6 @@ class _TensorFile(_Transfers):
         finally:
             self._finalizer()
 
-    def _start(self, reading: bool, tensors: Sequence[torch.Tensor], key: Hashable, callback: Callback | None) -> _Transfer:
-        """Start a transfer, and return it. Waits only for earlier transfers that use the same key or memory and conflict.
-
-        Raises what :meth:`async_write` and :meth:`async_read` of the derived classes document.
-        """
-        fit = (each.layout is torch.strided and each.is_cpu and each.is_contiguous() and not each.is_conj() for each in tensors)
-        if not tensors or not all(fit):
-            raise RuntimeError("tensors must be dense, contiguous, on the CPU, one at least: copy by resolve_conj().contiguous()")
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        key = tuple(storage._cdata for storage in storages) if self._frees else key
-        known = {storage._cdata for storage in storages}
-        # Slices of one tensor are written, or read, at a time, unless all of it is freed or allocated.
-        self._finish(
-            lambda other: (
-                other.key == key
-                or ((self._frees or other.reading != reading) and not known.isdisjoint(part._cdata for part in other.storages))
-            )
-        )
-        freed = storages if self._frees else []
-        memory: list[torch.Tensor | torch.UntypedStorage] = [*freed] or [*tensors]
-        sizes = [each.nbytes() if isinstance(each, torch.UntypedStorage) else each.nbytes for each in memory]
-        stored = self._stored.get(key)
-        if reading and stored is None:
-            raise RuntimeError("nothing is stored for this: it was not written, or has been read since")
-        if not reading and not all(sizes):
-            raise RuntimeError("a tensor without memory cannot be written: it is empty, or has been offloaded already")
-        if not all(storage.resizable() for storage in freed):
-            raise RuntimeError("a tensor's memory cannot be freed: it is not torch's own, but shared with NumPy or the like")
-        if reading and stored is not None and sizes != stored.sizes and (any(sizes) or not freed):
-            raise RuntimeError(f"what is stored has {stored.sizes} bytes, the tensors to read it into have {sizes}")
-        with defer_interrupts():
-            try:
-                if not reading or stored is None:
-                    self._forget(key)
-                    stored = self._stored[key] = _Stored(self._extents.take_run(list(map(padded, sizes))), sizes, freed)
-                elif freed:
-                    for storage, size in zip(freed, stored.sizes, strict=True):
-                        storage.resize_(size)
-                transfers = self._engine.read_many if reading else self._engine.write_many
-                future = transfers([flat_bytes(each) for each in memory], self._file, stored.offsets)
-            except BaseException:
-                self._end(reading, key, storages, False)
-                raise
-            self._transfers.append(_Transfer(future, reading, key, storages, callback))
-        return self._transfers[-1]
-
-    def _run(self, reading: bool, tensors: Sequence[torch.Tensor], key: Hashable = None) -> None:
-        """Start a transfer and wait for it."""
-        started = self._start(reading, tensors, key, None)
-        self._finish(lambda transfer: transfer is started)
-
-    def _end(self, reading: bool, key: Hashable, storages: Sequence[torch.UntypedStorage], succeeded: bool) -> None:
-        """Update the records at the end of a transfer.
-
-        A key is forgotten after it was read or its write failed. In an offloader that frees storages, they are freed after a
-        write, or after a failed read.
-        """
-        if reading == succeeded:
-            self._forget(key)
-        elif self._frees:
-            for storage in storages:
-                storage.resize_(0)
-
-    def _forget(self, key: Hashable) -> None:
-        """Forget a key, and free its space in the file. Does nothing for an unknown key."""
-        stored = self._stored.pop(key, None)
-        for offset, size in zip(stored.offsets, stored.sizes, strict=True) if stored is not None else ():
-            self._extents.give_back(offset, padded(size))
-
-
-class Offloader(_TensorFile):
-    """Stores tensors, or lists of tensors, in one file, each under a key. Contract: ``tensornvme._C.Offloader``.
-
-    An existing file is overwritten. The file is removed by :meth:`close`, with the last reference, or when the interpreter
-    exits.
-
-    Args:
-        filename: The file.
-        n_entries: Accepted without effect: the settings of the drive determine how many I/O blocks are in flight.
-        backend: ``uring``, ``aio`` or ``pthread``. Checked, but the settings of the drive determine the backend.
-
-    Raises:
-        RuntimeError: For an unknown backend.
-        OSError: If the file cannot be created.
-    """
-
-    def async_write(self, tensor: torch.Tensor, key: str, callback: Callback | None = None) -> None:
-        """Start writing a tensor under a key, in place of an earlier tensor. Do not change the tensor before the write has ended.
-
-        Args:
-            tensor: Contiguous CPU tensor.
-            key: The key.
-            callback: Called without arguments after the write has succeeded, by the method that waits for it.
-
-        Raises:
-            RuntimeError: If the tensor is not contiguous, not on the CPU or empty.
-            OSError: If the drive has too little room (ENOSPC); or the error of an earlier transfer of this key or tensor.
-            ValueError: If the offloader is closed.
-        """
-        self._start(False, [tensor], key, callback)
-
-    def async_read(self, tensor: torch.Tensor, key: str, callback: Callback | None = None) -> None:
-        """Start reading the tensor of a key into ``tensor``. Reading frees the key and its space in the file.
-
-        Args:
-            tensor: Contiguous CPU tensor of as many bytes as were written. Not to be touched until the read is waited for.
-            key: The key.
-            callback: Called without arguments after the read has succeeded, by the method that waits for it.
-
-        Raises:
-            RuntimeError: As for :meth:`async_write`; or if the key is unknown, or its tensor has another size.
-            OSError: The error of an earlier transfer of this key or tensor.
-            ValueError: If the offloader is closed.
-        """
-        self._start(True, [tensor], key, callback)
-
-    def sync_write(self, tensor: torch.Tensor, key: str) -> None:
-        """Write a tensor as :meth:`async_write` does, and wait for this write. Raises its OSError too."""
-        self._run(False, [tensor], key)
-
-    def sync_read(self, tensor: torch.Tensor, key: str) -> None:
-        """Read a tensor as :meth:`async_read` does, and wait for this read. Raises its OSError too."""
-        self._run(True, [tensor], key)
-
-    def async_writev(self, tensors: Sequence[torch.Tensor], key: str, callback: Callback | None = None) -> None:
-        """Start writing several tensors under one key, as :meth:`async_write` does one."""
-        self._start(False, tensors, key, callback)
-
-    def async_readv(self, tensors: Sequence[torch.Tensor], key: str, callback: Callback | None = None) -> None:
-        """Start reading the tensors of one key, in the order of writing, as :meth:`async_read` does one tensor."""
-        self._start(True, tensors, key, callback)
-
-    def sync_writev(self, tensors: Sequence[torch.Tensor], key: str) -> None:
-        """Write several tensors as :meth:`async_writev` does, and wait for this write. Raises its OSError too."""
-        self._run(False, tensors, key)
-
-    def sync_readv(self, tensors: Sequence[torch.Tensor], key: str) -> None:
-        """Read several tensors as :meth:`async_readv` does, and wait for this read. Raises its OSError too."""
-        self._run(True, tensors, key)
-
-
-class DiskOffloader(_TensorFile):
-    """Moves tensors to a file and back: after a successful write, the tensor's memory is freed; reading allocates it again.
-
-    A tensor is identified by its storage. The whole storage is moved, so tensors that share a storage are written and read
-    together, and reading any one of them reads all. Contract: ``tensornvme.DiskOffloader``.
-
-    >>> offloader = DiskOffloader("/mnt/nvme/offload")
-    >>> offloader.sync_write(x)     # x has no memory now
-    >>> offloader.sync_read(x)
-
-    Args:
-        dir_name: Directory for the file ``offload-UUID``, created if missing. The file is removed by :meth:`close`, with the
-            last reference, or when the interpreter exits.
-        n_entries: Accepted without effect: the settings of the drive determine how many I/O blocks are in flight.
-        backend: ``uring``, ``aio`` or ``pthread``. Checked, but the settings of the drive determine the backend.
-
-    Raises:
-        RuntimeError: For an unknown backend.
-        OSError: If the directory or the file cannot be created.
-    """
-
-    _frees = True
-
-    def __init__(self, dir_name: AnyPath, n_entries: int = 16, backend: str = "uring") -> None:
-        os.makedirs(dir_name, exist_ok=True)
-        super().__init__(os.path.join(dir_name, f"offload-{uuid.uuid4().hex}"), n_entries, backend)
-
     def async_write(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
         """Start writing a tensor. If the write succeeds, the tensor's memory is freed when the write is waited for.
 
@@ -338,7 +176,7 @@ class DiskOffloader(_TensorFile):
             OSError: If the drive has too little room (ENOSPC); or the error of an earlier transfer of this tensor.
             ValueError: If the offloader is closed.
         """
-        self._start(False, [tensor], None, callback)
+        self._start(False, [tensor], callback)
 
     def async_read(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
         """Start reading a tensor into new memory. Reading frees the tensor's space in the file.
@@ -352,7 +190,7 @@ class DiskOffloader(_TensorFile):
             OSError: The error of an earlier transfer of this tensor.
             ValueError: If the offloader is closed.
         """
-        self._start(True, [tensor], None, callback)
+        self._start(True, [tensor], callback)
 
     def sync_write(self, tensor: torch.Tensor) -> None:
         """Write a tensor as :meth:`async_write` does, wait for this write and free the memory. Raises its OSError too."""
@@ -364,11 +202,11 @@ class DiskOffloader(_TensorFile):
 
     def async_writev(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
         """Start writing several tensors, as :meth:`async_write` does one. They can only be read together, in the same order."""
-        self._start(False, tensors, None, callback)
+        self._start(False, tensors, callback)
 
     def async_readv(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
         """Start reading tensors that were written together, in the same order, as :meth:`async_read` does one tensor."""
-        self._start(True, tensors, None, callback)
+        self._start(True, tensors, callback)
 
     def sync_writev(self, tensors: Sequence[torch.Tensor]) -> None:
         """Write several tensors as :meth:`async_writev` does, and wait for this write. Raises its OSError too."""
@@ -377,6 +215,68 @@ class DiskOffloader(_TensorFile):
     def sync_readv(self, tensors: Sequence[torch.Tensor]) -> None:
         """Read several tensors as :meth:`async_readv` does, and wait for this read. Raises its OSError too."""
         self._run(True, tensors)
+
+    def _start(self, reading: bool, tensors: Sequence[torch.Tensor], callback: Callback | None) -> _Transfer:
+        """Start a transfer, and return it. Waits only for earlier transfers of the same memory.
+
+        Raises what :meth:`async_write` and :meth:`async_read` document.
+        """
+        fit = (each.layout is torch.strided and each.is_cpu and each.is_contiguous() and not each.is_conj() for each in tensors)
+        if not tensors or not all(fit):
+            raise RuntimeError("tensors must be dense, contiguous, on the CPU, one at least: copy by resolve_conj().contiguous()")
+        storages = tuple(tensor.untyped_storage() for tensor in tensors)
+        known = {storage._cdata for storage in storages}
+        self._finish(lambda other: not known.isdisjoint(part._cdata for part in other.storages))
+        sizes = [storage.nbytes() for storage in storages]
+        stored = self._stored.get(_key(storages))
+        if reading and stored is None:
+            raise RuntimeError("nothing is stored for this: it was not written, or has been read since")
+        if not reading and not all(sizes):
+            raise RuntimeError("a tensor without memory cannot be written: it is empty, or has been offloaded already")
+        if not all(storage.resizable() for storage in storages):
+            raise RuntimeError("a tensor's memory cannot be freed: it is not torch's own, but shared with NumPy or the like")
+        if reading and stored is not None and any(sizes) and sizes != stored.sizes:
+            raise RuntimeError(f"what is stored has {stored.sizes} bytes, the tensors to read it into have {sizes}")
+        with defer_interrupts():
+            try:
+                if not reading or stored is None:
+                    self._forget(storages)
+                    offsets = self._extents.take_run(list(map(padded, sizes)))
+                    stored = self._stored[_key(storages)] = _Stored(offsets, sizes, list(storages))
+                else:
+                    for storage, size in zip(storages, stored.sizes, strict=True):
+                        storage.resize_(size)
+                transfers = self._engine.read_many if reading else self._engine.write_many
+                future = transfers(list(map(flat_bytes, storages)), self._file, stored.offsets)
+            except BaseException:
+                self._end(reading, storages, False)
+                raise
+            self._transfers.append(_Transfer(future, reading, storages, callback))
+        return self._transfers[-1]
+
+    def _run(self, reading: bool, tensors: Sequence[torch.Tensor]) -> None:
+        """Start a transfer and wait for it."""
+        started = self._start(reading, tensors, None)
+        self._finish(lambda transfer: transfer is started)
+
+    def _end(self, reading: bool, storages: tuple[torch.UntypedStorage, ...], succeeded: bool) -> None:
+        """Free the memory after a write or a failed read; forget what was stored after a read or a failed write."""
+        if reading == succeeded:
+            self._forget(storages)
+        else:
+            for storage in storages:
+                storage.resize_(0)
+
+    def _forget(self, storages: tuple[torch.UntypedStorage, ...]) -> None:
+        """Forget what is stored of these storages, and free its space in the file. Does nothing if there is nothing."""
+        stored = self._stored.pop(_key(storages), None)
+        for offset, size in zip(stored.offsets, stored.sizes, strict=True) if stored is not None else ():
+            self._extents.give_back(offset, padded(size))
+
+
+def _key(storages: tuple[torch.UntypedStorage, ...]) -> tuple[int, ...]:
+    """Return the addresses that identify the storages of tensors that are offloaded together."""
+    return tuple(storage._cdata for storage in storages)
 
 
 def _close(process: int, transfers: list[_Transfer], file: File, path: str | None = None) -> None:
@@ -446,7 +346,7 @@ class AsyncFileWriter(_Transfers):
         if n_bytes:
             memory = (ctypes.c_char * n_bytes).from_address(buffer)
             memory.owner = py_ref  # type: ignore[attr-defined]
-            self._write(torch.frombuffer(memory, dtype=torch.uint8), offset, False)
+            self._write(torch.frombuffer(memory, dtype=torch.uint8), offset, copied=True)
         self.offset += n_bytes
 
     def write_tensor(self, tensor: torch.Tensor, pinned: torch.Tensor | None = None) -> None:
@@ -466,7 +366,7 @@ class AsyncFileWriter(_Transfers):
                 wanted, got = (f"{each.dtype} of shape {tuple(each.shape)}" for each in (tensor, pinned))
                 raise ValueError(f"pinned must be on the CPU, {wanted}, as the tensor; got {got} on {pinned.device}")
             pinned.detach().copy_(tensor.detach())
-        self._write(tensor if pinned is None else pinned, self.offset, pinned is None)
+        self._write(tensor if pinned is None else pinned, self.offset, copied=pinned is not None)
         self.offset += tensor.nbytes
 
     def register_h2d(self, num_tensors: int) -> None:
@@ -478,19 +378,15 @@ class AsyncFileWriter(_Transfers):
         Raises:
             OSError: The error of the first write that failed.
         """
-        self._finish(lambda transfer: transfer.key is True)
+        self._finish(lambda transfer: not transfer.copied)
 
     def flush(self) -> None:
         """Do nothing. ``torch.save`` and other code that writes to a file object calls it."""
 
-    def _write(self, tensor: torch.Tensor, offset: int, uncopied: bool) -> None:
-        """Start writing a tensor, and record the write.
-
-        ``uncopied``: whether the write uses the user's own memory, which :meth:`sync_before_step` waits for.
-        """
+    def _write(self, tensor: torch.Tensor, offset: int, copied: bool) -> None:
+        """Start writing a tensor, and record the write. Unless ``copied``, :meth:`sync_before_step` waits for it."""
         with defer_interrupts():
-            future = self._engine.write(tensor, self._file, offset)
-            self._transfers.append(_Transfer(future, False, uncopied, []))
+            self._transfers.append(_Transfer(self._engine.write(tensor, self._file, offset), copied=copied))
 
 
 _modules: dict[str, ModuleType] = {}
@@ -512,9 +408,8 @@ def enable() -> None:
         raise RuntimeError("tensornvme has been imported already: call enable() before the program imports TensorNVMe")
     contents = {
         "tensornvme": (DiskOffloader,),
-        "tensornvme.offload": (DiskOffloader, Offloader, get_backends),
+        "tensornvme.offload": (DiskOffloader, get_backends),
         "tensornvme.async_file_io": (AsyncFileWriter,),
-        "tensornvme._C": (Offloader, get_backends, probe_backend),
     }
     for name, members in contents.items():
         package, _, last = name.rpartition(".")
@@ -531,19 +426,3 @@ def disable() -> None:
         if sys.modules.get(name) is module:
             del sys.modules[name]
     _modules.clear()
-
-
-def _main() -> None:
-    """Run the program named on this process's command line. It sees only its own arguments in ``sys.argv``."""
-    is_module = sys.argv[1:2] == ["-m"]
-    program = sys.argv[1 + is_module :]
-    if not program:
-        sys.exit("usage: python -m deepnvme.integrations.tensornvme [-m] SCRIPT [ARGUMENTS]: there is no program to run")
-    enable()
-    run_program(program, is_module)
-
-
-if __name__ == "__main__":
-    from deepnvme.integrations.tensornvme import _main as _main_of_the_module  # the copy that programs import
-
-    _main_of_the_module()

@@ -18,7 +18,6 @@ import functools
 import importlib
 import inspect
 import math
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,8 +32,6 @@ from deepnvme.offload import OffloadedTraining
 from deepnvme.states.partition import ELEMENTWISE
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from deepnvme.drives.profiles import AnyPath
 
 __all__ = ["offload_training"]
@@ -45,8 +42,6 @@ _OVERRIDDEN = {
     "train": (),
     "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
     "training_step": ("model", "inputs", "num_items_in_batch"),
-    "save_model": ("output_dir", "_internal_call"),
-    "_save_checkpoint": ("model", "trial"),
     "_save": ("output_dir", "state_dict"),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_load_best_model": (),
@@ -66,9 +61,7 @@ def offload_training(
     ``close(restore=True)`` of the returned training; the trainer cannot train after that.
 
     Args:
-        trainer: A trainer on the CPU that has not trained yet. With several processes, for example of ``torchrun``, each
-            process has a shard of the model on its drive, instead of the replica of ``DistributedDataParallel``. All processes
-            have to call this function, ``train()``, and the methods that save.
+        trainer: A trainer on the CPU that has not trained yet, of one process.
         nvme_path: As for :class:`deepnvme.offload.OffloadedTraining`.
         blocks: As for :class:`deepnvme.offload.OffloadedTraining`.
         **options: Other options of :class:`deepnvme.offload.OffloadedTraining`: ``memory_budget``, ``activations``, ... The
@@ -85,9 +78,6 @@ def offload_training(
     """
     _check_version()
     _check(trainer)
-    if trainer.args.world_size > 1:
-        options.setdefault("process_group", torch.distributed.group.WORLD)
-    _check_group(options.get("process_group"), trainer.args.world_size)
     optimizer_class, optimizer_options, param_groups = _optimizer_of(trainer)
     max_norm = trainer.args.max_grad_norm if trainer.args.max_grad_norm > 0 else None
     training = OffloadedTraining(
@@ -103,26 +93,13 @@ def offload_training(
     steps = _Steps(training, max_norm)
     accelerator = trainer.accelerator
     accelerator.backward, accelerator.clip_grad_norm_ = steps.backward, steps.clip_grad_norm
-    state = _TrainerState(training, options.get("process_group"), trainer.args)
-    if trainer.args.world_size > 1:
-        accelerator.prepare_model = functools.partial(_prepare_model, accelerator.prepare_model, trainer.model)
-    trainer.optimizer = _OffloadedOptimizer(training, state)
+    trainer.optimizer = _OffloadedOptimizer(training)
     trainer.offloaded_training = training
-    trainer.__class__ = _offloaded(type(trainer), training, steps, state)
+    trainer.__class__ = _offloaded(type(trainer), training, steps)
     return training
 
 
-def _prepare_model(prepare: Callable[..., Any], ours: nn.Module, model: nn.Module, *arguments: Any, **options: Any) -> Any:
-    """Replace ``accelerator.prepare_model``: do not wrap the offloaded model in ``DistributedDataParallel``.
-
-    The offloaded training averages gradients itself.
-    """
-    if model is ours:  # whose parameters are not to be moved to "cpu:0" either, which makes copies
-        return prepare(model, device_placement=False, evaluation_mode=True)
-    return prepare(model, *arguments, **options)
-
-
-def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, state: _TrainerState) -> type:
+def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps) -> type:
     """Return a subclass of a trainer's class that trains with this offloaded training."""
 
     class OffloadedTrainer(base):  # type: ignore[misc]
@@ -149,25 +126,16 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, state: _Tr
             own = super().training_step
             return steps.loss_of(inputs, lambda batch: own(model, batch, num_items_in_batch))
 
-        def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
-            """Save the model. Called by all ranks; those that the trainer lets save write files. Raises OSError, RuntimeError."""
-            with state.gathered():
-                super().save_model(output_dir, _internal_call)
-
-        def _save_checkpoint(self, model: Any, trial: Any) -> None:
-            with state.gathered():
-                super()._save_checkpoint(model, trial)
-
         def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
-            with _states_on_the_drive(self.model, training, state):
+            with _states_on_the_drive(self.model, training):
                 super()._save(output_dir, state_dict)
 
         def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-            with _states_on_the_drive(self.model, training, state):
+            with _states_on_the_drive(self.model, training):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
         def _load_best_model(self) -> None:
-            with _states_on_the_drive(self.model, training, state):
+            with _states_on_the_drive(self.model, training):
                 super()._load_best_model()
 
         def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
@@ -176,67 +144,6 @@ def _offloaded(base: Any, training: OffloadedTraining, steps: _Steps, state: _Tr
 
     OffloadedTrainer.__name__ = OffloadedTrainer.__qualname__ = base.__name__
     return OffloadedTrainer
-
-
-class _TrainerState:
-    """The state of an offloaded training, in the form in which a trainer saves it. Tensors are whole even with several processes.
-
-    Args:
-        training: The offloaded training.
-        group: The processes that train together; None for a single process.
-        arguments: The ``TrainingArguments``. ``output_dir``, which all processes share, gets a temporary file while the state
-            is saved; ``should_save`` says whether this process saves.
-    """
-
-    def __init__(self, training: OffloadedTraining, group: ProcessGroup | None, arguments: Any) -> None:
-        self._training, self._group, self._arguments = training, group, arguments
-        self._gathering = False
-        self._gathered: dict[str, Any] | None = None
-
-    def current(self) -> dict[str, Any]:
-        """Return the training's state: the gathered one inside :meth:`gathered`, otherwise with tensors mapped from the drive.
-
-        Raises OSError.
-        """
-        return self._training.state_dict() if self._gathered is None else self._gathered
-
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Gather whole tensors on the processes that save: in this context, :meth:`current` returns them. All processes enter it.
-
-        The tensors are mapped from a temporary file, which is removed when no process needs it any more. A process on another
-        machine that has mapped the file from a network file system could not read it after that.
-
-        Raises:
-            OSError: From the drive, or the directory.
-            RuntimeError: If another process has failed, in this context or entering it.
-        """
-        if self._group is None or self._training.closed:
-            yield
-            return
-        if self._gathering:
-            with self._training.together():  # so that none waits elsewhere, in the trainer's own barrier, for one that failed
-                yield
-            return
-        path = os.path.join(self._arguments.output_dir, ".offloaded_training.pt")
-        self._gathering = True
-        try:
-            with self._training.together():
-                os.makedirs(self._arguments.output_dir, exist_ok=True)
-                try:
-                    with self._training.together():
-                        self._training.save(path)
-                        with self._training.together():
-                            if self._arguments.should_save:
-                                self._gathered = torch.load(path, map_location="cpu", mmap=True)
-                        yield
-                finally:
-                    self._gathered = None
-                    if torch.distributed.get_rank(self._group) == 0:
-                        with contextlib.suppress(FileNotFoundError):
-                            os.unlink(path)
-        finally:
-            self._gathering = False
 
 
 class _Thread(threading.local):
@@ -311,10 +218,10 @@ class _OffloadedOptimizer(Optimizer):
     _is_accelerate_prepared = True  # it has no gradients to be scaled, and no states to be moved to a device
     step_was_skipped = False
 
-    def __init__(self, training: OffloadedTraining, trainer_state: _TrainerState) -> None:
+    def __init__(self, training: OffloadedTraining) -> None:
         super().__init__(training.optimizer.param_groups, training.optimizer.defaults)
         self.param_groups = training.optimizer.param_groups
-        self._training, self._trainer_state = training, trainer_state
+        self._training = training
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Run the training's step for the micro-batches since the last step. Raises like OffloadedTraining.step.
@@ -326,8 +233,7 @@ class _OffloadedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's states and options, with tensors mapped from the drive. Raises OSError."""
-        training_state = self._trainer_state.current()
-        state = training_state["optimizer"]
+        state = self._training.state_dict()["optimizer"]
         index_of = {name: index for index, name in enumerate(_names(state))}
         return {
             "state": dict(sorted((index_of[name], values) for name, values in state["state"].items())),
@@ -355,12 +261,12 @@ def _names(optimizer_state: Mapping[str, Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _states_on_the_drive(model: nn.Module, training: OffloadedTraining, state: _TrainerState) -> Iterator[None]:
+def _states_on_the_drive(model: nn.Module, training: OffloadedTraining) -> Iterator[None]:
     """Make the model's ``state_dict`` and ``load_state_dict`` use the weights on the drive, unless the training is closed."""
     if training.closed:
         yield
         return
-    now = state.current()
+    now = training.state_dict()
     now = {**now, "model": dict(now["model"])}
     params = dict(model.named_parameters(remove_duplicate=False))
 
@@ -431,6 +337,7 @@ def _check(trainer: Any) -> None:
         raise RuntimeError("the training of this trainer is offloaded already")
     arguments = trainer.args
     refused = {
+        "several processes: use OffloadedTraining in a loop of your own": arguments.world_size > 1,
         "fp16: use bf16": arguments.fp16,
         f"the model on {arguments.device}: set use_cpu=True": arguments.device.type != "cpu",
         "DeepSpeed and FSDP": trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
@@ -442,13 +349,3 @@ def _check(trainer: Any) -> None:
     for what, is_so in refused.items():
         if is_so:
             raise ValueError(f"training cannot be offloaded with {what}")
-
-
-def _check_group(group: ProcessGroup | None, world_size: int) -> None:
-    """Raise ValueError if the process group's size differs from the number of processes that the trainer uses."""
-    count = 1 if group is None else torch.distributed.get_world_size(group)
-    if count != world_size:
-        raise ValueError(
-            f"the process_group has {count} processes, and the trainer divides its batches over {world_size}: start all of them"
-            " by torchrun, with TrainingArguments(use_cpu=True), and leave process_group out"
-        )

@@ -1,12 +1,10 @@
-"""Leases that grow: a lease replaced by a larger one, and leases beyond the limit that a user has set."""
+"""A lease that grows: it is replaced by a larger one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
-from .pool import BufferPool, Lease, OutOfBuffers
+from .pool import BufferPool, Lease
 
 
 class GrowableLease:
@@ -36,22 +34,3 @@ class GrowableLease:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
-
-
-def lease_more(pool: BufferPool, nbytes: int, held: Iterable[Lease], shortage: str) -> Lease:
-    """Lease ``nbytes`` bytes, waiting for other threads to release memory if they have any leased.
-
-    Args:
-        pool: The pool to lease from.
-        nbytes: Bytes to lease.
-        held: Leases that the caller keeps during the wait, whichever thread leased them.
-        shortage: Beginning of the OutOfBuffers message.
-
-    Raises:
-        OutOfBuffers: If the pool has no room: at once if no other thread has leases, else after waiting.
-    """
-    try:
-        pool.ensure_possible(nbytes, held)
-        return pool.lease(nbytes)
-    except OutOfBuffers as error:
-        raise OutOfBuffers(f"{shortage}; {error}") from error

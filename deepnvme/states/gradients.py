@@ -106,7 +106,7 @@ class SubGroupGradients:
         """2-norms of the whole gradients of parameters that are cut into pieces. A second backward drops a parameter's norm."""
         self._scale: torch.Tensor | None = None
         self._memory = PooledMemory(pool, 0, shortage, separate_residents=True)
-        self._cache = BlockCache(io, self._memory, retain=False, retain_written=False, read_again=False)
+        self._cache = BlockCache(io, self._memory, retain=False, read_again=False)
         self._largest = 0
         """Bytes of the largest gradient block of any sub-group."""
         self._taken: StoredBlock | None = None

@@ -13,7 +13,7 @@ from .weights.manifest import Extent, Weight
 from .weights.weight_store import CorruptExtent, WeightStore
 
 if TYPE_CHECKING:
-    from .kv.cache import CacheReport, OffloadedCache, close_cache, offload_kv, offloaded_cache
+    from .kv.cache import CacheReport, OffloadedCache, offload_kv
 
 __all__ = [
     "CacheReport",
@@ -28,14 +28,12 @@ __all__ = [
     "WeightInfo",
     "WeightMismatch",
     "WeightStore",
-    "close_cache",
     "from_pretrained",
     "offload_kv",
-    "offloaded_cache",
     "stream",
     "streaming_of",
 ]
 
 if not TYPE_CHECKING:  # the cache needs transformers
-    _OF_THE_CACHE = ("CacheReport", "OffloadedCache", "close_cache", "offload_kv", "offloaded_cache")
+    _OF_THE_CACHE = ("CacheReport", "OffloadedCache", "offload_kv")
     __getattr__, __dir__ = from_modules(__name__, dict.fromkeys(_OF_THE_CACHE, "kv.cache"))

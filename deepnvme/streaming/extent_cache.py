@@ -48,7 +48,7 @@ class ExtentCache:
         self._reads = _Reads(read, sizes if stored is None else stored)
         self._cache = BlockCache(self._reads, slots, retain=False)
         self._blocks = {key: Block(key, nbytes, stored=True) for key, nbytes in sizes.items()}
-        self.keep(residents)
+        self._cache.keep({block: key in residents for key, block in self._blocks.items()})
 
     @property
     def bytes_read(self) -> int:
@@ -59,6 +59,11 @@ class ExtentCache:
     def seconds_waited(self) -> float:
         """Seconds for which :meth:`acquire` has waited."""
         return self._cache.seconds_waited
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the extents that stay in memory from their first use on."""
+        return sum(block.nbytes for block in self._blocks.values() if block.resident)
 
     def acquire(self, keys: Sequence[str], then: Iterable[str] = ()) -> list[torch.Tensor]:
         """Begin a use of each of these extents, and return their memory once they have been read. Blocks.
@@ -101,10 +106,6 @@ class ExtentCache:
         """Return whether an extent stays in memory from its first use on."""
         return self._blocks[key].resident
 
-    def keep(self, residents: Collection[str]) -> None:
-        """Set which extents stay in memory once they have been read. None may be in use."""
-        self._cache.keep({block: key in residents for key, block in self._blocks.items()})
-
     def drain(self) -> None:
         """Stop reading ahead, and wait for all reads in flight."""
         self._cache.drain()
@@ -118,7 +119,10 @@ class ExtentCache:
 
         These extents are read again for their next use, since their memory may have been changed.
         """
-        return [block.name for block in self._cache.recover()]
+        left = [block for block in self._blocks.values() if block.users]
+        self._cache.end_uses()
+        self._cache.reject(left)
+        return [block.name for block in left]
 
     def _with_room(self, keys: Iterable[str], now: Collection[Block]) -> Iterator[Use]:
         """Yield uses of the first of ``keys``, as long as there is room for them beside the blocks ``now``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -115,20 +115,15 @@ class ModuleWeights:
             for weight in self._extents[extent]:
                 weight.put(memory)
 
-    def restore(self, extent: str, memory: torch.Tensor | None, names: Collection[str] | bool) -> None:
+    def restore(self, extent: str, memory: torch.Tensor | None) -> None:
         """Put an extent's weights into the modules permanently. They require grad if they did before the model was streamed.
 
-        Args:
-            extent: Name of the extent.
-            memory: As for :meth:`put`; None if the weights are in the modules already.
-            names: Names of the weights to restore; the others become placeholders. True for all.
+        ``memory`` is as for :meth:`put`; None if the weights are in the modules already.
         """
         if memory is not None:
             self.put(extent, memory)
         for weight in self._extents[extent]:
-            if not isinstance(names, bool) and weight.facts.name not in names:
-                weight.remove()
-            elif weight.requires_grad and weight.present is not None:
+            if weight.requires_grad and weight.present is not None:
                 weight.present.requires_grad_()
 
     def changed(self, extent: str) -> list[str]:

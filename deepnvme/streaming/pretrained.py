@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import functools
 import json
 import logging
 import os
@@ -24,13 +23,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from deepnvme.checkpoint.weight_locations import Location, weights_in_index
-from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.model.quantization import Scheme
-from deepnvme.model.structure import UNBLOCKED_EXTENT, structure_of, weights_by_name
+from deepnvme.model.structure import weights_by_name
 from deepnvme.store.volumes import directory_weights
 from deepnvme.telemetry.progress import ProgressOption
 
-from .streamed_model import Streaming, available_on, check_budget, streaming_of
+from .streamed_model import Streaming, streaming_of
 from .weights.build_once import opened_or_built
 from .weights.weight_store import Directories, WeightStore
 
@@ -72,7 +71,7 @@ def from_pretrained(
     prefetch: int = 2,
     device: torch.device | str | None = None,
     quantize: Scheme | None = None,
-    kv_offload: Literal["cpu", "nvme"] | None = None,
+    kv_offload: Literal["nvme"] | None = None,
     model_class: Any = None,
     progress: ProgressOption = None,
     aio_config: AioConfig | None = None,
@@ -90,8 +89,8 @@ def from_pretrained(
         prefetch: Number of extents that are read ahead, as for :func:`stream`.
         device: Where the model computes, as for :func:`stream`.
         quantize: "int8", "int4" or None, as for :meth:`WeightStore.build`.
-        kv_offload: Where ``generate`` keeps the KV cache: "cpu" for host memory, "nvme" for the first of the directories, None
-            for the device on which the model computes.
+        kv_offload: Where ``generate`` keeps the KV cache: "nvme" for the first of the directories, None for the device on which
+            the model computes.
         model_class: A class of transformers; None for the one that the checkpoint names.
         progress: Progress display while the store is built, as for :meth:`WeightStore.build`.
         aio_config: Settings of the engine that builds and reads the store, and of a KV cache on the drive; None for the profile
@@ -111,8 +110,8 @@ def from_pretrained(
         Exception: Whatever transformers, :meth:`WeightStore.build` and :func:`stream` raise.
     """
     budget_bytes(memory_budget, "memory_budget")  # checked before any work; what it is, the stream finds out
-    if kv_offload not in (None, "cpu", "nvme"):
-        raise ValueError(f"kv_offload must be None, 'cpu' or 'nvme', got {kv_offload!r}")
+    if kv_offload not in (None, "nvme"):
+        raise ValueError(f"kv_offload must be None or 'nvme', got {kv_offload!r}")
     for option in _REFUSED:
         if option in options:
             raise TypeError(f"from_pretrained places the weights itself, and streams them as they are: it does not take {option}")
@@ -130,10 +129,6 @@ def from_pretrained(
         """Build the store of the checkpoint, and open it."""
         with _empty(directory / "converted") as converted:
             model, source = _offloaded(kind, name, options, converted)
-            if not is_automatic(memory_budget):  # refused before everything is written rather than afterwards
-                computing = torch.device("cpu" if device is None else device)
-                budget = budget_bytes(memory_budget, "memory_budget", functools.partial(available_on, computing))
-                check_budget(budget, _block_sizes(model))
             how: dict[str, Any] = {"quantize": quantize, "progress": progress, "config": aio_config}
             return WeightStore.build(source, where, model=model, origin=json.dumps(origin), **how)
 
@@ -144,8 +139,7 @@ def from_pretrained(
         if kv_offload is not None:
             from .kv.cache import offload_kv
 
-            on_drive: dict[str, Any] = {"path": next(iter(where)), "aio_config": aio_config} if kv_offload == "nvme" else {}
-            offload_kv(model, kv_offload, **on_drive)
+            offload_kv(model, next(iter(where)), aio_config=aio_config)
         # An ordinary attribute: it is neither a module nor a tensor.
         model.streaming = Streaming(model, store, prefetch, memory_budget, device, owns_store=True)
     except BaseException:
@@ -155,15 +149,6 @@ def from_pretrained(
                 streamed.close()
         raise
     return model
-
-
-def _block_sizes(model: torch.nn.Module) -> dict[str, int]:
-    """Return the bytes of each extent in memory, by name. Quantised extents need a little more, for dequantising."""
-    weights = weights_by_name(model)
-    extents = structure_of(model).extents()
-    return {
-        extent.name: sum(weights[name].nbytes for name in extent.weights) for extent in extents if extent.name != UNBLOCKED_EXTENT
-    }
 
 
 def _transformers() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from deepnvme.memory.host import trim_heap
 from deepnvme.memory.system_memory import available_memory
 from deepnvme.model.structure import UNBLOCKED_EXTENT
 from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
-from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .extent_cache import ExtentCache
 from .extent_memory import PinnedSlots, Slots
@@ -110,7 +109,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         least_budget: int = 0,
     ) -> None:
         device = torch.device("cpu" if device is None else device)
-        budget = budget_bytes(memory_budget, "memory_budget", functools.partial(available_on, device))
+        budget = budget_bytes(memory_budget, "memory_budget", functools.partial(_available_on, device))
         if prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {prefetch}")
         check_not_streamed(model)
@@ -122,15 +121,20 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         if is_automatic(memory_budget) and budget < min(sizes.values(), default=0):
             budget = 0
         budget = max(budget, least_budget)
-        check_budget(budget, sizes)
+        smallest = min(sizes.values(), default=0)
+        if 0 < budget < smallest:
+            raise ValueError(
+                f"memory_budget must hold an extent, the smallest of which has {smallest} bytes (the largest has"
+                f" {max(sizes.values())}, all {sum(sizes.values())}), or be 0; got {budget}"
+            )
         self._memory_budget = budget
-        chosen = residents(sizes, {}, budget)
+        chosen = residents(sizes, budget)
         streamed = [nbytes for name, nbytes in sizes.items() if name not in chosen]
         self._slots = slots_of(min((prefetch + 1) * max(streamed, default=0), sum(streamed)))
         stored = {name: extent.nbytes for name, extent in store.extents.items()}
         self._cache = ExtentCache(self._reader.read, sizes, self._slots, chosen, stored)
         self._weights = ModuleWeights(model, store, self._reader.extents, device)
-        self._forwards = StreamedForwards(store, self._cache, self._weights, sizes, self._slots.limit, budget)
+        self._forwards = StreamedForwards(store, self._cache, self._weights)
         self._ended = False
         self.owns_store = owns_store
         own: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -172,28 +176,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         """Set the report's counters to zero. Waits until a call of the model in another thread has ended."""
         self._forwards.reset()
 
-    def measure_limit(self, nbytes: ByteCount = 256 << 20) -> float | None:
-        """Measure how fast extents can be read if nothing is computed. Later reports relate their speed to this limit.
-
-        Reads the extents that are not resident, in the order in which a pass first needs them. Blocks, and waits until a
-        call of the model in another thread has ended.
-
-        Args:
-            nbytes: Least number of bytes to read, 1 or more, or a size such as "1GB". Less than one extent more is read.
-
-        Returns:
-            Bytes per second. None if a pass reads nothing: all extents are resident, or fit into the memory for reading ahead.
-
-        Raises:
-            TypeError, ValueError: If ``nbytes`` is no number of bytes, or less than 1.
-            RuntimeError: If called within a forward of the model, or after :meth:`close`.
-            OSError: If reading fails (CorruptExtent for a wrong checksum). Reports keep the limit that was measured before.
-        """
-        wanted = byte_count(nbytes, "nbytes", least=1)
-        self._forwards.check_not_in_forward("measure_limit()")
-        return self._forwards.run_locked(functools.partial(self._forwards.measured, wanted))
-
-    def close(self, restore: bool | Collection[str] = False) -> None:
+    def close(self, restore: bool = False) -> None:
         """End the stream: release its memory and give the modules their own forward back. Idempotent.
 
         Waits for a call of the model in another thread and for reads in flight. The store stays open,
@@ -204,22 +187,18 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         Args:
             restore: False leaves the weights of blocks as placeholders; weights in no block stay in memory. True reads all
                 weights into newly allocated memory, which has to be large enough, and leaves the model as if it had never been
-                streamed. A collection of names (for tied weights, the first name) reads only these weights; all others become
-                placeholders, also those in no block. Names that the store does not have are ignored.
+                streamed.
 
         Raises:
-            TypeError: If ``restore`` is a str: put a single name into a list.
             RuntimeError: If called within a forward of the model.
             OSError: If reading fails. The model is still streamed then.
         """
-        if isinstance(restore, str):
-            raise TypeError(f"restore must be a bool or a collection of names, got a str: write [{restore!r}] for one weight")
         self._forwards.check_not_in_forward("close()")
-        wanted = restore if isinstance(restore, bool) else frozenset(restore)
         with self._forwards.lock:
             if self._ended:
                 return
-            memories = self._read_all(wanted)
+            self._cache.expect(())
+            memories = {name: self._read(name) for name in self._store.extents if restore and name != UNBLOCKED_EXTENT}
             self._cache.drain()
             with defer_interrupts(), contextlib.ExitStack() as closing:
                 if self.owns_store:
@@ -229,9 +208,9 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
                 self._ended = True
                 self._forwards.unwrap()
                 for name in self._store.extents:
-                    if name in memories:
-                        self._weights.restore(name, memories[name], wanted)
-                    elif name != UNBLOCKED_EXTENT or wanted:
+                    if restore:
+                        self._weights.restore(name, memories.get(name))
+                    elif name != UNBLOCKED_EXTENT:
                         self._weights.remove(name)
 
     def __exit__(self, *_: object) -> None:
@@ -245,31 +224,8 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
             raise error
         return memory
 
-    def _read_all(self, wanted: bool | frozenset[str]) -> dict[str, torch.Tensor | None]:
-        """Read the extents that contain wanted weights (True: all), each into new memory, and return the memory by extent name.
 
-        The memory of UNBLOCKED_EXTENT is None, because its weights are in the modules already.
-        """
-        self._cache.expect(())
-        names = {
-            name
-            for name, extent in self._store.extents.items()
-            if wanted is True or (wanted and not wanted.isdisjoint(weight.name for weight in extent.weights))
-        }
-        return {name: None if name == UNBLOCKED_EXTENT else self._read(name) for name in names}
-
-
-def check_budget(budget: int, sizes: Mapping[str, int]) -> None:
-    """Raise ValueError for a memory budget that is neither 0 nor large enough for the smallest extent."""
-    smallest = min(sizes.values(), default=0)
-    if 0 < budget < smallest:
-        raise ValueError(
-            f"memory_budget must hold an extent, the smallest of which has {smallest} bytes (the largest has"
-            f" {max(sizes.values())}, all {sum(sizes.values())}), or be 0; got {budget}"
-        )
-
-
-def available_on(device: torch.device) -> int:
+def _available_on(device: torch.device) -> int:
     """Return the bytes of available memory on a device: free memory of a CUDA device, otherwise available host memory."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 

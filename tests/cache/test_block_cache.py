@@ -111,49 +111,6 @@ def drive() -> SlowDrive:
     return SlowDrive()
 
 
-TRANSITIONS: dict[str, tuple[tuple[State, ...], State]] = {
-    "create": ((State.ABSENT,), State.DIRTY),
-    "start_reading": ((State.ABSENT,), State.READING),
-    "read": ((State.READING,), State.CLEAN),
-    "fail_reading": ((State.READING,), State.ABSENT),
-    "change": ((State.CLEAN, State.DIRTY), State.DIRTY),
-    "start_writing": ((State.DIRTY,), State.WRITING),
-    "written": ((State.WRITING,), State.CLEAN),
-    "fail_writing": ((State.WRITING,), State.DIRTY),
-    "drop": ((State.CLEAN, State.DIRTY), State.ABSENT),
-}
-WAY_TO = {
-    State.ABSENT: (),
-    State.READING: ("start_reading",),
-    State.CLEAN: ("start_reading", "read"),
-    State.DIRTY: ("create",),
-    State.WRITING: ("create", "start_writing"),
-}
-
-
-@pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("transition", TRANSITIONS)
-def test_a_block_has_these_transitions_and_no_others(transition: str, state: State) -> None:
-    block, lease = Block("a", PAGE), BufferPool(PAGE).lease(PAGE)
-
-    def call(name: str) -> object:
-        arguments = {"create": [lease], "start_reading": [lease], "fail_reading": [OSError()]}.get(name, [])
-        return getattr(block, name)(*arguments)
-
-    for name in WAY_TO[state]:
-        call(name)
-    assert block.state is state
-    before, after = TRANSITIONS[transition]
-    if state in before:
-        call(transition)
-        assert block.state is after
-        assert block.in_memory == (after is not State.ABSENT)
-    else:
-        with pytest.raises(RuntimeError, match=f"<Block a: 4096 bytes, {state.value}> cannot become {after.value}"):
-            call(transition)
-        assert block.state is state
-
-
 def test_what_is_expected_is_read_before_it_is_wanted_and_beside_what_is_used(drive: SlowDrive) -> None:
     cache, blocks = cache_of(drive), blocks_of(drive)
     cache.acquire([blocks["a"]], [Use(blocks[name]) for name in "bcde"])
@@ -235,18 +192,6 @@ def test_an_error_that_is_gone_keeps_nothing_of_its_callers(drive: SlowDrive) ->
         gc.enable()
 
 
-def test_a_cache_that_is_dropped_goes_at_once(drive: SlowDrive) -> None:
-    cache = cache_of(drive)
-    cache.acquire(blocks_of(drive, "a").values())
-    alive = weakref.ref(cache)
-    gc.disable()
-    try:
-        del cache
-        assert alive() is None
-    finally:
-        gc.enable()
-
-
 def test_waits_are_told_apart_by_what_they_were_for(drive: SlowDrive) -> None:
     cache, blocks = cache_of(drive, limit=SIZES["a"]), blocks_of(drive)
     assert SIZES["a"] == SIZES["b"]
@@ -262,17 +207,6 @@ def test_waits_are_told_apart_by_what_they_were_for(drive: SlowDrive) -> None:
     cache.release([blocks["b"]], changed=True)
     cache.flush([blocks["b"]])
     assert cache.seconds_waited_to_write > to_write
-
-
-def test_writes_are_limited_and_take_nothing_from_what_is_read_ahead(drive: SlowDrive) -> None:
-    cache, blocks = cache_of(drive, retain=False, write_bytes=2 * PAGE), blocks_of(drive)
-    for name in "abd":
-        cache.create(blocks[name])
-        blocks[name].memory.buffer.fill_(99)
-        cache.release([blocks[name]], changed=True)
-    assert [transfer.name for transfer in drive.under_way] == ["wb", "wd"], "the third waited for the first"
-    cache.expect([Use(blocks["e"], 3 * PAGE)])
-    assert [transfer.name for transfer in drive.under_way] == ["wb", "wd", "re"]
 
 
 def test_memory_that_was_grown_for_one_block_goes_to_no_other(drive: SlowDrive) -> None:
@@ -294,12 +228,12 @@ def test_a_use_that_was_rejected_is_read_again(drive: SlowDrive) -> None:
     assert value_of(blocks["a"]) == 1
 
 
-def test_recovering_ends_all_uses(drive: SlowDrive) -> None:
+def test_all_uses_can_be_ended_at_once(drive: SlowDrive) -> None:
     cache, blocks = cache_of(drive), blocks_of(drive)
     cache.acquire([blocks["a"]])
     cache.acquire([blocks["a"], blocks["b"]])
-    assert cache.recover() == [blocks["a"], blocks["b"]]
-    assert (cache.used, blocks["a"].users) == (0, 0)
+    cache.end_uses()
+    assert [blocks[name].users for name in "ab"] == [0, 0]
 
 
 def test_what_was_written_stays_until_its_memory_is_needed_and_the_block_used_longest_ago_goes_first(drive: SlowDrive) -> None:
@@ -316,13 +250,13 @@ def test_what_was_written_stays_until_its_memory_is_needed_and_the_block_used_lo
 
 
 def test_what_was_written_may_give_its_memory_back_at_once_also_if_it_is_expected(drive: SlowDrive) -> None:
-    cache, blocks = cache_of(drive, limit=3 * PAGE, retain_written=False), blocks_of(drive)
+    cache, blocks = cache_of(drive, limit=3 * PAGE, retain=False), blocks_of(drive)
     cache.create(blocks["a"])
     cache.release([blocks["a"]], changed=True)
     cache.acquire([blocks["b"]], then=[Use(blocks["a"])])
-    cache.release([blocks["b"]])
-    cache.settle(blocks["a"])
-    assert (blocks["a"].state, blocks["b"].state) == (State.ABSENT, State.CLEAN)
+    drive.pass_time()
+    cache.poll()
+    assert blocks["a"].state is State.ABSENT
 
 
 def test_a_block_may_be_written_to_another_place_than_it_was_read_from(drive: SlowDrive) -> None:
@@ -495,11 +429,6 @@ class Rules(RuleBasedStateMachine):
     @rule(name=names)
     def write(self, name: str) -> None:
         self.cache.write(self.blocks[name])
-
-    @rule(name=names)
-    def settle(self, name: str) -> None:
-        self.cache.settle(self.blocks[name])
-        assert self.blocks[name].state not in (State.READING, State.WRITING)
 
     @rule()
     def flush(self) -> None:

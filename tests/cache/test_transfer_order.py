@@ -163,7 +163,7 @@ def test_an_idle_drive_writes_all_that_is_to_be_written(engine: ByHand, passing:
     for name in ("w0a", "w0b", "w0c"):
         engine.soon(name)
         engine.end(name)
-    cache.settle(groups[0][2])
+    cache.drain()
     assert not any(block.state is State.DIRTY for block in groups[0])
 
 

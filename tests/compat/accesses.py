@@ -5,33 +5,18 @@ Each takes the engine and the batch's number, and returns digests of what it has
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed import utils
-from deepspeed.checkpoint import ds_to_universal
-from deepspeed.utils import zero_to_fp32
 
 
 def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().float().contiguous().numpy().tobytes()).hexdigest()
-
-
-def outcome(call: Callable[[], list[str]], *paths: str) -> list[str]:
-    """What it returns; or, where DeepSpeed does not do that, its error, without ``paths``."""
-    try:
-        return call()
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        for path in paths:
-            text = text.replace(path, "")
-        return [text]
 
 
 def nothing(engine: Any, number: int) -> list[str]:
@@ -124,46 +109,6 @@ def save(engine: Any, number: int) -> list[str]:
     return []
 
 
-def export(engine: Any, number: int) -> list[str]:
-    """The weights that zero_to_fp32 finds in a checkpoint."""
-    directory = os.path.join(engine._config.zero_config.offload_optimizer.nvme_path, "saved")
-    engine.save_checkpoint(directory, tag=str(number))
-
-    def weights() -> list[str]:
-        state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(directory, str(number))
-        return [digest(value) for value in state.values()]
-
-    return outcome(weights, directory)
-
-
-def make_universal(engine: Any, number: int) -> list[str]:
-    """The weights and states of a universal checkpoint, in ``universal`` beside the others."""
-    directory = os.path.join(engine._config.zero_config.offload_optimizer.nvme_path, "saved")
-    folder = os.path.join(directory, "universal")
-    engine.save_checkpoint(directory, tag=str(number))
-
-    def convert() -> list[str]:
-        given = {"input_folder": os.path.join(directory, str(number)), "output_folder": folder}
-        workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
-        ds_to_universal.main(argparse.Namespace(**given, **workers, strict=True, inject_missing_state=False))
-        files = sorted(Path(folder, "zero").glob("*/*.pt"))
-        loaded = [torch.load(file, weights_only=False) for file in files]
-        return [digest(value["param"] if isinstance(value, dict) else value) for value in loaded]
-
-    return outcome(convert, directory)
-
-
-def offload_states(engine: Any, number: int) -> list[str]:
-    """All that DeepSpeed moves, and back."""
-
-    def move() -> list[str]:
-        engine.offload_states()
-        engine.reload_states()
-        return [digest(utils.safe_get_full_fp32_param(parameter)) for parameter in engine.module.parameters()]
-
-    return outcome(move)
-
-
 def forget_gathered(engine: Any, number: int) -> list[str]:
     engine.empty_partition_cache()
     return []
@@ -183,9 +128,6 @@ ACCESSES: dict[str, Callable[[Any, int], list[str]]] = {
         consolidate,
         save,
         forget_gathered,
-        export,
-        make_universal,
-        offload_states,
     )
 }
 

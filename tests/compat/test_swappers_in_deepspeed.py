@@ -31,7 +31,6 @@ ALONE: dict[str, dict[str, Any]] = {
     "few-buffers-theirs": {"world": "op", "dtype": "fp32", "buffer_count": 10},
     "parameters-read-ahead": {"world": "our swappers", "dtype": "bf16", "offload_param": 12},
     "parameters-read-ahead-theirs": {"world": "op", "dtype": "bf16", "offload_param": 12},
-    "few-parameter-buffers": {"world": "our swappers", "dtype": "bf16", "offload_param": 2},
     "checkpoint": {"world": "our swappers", "dtype": "fp32", "steps": 4, "resume": 3},
 }
 ALONE["checkpoint-not-pipelined"] = {**ALONE["checkpoint"], "dtype": "bf16", "pipelined": False, "buffer_count": 5}
@@ -88,10 +87,6 @@ def test_it_takes_more_memory_where_a_sub_group_does_not_fit(results: dict[str, 
 def test_parameters_can_be_read_ahead_of_a_step_that_changes_them(results: dict[str, Any]) -> None:
     assert "already assigned swap buffer" in results["parameters-read-ahead-theirs"]["error"]
     assert results["parameters-read-ahead"].get("losses") == results["parameters-too theirs"]["losses"]
-
-
-def test_parameters_need_few_buffers(results: dict[str, Any]) -> None:
-    assert results["few-parameter-buffers"].get("losses") == results["parameters-too theirs"]["losses"]
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "checkpoint-not-pipelined"])

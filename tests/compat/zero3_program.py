@@ -25,7 +25,7 @@ from deepspeed.runtime.zero import partition_parameters
 
 from deepnvme.integrations import deepspeed as integration
 
-from .accesses import ACCESSES, make_universal, outcome
+from .accesses import ACCESSES
 from .training import train
 
 WIDTH = 768  # a layer in bf16 is 1.1 MB: more than the least that is swapped
@@ -93,7 +93,6 @@ def engine(case: dict[str, Any], directory: str) -> Any:
         },
         "bf16": {"enabled": case.get("dtype") == "bf16"},
         **({"checkpoint": {"writer": {"type": case["writer"]}}} if "writer" in case else {}),
-        **({"checkpoint": {"load_universal": True}} if case.get("load_universal") else {}),
     }
     # Parameters are parted, and go to the drive, as they are made, or all of them with the engine.
     with deepspeed.zero.Init(config_dict_or_path=config) if case.get("zero_init") else contextlib.nullcontext():
@@ -115,8 +114,7 @@ def digests(folder: str) -> dict[str, str]:
 
 
 def train_on(trained: Any, case: dict[str, Any], batches: range, directory: str, seen: list[str] | None = None) -> list[str]:
-    """The losses. What is to vanish does so before a step, on the rank that it is to vanish from. ``seen``: gets what the case's
-    accesses, "before step" and "after step", see."""
+    """The losses. ``seen``: gets what the case's accesses, "before step" and "after step", see."""
     losses = []
     seen = [] if seen is None else seen
 
@@ -125,8 +123,6 @@ def train_on(trained: Any, case: dict[str, Any], batches: range, directory: str,
             seen.extend(ACCESSES[case.get(when, "nothing")](trained, number))
 
     for number in batches:
-        if number == case.get("vanishes at") and case.get("vanishes on") == int(os.environ["RANK"]):
-            shutil.rmtree(directory)
         if "skips" in case and number % case.get("skips every", 2) == case.get("skips in", 1):
             trained.module.skipped = tuple(case["skips"])
         losses += train(trained, case.get("width", WIDTH), range(number, number + 1), lambda: access("before step"))
@@ -154,13 +150,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         with world(case["world"], case.get("checkpoint", False)):
             trained = engine(case, directory)
             seen: list[str] = []
-            if "universal" in case:  # made with the states in memory
-                other = engine({**case, "device": "cpu"}, os.path.join(directory, "other"))
-                train_on(other, case, range(case["universal"]), directory)
-                made = make_universal(other, 0)
-                trained = engine({**case, "load_universal": True}, os.path.join(directory, "anew"))
-                saved = os.path.join(directory, "other", "saved")
-                seen += [str(len(made)), *outcome(lambda: [str(trained.load_checkpoint(saved, tag="universal"))], directory)]
             result: dict[str, Any] = {"losses": train_on(trained, case, range(case["steps"]), directory, seen), "seen": seen}
             if case.get("device", "nvme") == "cpu":
                 return result

@@ -33,11 +33,10 @@ def model(device: torch.device) -> Any:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("where", ["nvme", "cpu"])
-def test_the_same_tokens(where: Any, beams: int, prefetch: int, model: Any, device: torch.device, drive: Path) -> None:
+@pytest.mark.parametrize("memory_budget", [0, 1 << 30])
+def test_the_same_tokens(memory_budget: int, beams: int, prefetch: int, model: Any, device: torch.device, drive: Path) -> None:
     ids = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(1)).to(device)
     wanted = generated(model, ids, num_beams=beams)
-    path = {"path": drive} if where == "nvme" else {}
-    with OffloadedCache(model.config, where=where, prefetch=prefetch, **path) as cache:
+    with OffloadedCache(model.config, drive, prefetch=prefetch, memory_budget=memory_budget) as cache:
         assert torch.equal(generated(model, ids, cache, num_beams=beams), wanted)
         assert cache.layers[0].keys.device == device

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,11 +22,10 @@ import torch
 from safetensors.torch import load_file
 
 from deepnvme.integrations import tensornvme as ours
-from deepnvme.integrations.tensornvme import AsyncFileWriter, DiskOffloader, Offloader, get_backends, probe_backend
+from deepnvme.integrations.tensornvme import AsyncFileWriter, DiskOffloader, get_backends
 
 from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.interpreters import Interpreters
-from ..support.patience import PATIENCE
 
 
 @pytest.fixture
@@ -51,13 +49,9 @@ def files(directory: Path) -> list[Path]:
 
 def test_its_modules_can_be_imported_by_their_names(enabled: None, drive: Path) -> None:
     tensornvme: Any = importlib.import_module("tensornvme")
-    native: Any = importlib.import_module("tensornvme._C")
     assert tensornvme.DiskOffloader is importlib.import_module("tensornvme.offload").DiskOffloader is DiskOffloader
     assert tensornvme.async_file_io.AsyncFileWriter is AsyncFileWriter
-    assert tensornvme._C is native
-    assert native.Offloader is Offloader
-    assert native.get_backends() == get_backends()
-    assert native.probe_backend("aio") == ("aio" in get_backends())
+    assert tensornvme.offload.get_backends() == get_backends()
     assert importlib.util.find_spec("tensornvme") is not None
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("tensornvme.cli")
@@ -84,8 +78,6 @@ def test_tensornvme_itself_is_not_replaced_once_it_is_imported(monkeypatch: pyte
 def test_backends(backends: list[str]) -> None:
     names = {"io_uring": "uring", "libaio": "aio", "threads": "pthread"}
     assert get_backends() == {names[name] for name in backends}
-    assert probe_backend("pthread")
-    assert not probe_backend("none")
 
 
 @pytest.mark.parametrize("make", [DiskOffloader, lambda path, **kwargs: AsyncFileWriter(path / "file", **kwargs)])
@@ -294,84 +286,6 @@ def test_the_file_is_removed_at_exit_and_not_by_a_forked_child(drive: Path, inte
     """
     assert interpreters.run(program).check() == "1\n"
     assert files(drive) == []
-
-
-# Offloader
-
-
-def test_keys(drive: Path) -> None:
-    path = drive / "file"
-    path.write_bytes(b"older")
-    with closing(Offloader(str(path), 4, "aio")) as offloader:
-        x, y, z = torch.rand(2, 2), torch.rand(1025), torch.arange(9)
-        called: list[str] = []
-        offloader.sync_write(x, "x")
-        offloader.async_write(y, "y", lambda: called.append("y"))
-        offloader.async_writev([x, z], "xz", lambda: called.append("xz"))
-        offloader.sync_writev([z, y], "zy")
-        assert memory(x) == 16
-        offloader.synchronize()
-        assert called == ["y", "xz"]
-        found = torch.empty(4)
-        offloader.sync_read(found, "x")
-        assert torch.equal(found.view(2, 2), x)
-        again = torch.empty_like(y)
-        offloader.async_read(again, "y", lambda: called.append("read"))
-        offloader.sync_read_events()
-        assert torch.equal(again, y)
-        assert called == ["y", "xz", "read"]
-        pair = [torch.empty_like(x), torch.empty_like(z)]
-        offloader.async_readv(pair, "xz")
-        offloader.sync_read_events()
-        assert torch.equal(pair[0], x)
-        assert torch.equal(pair[1], z)
-        pair = [torch.empty_like(z), torch.empty_like(y)]
-        offloader.sync_readv(pair, "zy")
-        assert torch.equal(pair[1], y)
-        for key in ("x", "y", "xz", "unknown"):
-            with pytest.raises(RuntimeError, match="nothing is stored"):
-                offloader.sync_read(x, key)
-    assert files(drive) == []
-
-
-def test_another_size_than_was_written(drive: Path) -> None:
-    with closing(Offloader(drive / "file", 4)) as offloader:
-        x = torch.rand(100)
-        offloader.sync_write(x, "key")
-        with pytest.raises(RuntimeError, match="400"):
-            offloader.sync_read(torch.empty(99), "key")
-        with pytest.raises(RuntimeError, match="400"):
-            offloader.sync_readv([torch.empty(50), torch.empty(50)], "key")
-        with pytest.raises(RuntimeError, match="400"):
-            offloader.sync_read(torch.empty(0), "key")
-        found = torch.empty(100)
-        offloader.sync_read(found, "key")
-        assert torch.equal(found, x)
-
-
-def test_part_of_a_tensor_under_a_key(drive: Path) -> None:
-    with closing(Offloader(drive / "file", 4)) as offloader:
-        base = torch.arange(100)
-        offloader.sync_write(base[10:20], "key")
-        target = torch.zeros(100, dtype=torch.int64)
-        offloader.sync_read(target[40:50], "key")
-        assert target[40:50].tolist() == [*range(10, 20)]
-        assert target.count_nonzero() == 10
-
-
-def test_slices_of_one_tensor_are_written_and_read_at_a_time(drive: Path) -> None:
-    called: list[str] = []
-    with closing(Offloader(drive / "file", 4)) as offloader:
-        base, target = torch.rand(40), torch.zeros(40)
-        for i in range(4):
-            offloader.async_write(base[i * 10 : i * 10 + 10], str(i), lambda: called.append("written"))
-        assert called == []
-        for i in range(4):
-            offloader.async_read(target[i * 10 : i * 10 + 10], str(i), lambda: called.append("read"))
-        assert called == ["written"] * 4
-        offloader.async_write(target, "whole")
-        assert called == ["written"] * 4 + ["read"] * 4
-        assert torch.equal(target, base)
 
 
 # A failing drive
@@ -624,57 +538,3 @@ def test_tensors_on_a_gpu(drive: Path, pinned: bool) -> None:
         tensor.zero_()
     writer.synchronize()
     assert_saved(drive / "file", states())
-
-
-def test_a_tensor_that_has_no_bytes_of_its_own_leaves_what_is_stored(drive: Path) -> None:
-    with closing(Offloader(str(drive / "file"), 4)) as offloader:
-        kept = torch.arange(10).to(torch.complex64) * 1j
-        offloader.sync_write(kept, "key")
-        with pytest.raises(RuntimeError, match="conj"):
-            offloader.sync_write((kept + 1).conj(), "key")
-        found = torch.zeros_like(kept)
-        offloader.sync_read(found, "key")
-    assert torch.equal(found, kept)
-
-
-def test_what_there_is_no_memory_for_can_be_read_again(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = [torch.arange(100.0), torch.arange(50.0)]
-    allocate = torch.UntypedStorage.resize_
-
-    def too_little(storage: torch.UntypedStorage, nbytes: int) -> None:
-        if nbytes == 200:
-            raise RuntimeError("not enough memory")
-        allocate(storage, nbytes)
-
-    with closing(DiskOffloader(str(drive))) as offloader:
-        offloader.sync_writev(tensors)
-        monkeypatch.setattr(torch.UntypedStorage, "resize_", too_little)
-        with pytest.raises(RuntimeError, match="not enough memory"):
-            offloader.sync_readv(tensors)
-        monkeypatch.undo()
-        assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0]
-        offloader.sync_readv(tensors)
-    assert torch.equal(tensors[0], torch.arange(100.0))
-    assert torch.equal(tensors[1], torch.arange(50.0))
-
-
-def test_an_unchanged_program_runs_by_the_launcher(drive: Path) -> None:
-    (drive / "program.py").write_text(
-        "import sys, torch, tensornvme\n"
-        "x = torch.arange(10.0)\n"
-        "offloader = tensornvme.DiskOffloader(sys.argv[1])\n"
-        "offloader.sync_write(x)\n"
-        "print(x.untyped_storage().nbytes())\n"
-        "offloader.sync_read(x)\n"
-        "print(x.sum().item())\n"
-    )
-    command = [sys.executable, "-m", "deepnvme.integrations.tensornvme", drive / "program.py", drive / "offload"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.stdout.split() == ["0", "45.0"], done.stderr
-
-
-def test_the_launcher_wants_a_program() -> None:
-    command = [sys.executable, "-m", "deepnvme.integrations.tensornvme"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 1
-    assert "there is no program to run" in done.stderr

@@ -58,15 +58,6 @@ def test_an_offload_dir_is_used_again(kind: str, drive: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_a_budget_keeps_weights_in_memory(drive: Path) -> None:
-    known = models.checkpoint("llama", drive / "checkpoint")
-    model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store", memory_budget=1 << 30)
-    assert torch.equal(models.tokens(model), models.tokens(known))
-    model.streaming.reset()
-    assert torch.equal(models.tokens(model), models.tokens(known))
-    assert model.streaming.report().bytes_read == 0
-
-
 def test_a_sharded_checkpoint_is_streamed(drive: Path) -> None:
     known = models.checkpoint("llama", drive / "checkpoint", max_shard_size="100KB")
     assert len(list((drive / "checkpoint").glob("*.safetensors"))) > 2
@@ -157,16 +148,6 @@ def test_options_of_transformers_count_and_a_config_stays_as_it_is(drive: Path) 
     assert config.to_dict() == before
 
 
-def test_a_checkpoint_whose_config_says_how_it_generates(drive: Path) -> None:
-    models.checkpoint("gpt2", drive / "checkpoint")
-    (drive / "checkpoint" / "generation_config.json").unlink()
-    change_config(drive, max_length=11, num_beams=2)
-    known = transformers.AutoModelForCausalLM.from_pretrained(drive / "checkpoint")
-    model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store")
-    assert model.generation_config.num_beams == 2
-    assert model.generation_config.to_dict() == known.generation_config.to_dict()
-
-
 def test_while_accelerates_offload_is_streamed_as_well(drive: Path) -> None:
     known = models.checkpoint("mixtral", drive / "checkpoint")
     integration.enable()
@@ -226,10 +207,9 @@ def test_quantised_weights_are_near_what_they_were(drive: Path) -> None:
     assert 0 < error < 0.02
 
 
-@pytest.mark.parametrize("where", ["cpu", "nvme"])
-def test_keys_and_values_can_be_offloaded_too(where: str, drive: Path) -> None:
+def test_keys_and_values_can_be_offloaded_too(drive: Path) -> None:
     known = models.checkpoint("llama", drive / "checkpoint")
-    model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store", kv_offload=where)
+    model = from_pretrained(drive / "checkpoint", offload_dir=drive / "store", kv_offload="nvme")
     for _ in range(2):
         assert torch.equal(models.tokens(model), models.tokens(known))
 
@@ -297,8 +277,8 @@ def test_a_checkpoint_that_is_not_there_leaves_nothing(drive: Path) -> None:
 
 
 def test_wrong_options_are_named(drive: Path) -> None:
-    with pytest.raises(ValueError, match="kv_offload must be None, 'cpu' or 'nvme', got 'disk'"):
-        from_pretrained(drive, offload_dir=drive / "store", kv_offload="disk")
+    with pytest.raises(ValueError, match="kv_offload must be None or 'nvme', got 'cpu'"):
+        from_pretrained(drive, offload_dir=drive / "store", kv_offload="cpu")
     with pytest.raises(TypeError, match="device_map"):
         from_pretrained(drive, offload_dir=drive / "store", device_map="auto")
     with pytest.raises(TypeError, match="output_loading_info"):
@@ -319,11 +299,3 @@ def test_a_misspelt_option_is_named_whether_or_not_there_is_a_store(drive: Path)
     for config in ({}, {"config": known.config}):
         with pytest.raises(TypeError, match="memory_bugdet"):
             from_pretrained(drive / "checkpoint", **where, **config, memory_bugdet="8GB")
-
-
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_budget_in_which_no_block_fits_is_refused_before_a_store_is_built(drive: Path, quantize: Any) -> None:
-    models.checkpoint("llama", drive / "checkpoint")
-    with pytest.raises(ValueError, match=r"memory_budget must hold an extent, .*; got 100"):
-        from_pretrained(drive / "checkpoint", offload_dir=drive / "store", memory_budget=100, quantize=quantize)
-    assert not list(drive.glob("store/*"))

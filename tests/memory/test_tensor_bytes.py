@@ -84,44 +84,6 @@ def test_as_many_threads_copy_as_are_worth_it_and_have_a_core(
     assert testing.copy_threads(mebibytes * MIB, processors) == threads
 
 
-def test_a_process_bound_to_one_core_copies_large_ranges_too(interpreters: Any) -> None:
-    interpreters.run("""
-        import array, threading
-        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-        source, target = torch.randint(256, (64 << 20,), dtype=torch.uint8), torch.empty(64 << 20, dtype=torch.uint8)
-        before = len(os.listdir("/proc/self/task"))
-        column = lambda number: array.array("Q", [number])
-        most, done = 0, threading.Event()
-        def look():
-            global most
-            while not done.is_set():
-                most = max(most, len(os.listdir("/proc/self/task")))
-        looking = threading.Thread(target=look)
-        looking.start()
-        for _ in range(10):
-            op.memory.copy_many(column(target.data_ptr()), column(source.data_ptr()), column(target.nbytes))
-        done.set()
-        looking.join()
-        assert torch.equal(source, target) and most == before + 1, (most, before)
-    """).check()
-
-
-def test_tensors_are_gathered_and_scattered() -> None:
-    tensors = [torch.randn(size) for size in (1, 1000, 0, 77)]
-    lengths = words(*(tensor.nbytes for tensor in tensors))
-    buffer = torch.zeros(sum(lengths), dtype=torch.uint8)
-    places = words(*(buffer.data_ptr() + sum(lengths[:index]) for index in range(len(lengths))))
-    copy_many(places, words(*(tensor.data_ptr() for tensor in tensors)), lengths)
-    assert torch.equal(buffer.view(torch.float32), torch.cat(tensors))
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    copy_many(words(*(tensor.data_ptr() for tensor in copies)), places, lengths)
-    assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
-
-
-def test_addresses_of_nothing_are_not_looked_at() -> None:
-    copy_many(words(0, 1), words(1, 0), words(0, 0))
-
-
 @pytest.mark.parametrize(("to", "source"), [(0, 4096), (4096, 0)])
 def test_an_address_of_0_is_refused(to: int, source: int) -> None:
     with pytest.raises(ValueError, match="range 1, of 5 bytes, has the address 0"):
@@ -153,21 +115,6 @@ def test_what_is_no_array_of_uint64_is_refused(wrong: Any, complaint: str, place
     columns[place] = wrong
     with pytest.raises(TypeError, match=complaint):
         copy_many(*columns)
-
-
-def test_every_other_number_of_an_array_is_refused() -> None:
-    every_other: Any = memoryview(words(0, 0, 0))[::2]
-    with pytest.raises(ValueError, match="lengths must be contiguous"):
-        copy_many(words(0, 0), words(0, 0), every_other)
-
-
-def test_an_array_can_grow_again_afterwards() -> None:
-    column = words(0)
-    copy_many(column, column, column)
-    with pytest.raises(ValueError, match="must be as many"):
-        copy_many(column, column, words())
-    column.append(1)  # BufferError if a view were left
-    assert list(column) == [0, 1]
 
 
 def test_other_threads_run_meanwhile() -> None:

@@ -49,21 +49,14 @@ def make_cache(place: Path, config: AioConfig | None) -> None:
     model = llama()
     from deepnvme.streaming import OffloadedCache
 
-    OffloadedCache(model.config, path=place, aio_config=config).close()
-
-
-def make_pair_of_caches(place: Path, config: AioConfig | None) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
-    from deepnvme.streaming import close_cache, offloaded_cache
-
-    close_cache(offloaded_cache(transformers.T5Config(num_layers=2), path=place, aio_config=config))
+    OffloadedCache(model.config, place, aio_config=config).close()
 
 
 def generate(place: Path, config: AioConfig | None) -> None:
     model = llama()
     from deepnvme.streaming import offload_kv
 
-    offload_kv(model, path=place, aio_config=config)
+    offload_kv(model, place, aio_config=config)
     model.generate(torch.tensor([[3, 4]]), max_new_tokens=2, pad_token_id=0)
 
 
@@ -71,7 +64,6 @@ ENTRIES: list[tuple[Callable[[Path, AioConfig | None], None], list[int | None]]]
     (build, [None, IN_FLIGHT]),  # it is built, and opened
     (open_built, [IN_FLIGHT]),
     (make_cache, [None]),
-    (make_pair_of_caches, [None, None]),
     (generate, [None]),
 ]
 """What makes engines: for each of them, the most bytes that a worker of it has under way."""

@@ -66,15 +66,6 @@ def test_an_error_of_reading_ahead_is_not_raised_once_the_fault_is_mended(fake: 
     assert fake.begun == [*"abcbcc"]
 
 
-def test_a_failure_among_several_acquires_none(fake: FakeDrive) -> None:
-    cache = cache_of(fake, slots=2)
-    fake.failing = {"b"}
-    with pytest.raises(OSError, match="failed b"):
-        cache.acquire(["a", "b"])
-    for _ in pass_over(cache, "cdefgh"):  # no slot was lost
-        pass
-
-
 def test_an_interrupted_acquire_leaves_no_use_behind(fake: FakeDrive, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = cache_of(fake, slots=1)
 
@@ -97,27 +88,12 @@ def test_reads_begin_before_anything_waits_and_are_as_many_as_there_are_slots(fa
     assert fake.waited_for[0] == "a"
 
 
-def test_what_was_said_to_come_first_is_read_before_anything_is_acquired(fake: FakeDrive) -> None:
-    cache = cache_of(fake)
-    cache.expect("abcd")
-    assert fake.begun == ["a", "b"]
-    assert is_right("a", cache.acquire("a", "bcd")[0])
-
-
 def test_what_was_expected_wrongly_is_not_waited_for_and_its_slots_are_read_into_as_they_come_free(fake: FakeDrive) -> None:
     cache = cache_of(fake)
     cache.expect("ab")
     cache.acquire(["c"], "de")
     assert fake.waited_for[0] == "c"
     assert fake.begun == ["a", "b", "c", "d", "e"]
-
-
-def test_an_extent_that_is_expected_next_stays_where_it_is(fake: FakeDrive) -> None:
-    cache = cache_of(fake)
-    for _ in range(3):
-        cache.acquire(["a"], "a")
-        cache.release(["a"])
-    assert fake.begun == ["a"]
 
 
 def test_what_somebody_changed_is_read_again(fake: FakeDrive) -> None:
@@ -127,18 +103,6 @@ def test_what_somebody_changed_is_read_again(fake: FakeDrive) -> None:
         memory.zero_()
         cache.release([key], changed=True)
         assert is_right(key, cache.acquire([key], key)[0])
-
-
-def test_other_residents_can_be_chosen(fake: FakeDrive) -> None:
-    cache = cache_of(fake, residents="ab")
-    for _ in pass_over(cache, "abcd"):
-        pass
-    cache.keep("bc")
-    fake.begun.clear()
-    for _ in range(2):
-        for _ in pass_over(cache, "abcd"):
-            pass
-    assert [fake.begun.count(key) for key in "abcd"] == [2, 0, 1, 2]
 
 
 def test_the_drive_has_work_while_residents_are_used(fake: FakeDrive) -> None:

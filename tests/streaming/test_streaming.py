@@ -8,7 +8,7 @@ import errno
 import re
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -148,30 +148,6 @@ def test_an_exception_in_a_forward_gives_buffers_back(world: World, error: type[
             hook.remove()
             world.check(ORDER)
     assert len(kept) == 6
-
-
-def test_an_exception_within_a_block_whose_frames_hold_the_weights(build: Build) -> None:
-    class Failing(nn.Module):
-        fails = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            weight = self.weight.T
-            if Failing.fails:
-                raise ValueError("now")
-            return x @ weight
-
-    world = build(Calls(*(Failing() for _ in range(4))))
-    with world.stream(prefetch=0):
-        Failing.fails = True
-        with pytest.raises(ValueError, match="now") as kept:
-            world.check([0])
-        Failing.fails = False
-        world.check([0, 1, 2, 3])
-        del kept
 
 
 def test_an_interrupt_while_the_drive_is_awaited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,16 +373,6 @@ def test_a_buffer_that_nobody_has_is_named(world: World) -> None:
         world.stream()
 
 
-def test_a_single_name_is_no_collection_of_names(world: World) -> None:
-    streaming = world.stream()
-    name = next(name for name, _ in world.streamed.named_parameters())
-    with pytest.raises(TypeError, match="write \\['"):
-        streaming.close(restore=name)
-    world.check(ORDER)
-    streaming.close(restore=[name, "absent"])
-    assert torch.equal(world.streamed.get_parameter(name), world.memory.get_parameter(name))
-
-
 def test_a_closed_stream_says_so_and_a_restored_model_is_its_own(world: World) -> None:
     with world.stream():
         world.check(ORDER)
@@ -479,12 +445,6 @@ def test_any_sequence_of_calls_of_shared_tied_and_nested_blocks(
     with tangle.stream(prefetch=prefetch, memory_budget=budget):
         for order in orders:
             tangle.check(order)
-
-
-def test_blocks_that_are_called_by_themselves(world: World) -> None:
-    with world.stream(), torch.inference_mode():
-        for index in (3, 0, 3, 5):
-            assert torch.equal(world.streamed.parts[index](INPUT), world.memory.parts[index](INPUT))
 
 
 def test_one_block_that_is_the_whole_model(drive: Path) -> None:
@@ -596,32 +556,6 @@ def test_a_pass_reads_what_is_not_resident_once(world: World) -> None:
         assert streaming.report().resident_bytes == 2 * 4096
 
 
-def test_what_is_used_more_often_comes_to_stay(world: World) -> None:
-    """An encoder once, a decoder many times."""
-    with world.stream(memory_budget=2 * 4096) as streaming:
-        for _ in range(3):
-            world.check([0, 1, 2, 3])
-            for _ in range(5):
-                world.check([4, 5])
-        streaming.reset()
-        for _ in range(5):
-            world.check([4, 5])
-        assert streaming.report().bytes_read <= 3 * 4096  # ahead, in vain
-
-
-def test_what_is_too_large_for_the_memory_that_is_lent_stays(drive: Path) -> None:
-    """A large block was to stay, and turns out to be used less often than the small ones."""
-    large = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(16)))
-    model = Calls(large, *(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    streamed = copy.deepcopy(model)
-    with WeightStore.build(model, drive / "store", blocks=["parts.*"]) as store:
-        sizes = {name: extent.nbytes for name, extent in store.extents.items()}
-        with stream(streamed, store, memory_budget=sizes["parts.0"] + 4095), torch.no_grad():
-            for _ in range(4):
-                order = [0, *[1, 2, 3, 4] * 30]
-                assert torch.equal(streamed(INPUT, order), model(INPUT, order))
-
-
 def test_skipped_blocks_cost_what_was_read_ahead_of_them(world: World) -> None:
     with world.stream() as streaming:
         for experts in ([0, 1, 5], [0, 2, 5], [0, 3, 5], [0, 4, 5]):
@@ -637,55 +571,9 @@ def test_the_report(world: World) -> None:
             world.check(ORDER)
         report = streaming.report()
         assert report.passes == 2
-        assert report.tokens == 0  # of a model of floating point
         assert report.bytes_read == pytest.approx(12 * 4096, abs=2 * 4096)
         assert 0 <= report.stalled <= report.seconds
         assert "2 passes in" in str(report)
-
-
-def test_reports_are_of_whole_calls_but_to_who_is_in_one(world: World) -> None:
-    entered, go_on = threading.Event(), threading.Event()
-    passes = []
-
-    def hook(*_: object) -> None:
-        streaming.reset()
-        passes.append(streaming.report().passes)
-        entered.set()
-        go_on.wait(PATIENCE)
-
-    with world.stream() as streaming, ThreadPoolExecutor(2) as threads:
-        world.streamed.parts[2].register_forward_hook(hook)
-        call = threads.submit(world.check, ORDER)
-        assert entered.wait(PATIENCE)
-        report = threads.submit(streaming.report)
-        wait([report], 0.05)
-        assert not report.done()
-        go_on.set()
-        call.result()
-        assert report.result().seconds > 0.05
-        assert passes == [0]
-
-
-class Head(nn.Module):
-    """Takes tokens as models of transformers do."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        return self.body(INPUT, ORDER)
-
-
-def test_tokens_are_counted_until_a_reset(build: Build) -> None:
-    world = build(Head(stack()))
-    with world.stream() as streaming, torch.no_grad():
-        for _ in range(2):
-            world.streamed(input_ids=torch.ones(2, 5, dtype=torch.int64))
-        world.streamed(input_ids=torch.ones(2, 1, dtype=torch.int64))
-        assert (streaming.report().tokens, streaming.report().prompt_tokens) == (4, 20)
-        streaming.reset()
-        assert (streaming.report().tokens, streaming.report().prompt_tokens) == (0, 0)
 
 
 _PROGRAM = """
@@ -784,42 +672,3 @@ def test_the_memory_of_the_model_s_own_weights_goes_back_to_the_system(drive: Pa
         with store, stream(model, store, prefetch=0):
             assert before - memory() > 48 << 20, (before - memory()) >> 20
     """).check()
-
-
-def test_a_limit_is_measured_of_no_more_than_was_asked_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, begun = WeightStore.read, []
-
-    def noted(self: WeightStore, extent: str, memory: torch.Tensor) -> Any:
-        begun.append(extent)
-        return read(self, extent, memory)
-
-    monkeypatch.setattr(WeightStore, "read", noted)
-    with world.stream() as streaming:
-        world.check(ORDER)
-        begun.clear()
-        assert streaming.measure_limit(1)
-        assert 1 <= len(begun) <= 1 + 2  # and what is read ahead for the next pass
-        for nbytes in (0, -1):
-            with pytest.raises(ValueError, match=f"at least 1, got {nbytes}"):
-                streaming.measure_limit(nbytes)
-
-
-def test_there_is_no_limit_where_a_pass_reads_nothing(world: World) -> None:
-    for options in ({"memory_budget": 1 << 20}, {"prefetch": 6}):
-        with world.stream(**options) as streaming:
-            assert streaming.measure_limit() is None
-            world.check(ORDER)
-            streaming.reset()
-            world.check(ORDER)
-            assert streaming.report().bytes_read == 0
-
-
-def test_a_measurement_that_fails_leaves_reports_as_they_were(world: World) -> None:
-    with world.stream() as streaming:
-        world.check(ORDER)
-        with Broken(world.store, "parts.4"), pytest.raises(OSError, match=r"data of parts\.4"):
-            streaming.measure_limit(100_000)
-        report = streaming.report()
-        assert report.limit is None
-        assert report.bytes_read <= (6 + 2 * 2) * 4096  # a pass, what was read ahead for the next, and again
-        world.check(ORDER)

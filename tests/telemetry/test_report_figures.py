@@ -10,7 +10,6 @@ import torch
 
 import deepnvme
 from deepnvme.offload import ActivationReport, TrainingReport
-from deepnvme.streaming.stream_report import StreamReport
 from deepnvme.telemetry.report_figures import ReportFigures
 
 from ..support.training import give_gradients, parameters
@@ -58,10 +57,6 @@ def test_a_training_report_has_the_numbers_of_its_activations() -> None:
     assert figures["terabytes_per_day"] == pytest.approx((24 + 6) / 2 * 86400 / 1e12)
 
 
-def test_seconds_by_block_are_no_numbers_but_their_sum_is() -> None:
-    figures = StreamReport(1, 2.0, 30, {"a": 0.5, "b": 0.25}, 4, 5, None).as_dict()
-    assert figures["stalled"] == 0.75
-    assert "stalls" not in figures
 
 
 def test_the_pace_of_writing_is_that_from_step_to_step(drive: Path) -> None:

@@ -6,27 +6,20 @@ import contextlib
 import importlib
 import threading
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
 from deepnvme.ops.op_builder import AsyncIOBuilder
 
-from . import checkpoint_engine, ops, rank_failures, swapper_replacements
+from . import checkpoint_engine, ops, swapper_replacements
 from .replacement import UnexpectedDeepSpeed, set_all
 
 TESTED = ("0.19.5", "0.19.8")
 """The first and the last version of DeepSpeed that this package was tested with."""
 
 
-class _DeepSpeedOptions(NamedTuple):
-    """The arguments of the last call of :func:`enable`, where they are described."""
-
-    swappers: bool
-    checkpoint: bool
-
-
-_enabled: _DeepSpeedOptions | None = None
+_enabled: tuple[bool, bool] | None = None  # the arguments of the last call of enable()
 _set = contextlib.ExitStack()  # restores DeepSpeed's own parts
 _warned = False
 _changing = threading.Lock()
@@ -51,12 +44,11 @@ def enable(*, swappers: bool = False, checkpoint: bool = False) -> None:
         ModuleNotFoundError: If DeepSpeed is not installed.
         RuntimeError: If this version of DeepSpeed was not tested, or a part to be replaced is not where it is expected.
 
-    After an exception nothing is changed.
+    After an exception, all parts are DeepSpeed's own.
     """
-    global _warned
-    options = _DeepSpeedOptions(swappers, checkpoint)
+    global _enabled, _set, _warned
     with _changing:
-        if _enabled == options:
+        if _enabled == (swappers, checkpoint):
             return
         version = _version()
         try:
@@ -66,17 +58,17 @@ def enable(*, swappers: bool = False, checkpoint: bool = False) -> None:
                 _warned = True
                 warnings.warn(f"DeepSpeed stays as it is: {error}", RuntimeWarning, stacklevel=2)
             return
-        before = _undo()
+        _undo()
         try:
-            _put(options)
-        except BaseException as error:
-            if before is not None:
-                _put(before)
-            if not isinstance(error, UnexpectedDeepSpeed):
-                raise
+            # All of them are found in DeepSpeed before the first one is set.
+            wanted = [*ops.replacements()]
+            wanted += swapper_replacements.replacements() if swappers else ()
+            wanted += checkpoint_engine.replacements() if checkpoint else ()
+        except UnexpectedDeepSpeed as error:
             raise RuntimeError(
-                f"DeepSpeed {version} is not what deepnvme.integrations.deepspeed was made for: {error}; nothing was changed"
+                f"DeepSpeed {version} is not what deepnvme.integrations.deepspeed was made for: {error}; nothing is replaced"
             ) from error
+        _set, _enabled = set_all(wanted), (swappers, checkpoint)
 
 
 def disable() -> None:
@@ -85,23 +77,11 @@ def disable() -> None:
         _undo()
 
 
-def _undo() -> _DeepSpeedOptions | None:
-    """Restore DeepSpeed's own parts. Return the options that were enabled; None if nothing was enabled."""
+def _undo() -> None:
+    """Restore DeepSpeed's own parts."""
     global _enabled
-    before, _enabled = _enabled, None
+    _enabled = None
     _set.close()
-    return before
-
-
-def _put(options: _DeepSpeedOptions) -> None:
-    """Replace the parts of DeepSpeed that the options name, all of them or, after an exception, none."""
-    global _enabled, _set
-    # All of them are found in DeepSpeed before the first one is set.
-    wanted = [*ops.replacements(), *swapper_replacements.replacements(ours=options.swappers), *rank_failures.replacements()]
-    if options.checkpoint:
-        wanted += checkpoint_engine.replacements()
-    _set = set_all(wanted)
-    _enabled = options
 
 
 def _version() -> str:

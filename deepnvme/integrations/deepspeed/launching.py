@@ -4,52 +4,44 @@
     torchrun --nproc-per-node 2 -m deepnvme.integrations.deepspeed --swappers train.py ...
     deepspeed --module deepnvme.integrations.deepspeed --swappers train.py ...
 
-Without options, the environment variable ``DEEPNVME_DEEPSPEED`` says what to enable: "1" for the ops only, "swappers",
-"checkpoint", or "swappers,checkpoint". "0" enables nothing, whatever the options, to compare without changing the command.
+Without options, only the ops are replaced.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from deepnvme.integrations._running import run_program
-
 from . import enabling
-
-VARIABLE = "DEEPNVME_DEEPSPEED"
-"""The environment variable that says what to enable."""
-_OPTIONS = ("swappers", "checkpoint")
 
 
 class Launch(NamedTuple):
     """What to enable, and which program to run."""
 
-    enable: dict[str, bool] | None
-    """Keyword arguments for :func:`enable`; None if nothing is to be enabled."""
+    enable: dict[str, bool]
+    """Keyword arguments for :func:`enable`."""
     is_module: bool
     """Whether the program is a module's name, as with ``python -m``, and not a script's path."""
     program: list[str]
     """``sys.argv`` of the program."""
 
 
-def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
-    """Parse the command line and the environment.
+def parse(arguments: Sequence[str]) -> Launch:
+    """Parse the command line.
 
     Args:
         arguments: Command line without the program name.
-        environment: Environment variables.
 
     Raises:
-        SystemExit: If the arguments, or the value of :data:`VARIABLE`, are invalid. A message is printed, as by argparse.
+        SystemExit: If the arguments are invalid. A message is printed, as by argparse.
     """
     parser = argparse.ArgumentParser(
         prog="python -m deepnvme.integrations.deepspeed",
         description="Run a program with DeepSpeed on deepnvme's ops.",
-        epilog=f"Without options {VARIABLE} counts: 1, or names of options with commas between. 0 enables nothing.",
         allow_abbrev=False,
     )
     parser.add_argument("--swappers", action="store_true", help="deepnvme's swapper classes in ZeRO stage 3 too")
@@ -64,18 +56,27 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
         parser.error("there is no program to run")
     if parsed.local_rank is not None:
         program.insert(1, f"--local_rank={parsed.local_rank}")
-    value = environment.get(VARIABLE, "1").strip()
-    names = {name.strip() for name in value.split(",")} - {"1", ""}
-    if value != "0" and (not value or names - set(_OPTIONS)):
-        parser.error(f"{VARIABLE} must be 0, 1, or of {', '.join(_OPTIONS)} with commas between, got {value!r}")
-    given = {option for option in _OPTIONS if getattr(parsed, option)} or names
-    enable = None if value == "0" else {option: option in given for option in _OPTIONS}
-    return Launch(enable, parsed.is_module, program)
+    return Launch({"swappers": parsed.swappers, "checkpoint": parsed.checkpoint}, parsed.is_module, program)
 
 
 def main() -> None:
     """Run the program named on this process's command line. It sees only its own arguments in ``sys.argv``."""
-    launch = parse(sys.argv[1:], os.environ)
-    if launch.enable is not None:
-        enabling.enable(**launch.enable)
-    run_program(launch.program, launch.is_module)
+    launch = parse(sys.argv[1:])
+    enabling.enable(**launch.enable)
+    _run(launch.program, launch.is_module)
+
+
+def _run(program: Sequence[str], is_module: bool) -> None:
+    """Run a script or module as ``__main__``. Blocks until the program ends. Raises what the program raises.
+
+    Args:
+        program: ``sys.argv`` of the program: the script's path or the module's name, then the arguments.
+        is_module: Whether the program is given by a module's name, as with ``python -m``.
+    """
+    sys.argv = list(program)
+    if is_module:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    else:
+        if not getattr(sys.flags, "safe_path", False):  # with safe_path, sys.path[0] is not the launcher's folder
+            sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
+        runpy.run_path(program[0], run_name="__main__")

@@ -45,7 +45,6 @@ def replacements() -> Iterator[Replacement]:
     yield around(
         type(accelerator), "is_pinned", lambda own, self, tensor: own(self, tensor) or _recorded(op, tensor), ("tensor",)
     )
-    yield from _compatible_ops()
 
 
 def _builder(theirs: Any, ours: OpBuilder, before_theirs: Callable[[], object]) -> Iterator[Replacement]:
@@ -113,25 +112,3 @@ class PinHandle:
 def _recorded(op: Any, tensor: torch.Tensor) -> bool:
     """Return whether this package has pinned the tensor's memory. False for fake and meta tensors, which a compiler passes."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and bool(op.is_pinned(tensor))
-
-
-def _compatible_ops() -> Iterator[Replacement]:
-    """Return the replacement for DeepSpeed's record of compatible ops.
-
-    If DeepSpeed has not made the record yet, it will make it with the replaced builders. In that case, undoing the replacement
-    removes the record.
-    """
-    ops = module("deepspeed.ops")
-    known = vars(ops).get("__compatible_ops__")
-    if known is None:
-        yield _RemovedOnUndo(ops, "__compatible_ops__", None)
-    else:
-        yield Replacement(ops, "__compatible_ops__", {**known, AsyncIOBuilder.NAME: True})
-
-
-class _RemovedOnUndo(Replacement):
-    """A name that DeepSpeed sets when it is first read. This replacement sets nothing, but undoing it removes the name."""
-
-    def set(self) -> Callable[[], None]:
-        """Set nothing. Return a function that removes the name."""
-        return lambda: vars(self.owner).pop(self.name, None)

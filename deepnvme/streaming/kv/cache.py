@@ -1,4 +1,4 @@
-"""The offloaded KV cache for transformers' ``generate``: keys and values in host memory or on a drive."""
+"""The offloaded KV cache for transformers' ``generate``: keys and values on a drive."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import transformers
@@ -32,9 +32,6 @@ if Version(transformers.__version__).release < (5, 19):
         " pip install --upgrade transformers"
     )
 
-Where = Literal["cpu", "nvme"]
-"""Where keys and values are kept: in host memory or on a drive."""
-
 
 @dataclass(frozen=True)
 class CacheReport(ReportFigures):
@@ -53,16 +50,15 @@ class CacheReport(ReportFigures):
 
 
 class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager["OffloadedCache"]):
-    """A KV cache in host memory or on a drive, for ``model.generate(..., cache=cache)``.
+    """A KV cache on a drive, for ``model.generate(..., cache=cache)``.
 
-    >>> with OffloadedCache(model.config, "nvme", path="/mnt/nvme") as cache, torch.no_grad():
+    >>> with OffloadedCache(model.config, "/mnt/nvme") as cache, torch.no_grad():
     ...     model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
 
     Replaces a DynamicCache, and gives the same tokens. Layers of full, sliding-window and chunked attention are offloaded. The
-    states of linear attention do not grow, and stay where the model has them. For encoder-decoder models see
-    :func:`offloaded_cache`.
+    states of linear attention do not grow, and stay where the model has them. Encoder-decoder models are refused.
 
-    With "nvme", a step of generation reads the keys and values of each layer while the layers before it compute. It writes
+    A step of generation reads the keys and values of each layer while the layers before it compute. It writes
     those of new positions a few MiB at a time; positions that do not fill a chunk of 2 MiB yet stay in memory. The files
     are removed by :meth:`close`, when the cache is garbage-collected, and at exit. Files of a killed process are removed
     when another cache is made in the same ``path``.
@@ -77,19 +73,16 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
 
     Args:
         config: The model's configuration.
-        where: "cpu" for host memory, pinned if the model is on a CUDA device; "nvme" for a drive.
-        path: With "nvme", the directory in which the cache creates its own subdirectory; created if it is missing.
-            Otherwise None.
-        memory_budget: With "nvme", bytes of host memory for whole layers that stay off the drive; 0 for none. Or "8GB", "25%",
-            "auto", see :data:`deepnvme.memory.MemoryBudget`: a share of the memory available when the cache is made. As
-            the cache grows, one layer after another moves to the drive, chosen so that layers on the drive are spread
-            among those in memory. On a CPU, attention uses layers in memory in place, and a step copies nothing.
+        path: The directory in which the cache creates its own subdirectory; created if it is missing.
+        memory_budget: Bytes of host memory for whole layers that stay off the drive; 0 for none. Or "8GB", "25%", "auto", see
+            :data:`deepnvme.memory.MemoryBudget`: a share of the memory available when the cache is made. As the cache grows,
+            one layer after another moves to the drive, chosen so that layers on the drive are spread among those in memory. On a
+            CPU, attention uses layers in memory in place, and a step copies nothing.
         prefetch: Number of layers that are read ahead, 0 or more.
         aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
-            Only with "nvme".
 
     Raises:
-        ValueError: If an argument is out of range, or the model has layers of another kind.
+        ValueError: If an argument is out of range, or the model has layers of another kind, or an encoder.
         TypeError: If ``aio_config`` is not an AioConfig.
         OSError: If the files cannot be created, or the kernel refuses the backend that ``aio_config`` names.
     """
@@ -97,22 +90,19 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
     def __init__(
         self,
         config: PreTrainedConfig,
-        where: Where = "nvme",
+        path: Directory,
         *,
-        path: Directory | None = None,
         memory_budget: MemoryBudget = 0,
         prefetch: int = 1,
         aio_config: AioConfig | None = None,
     ) -> None:
-        budget = _check(where, path, memory_budget, prefetch, aio_config)
+        self._path, self._budget = path, _check(config, memory_budget, prefetch)
         types, arguments = cache_utils.get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         kinds = [cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[name] for name in types]
         strange = {name for name, kind in zip(types, kinds, strict=True) if kind not in _OFFLOADED and kind not in _KEPT}
         if strange:
             raise ValueError(f"layers of {', '.join(sorted(strange))} cannot be offloaded: use a DynamicCache for this model")
-        self._drive = KVChunkStore(path if where == "nvme" else None, len(kinds), prefetch, aio_config)
-        self._path = path
-        self._budget = budget if where == "nvme" else None
+        self._drive = KVChunkStore(path, len(kinds), prefetch, aio_config)
         layers: list[Any] = [
             kind(**given)
             if kind in _KEPT
@@ -130,7 +120,7 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
             if layer.state != self._begun or layer_idx in self._updated:
                 self._begin_forward(layer)
             self._updated.add(layer_idx)
-        if self._budget is not None and isinstance(layer, OffloadedLayer) and not layer.streamed:
+        if isinstance(layer, OffloadedLayer) and not layer.streamed:
             self._make_room(layer_idx, self._budget, key_states, value_states)
         states: Pair = layer.update(key_states, value_states, *args, **kwargs)
         return states
@@ -164,10 +154,10 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
     def __repr__(self) -> str:
         return representation(
             self,
-            lambda: "in host memory" if self._budget is None else f"in '{self._path}'",
+            lambda: f"in '{self._path}'",
             lambda: f"{len(self.layers)} layers",
             lambda: f"{next((layer.state[0] for layer in self._offloaded().values()), 0)} positions",
-            lambda: "" if self._budget is None else f"memory_budget={size_for_people(self._budget)}",
+            lambda: f"memory_budget={size_for_people(self._budget)}",
             lambda: self._drive.state(),
         )
 
@@ -208,53 +198,10 @@ class OffloadedCache(cache_utils.DynamicCache, contextlib.AbstractContextManager
             layers[max(candidates, key=lambda other: _distance(other, streamed, len(self.layers)))].stream()
 
 
-def offloaded_cache(
-    config: PreTrainedConfig,
-    where: Where = "nvme",
-    *,
-    path: Directory | None = None,
-    memory_budget: MemoryBudget = 0,
-    prefetch: int = 1,
-    aio_config: AioConfig | None = None,
-) -> OffloadedCache | cache_utils.EncoderDecoderCache:
-    """Return an offloaded KV cache for any kind of model. Close it with :func:`close_cache`.
-
-    Args:
-        config: The model's configuration. For an encoder-decoder model, two caches are made: for self-attention and for cross
-            attention.
-        where: "cpu" or "nvme", as for :class:`OffloadedCache`.
-        path: With "nvme", the directory in which each cache creates its own subdirectory.
-        memory_budget: With "nvme", bytes of host memory for whole layers; each of two caches gets half.
-        prefetch: Number of layers that each cache reads ahead.
-        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
-            Only with "nvme".
-
-    Raises:
-        ValueError: If an argument is out of range, or the model has layers of another kind.
-        TypeError: If ``aio_config`` is not an AioConfig.
-        OSError: If the files cannot be created, or the kernel refuses the backend that ``aio_config`` names.
-    """
-    budget = _check(where, path, memory_budget, prefetch, aio_config)
-    made = functools.partial(OffloadedCache, config, where, path=path, prefetch=prefetch, aio_config=aio_config)
-    if not config.is_encoder_decoder:
-        return made(memory_budget=budget)
-    return cache_utils.EncoderDecoderCache(made(memory_budget=budget // 2), made(memory_budget=budget // 2))
-
-
-def close_cache(cache: cache_utils.Cache) -> None:
-    """Close a cache made by :func:`offloaded_cache`: remove its files and free its memory. Idempotent; ignores other caches."""
-    if isinstance(cache, cache_utils.EncoderDecoderCache):
-        close_cache(cache.self_attention_cache)
-        close_cache(cache.cross_attention_cache)
-    elif isinstance(cache, OffloadedCache):
-        cache.close()
-
-
 def offload_kv(
     model: PreTrainedModel,
-    where: Where = "nvme",
+    path: Directory,
     *,
-    path: Directory | None = None,
     memory_budget: MemoryBudget = 0,
     prefetch: int = 1,
     aio_config: AioConfig | None = None,
@@ -272,7 +219,7 @@ def offload_kv(
         ValueError: If an argument is out of range, or the model cannot generate. Raised at once; other errors of
             :class:`OffloadedCache` are raised by ``generate``.
     """
-    _check(where, path, memory_budget, prefetch, aio_config)
+    _check(model.config, memory_budget, prefetch)
     if not model.can_generate():
         raise ValueError(f"a {type(model).__name__} does not generate: it has no keys and values to offload")
     argument = _cache_argument(model)
@@ -285,11 +232,9 @@ def offload_kv(
         """Call the original ``generate``, with a new offloaded cache unless the call passes a cache or asks for another kind."""
         if any(kwargs.get(name) is not None for name in _CACHE_ARGUMENTS) or _asks_for_other_cache(model, *args, **kwargs):
             return generate(*args, **kwargs)
-        cache = offloaded_cache(
-            model.config, where, path=path, memory_budget=memory_budget, prefetch=prefetch, aio_config=aio_config
-        )
+        cache = OffloadedCache(model.config, path, memory_budget=memory_budget, prefetch=prefetch, aio_config=aio_config)
         with contextlib.ExitStack() as ending:
-            ending.callback(close_cache, cache)
+            ending.callback(cache.close)
             result = generate(*args, **{**kwargs, argument: cache})
             if not isinstance(result, torch.Tensor):
                 ending.pop_all()  # the result holds the cache, and keeps it open
@@ -338,20 +283,13 @@ _KEPT = tuple(
 )
 
 
-def _check(where: str, path: object, memory_budget: MemoryBudget, prefetch: int, aio_config: object) -> int:
+def _check(config: PreTrainedConfig, memory_budget: MemoryBudget, prefetch: int) -> int:
     """Check arguments, and return the memory budget in bytes. Raises ValueError or TypeError for a wrong argument."""
-    budget = budget_bytes(memory_budget, "memory_budget")
-    if where not in ("cpu", "nvme"):
-        raise ValueError(f'where must be "cpu" or "nvme", got {where!r}')
-    if (path is None) == (where == "nvme"):
-        raise ValueError(f'path is a directory on the drive for "nvme", and None for "cpu", got {path!r} for {where!r}')
-    if budget and where == "cpu":
-        raise ValueError(f'memory_budget is for "nvme" only, got {memory_budget!r} for {where!r}')
+    if config.is_encoder_decoder:
+        raise ValueError("the keys and values of an encoder-decoder model cannot be offloaded: use an EncoderDecoderCache")
     if prefetch < 0:
         raise ValueError(f"prefetch must be 0 or more layers, got {prefetch}")
-    if aio_config is not None and where == "cpu":
-        raise ValueError(f'aio_config is for "nvme" only, got it for {where!r}: nothing is read or written')
-    return budget
+    return budget_bytes(memory_budget, "memory_budget")
 
 
 def _distance(layer: int, streamed: list[int], layers: int) -> int:

@@ -16,7 +16,6 @@ from deepnvme.cache.block import Block, Memory
 from deepnvme.cache.block_cache import BlockCache, Use
 from deepnvme.cache.block_memory import OwnMemory
 from deepnvme.drives.profiles import engine_for
-from deepnvme.engine import Engine
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.alignment import ALIGNMENT, padded
 from deepnvme.memory.lease import Computed, Lease, Transfer
@@ -81,45 +80,34 @@ class KVChunkStore:
     written. More is used only while callers keep tensors that were returned to them.
 
     Args:
-        path: Directory in which the cache creates its own subdirectory; None for a cache with all layers in memory.
+        path: Directory in which the cache creates its own subdirectory.
         layers: Number of layers.
         prefetch: Number of layers whose chunks are read ahead.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
-            Ignored without a path.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, layers: int, prefetch: int, config: AioConfig | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], layers: int, prefetch: int, config: AioConfig | None = None) -> None:
         self.chunks: list[list[KVChunk]] = [[] for _ in range(layers)]
         """The chunks of each layer, in the order of their positions."""
-        self.engine = Engine() if path is None else engine_for([path], config)
-        """The engine of the store; for a cache with all layers in memory, it only pins memory."""
+        self.engine = engine_for([path], config)
+        """The engine of the store."""
         self._prefetch = prefetch
         self.pool = BufferPool(_WRITING)
         self._memory = _ChunkMemory(self.pool)
         self._names = itertools.count()
         self._whole: Lease | None = None
-        self._shown: tuple[int, Pair] | None = None  # the layer that the memory of whole() is filled with: its keys and values
         self._closed = False
         self._process = os.getpid()
         self._broken: BaseException | None = None
-        self.store: TensorStore | None = None
-        """The store of the chunks; None for a cache with all layers in memory."""
-        self._directories: list[Path] = []
-        if path is not None:
-            self.store, self._directories = open_own_store(
-                [Path(path)], "deepnvme-kv", self.engine, DirectoryOwner("OffloadedCache")
-            )
-        self.cache = BlockCache(_Chunks(self.store), self._memory, retain=False, retain_written=False, write_bytes=_WRITING)
+        self.store, self._directories = open_own_store([Path(path)], "deepnvme-kv", self.engine, DirectoryOwner("OffloadedCache"))
+        self.cache = BlockCache(_Chunks(self.store), self._memory, retain=False)
         """Block cache of the chunks in memory: in use, read ahead, or being written."""
 
     @contextlib.contextmanager
-    def changing(self, layer: int | None = None) -> Iterator[None]:
+    def changing(self) -> Iterator[None]:
         """Return a context manager for code that changes layers. If the code raises, the cache is unusable until :meth:`mend`.
 
         The layers may then have different numbers of positions.
-
-        Args:
-            layer: The layer to be changed. If the memory of :meth:`whole` has this layer's keys and values, it is released.
 
         Raises:
             RuntimeError: On entering after such an error, which is its cause, until :meth:`mend`.
@@ -128,8 +116,6 @@ class KVChunkStore:
         self.check()
         self._broken = _INTERRUPTED  # from here to the end, whatever interrupts it
         try:
-            if self._shown is not None and self._shown[0] == layer:
-                self.release_whole()
             yield
         except GeneratorExit:  # the caller was interrupted before the change began, and dropped this later
             raise
@@ -159,11 +145,10 @@ class KVChunkStore:
     def mend(self) -> None:
         """Make the cache usable again; all layers must be empty. Deletes stored chunks that an interrupt left without a layer."""
         self.cache.clear()
-        if self.store is not None:
-            kept = {chunk.name for chunks in self.chunks for chunk in chunks}
-            for name in self.store.names():
-                if name not in kept:
-                    self.store.delete(name)
+        kept = {chunk.name for chunks in self.chunks for chunk in chunks}
+        for name in self.store.names():
+            if name not in kept:
+                self.store.delete(name)
         self.release_whole()
         self._broken = None
 
@@ -208,7 +193,6 @@ class KVChunkStore:
 
     def delete(self, layer: int, index: int) -> None:
         """Delete one of the layer's chunks from the drive."""
-        assert self.store is not None
         chunk = self.chunks[layer].pop(index)
         self.cache.discard(chunk)
         if chunk.name in self.store:  # it may not have been written
@@ -239,16 +223,8 @@ class KVChunkStore:
         self._whole = self._memory.lease(size)
         return form.pair(self._whole.buffer, positions)
 
-    def show(self, layer: int, gather: Callable[[], Pair]) -> Pair:
-        """Return a layer's keys and values in the memory of :meth:`whole`. ``gather`` fills it if it has another layer."""
-        if self._shown is None or self._shown[0] != layer:
-            with self.changing():
-                self._shown = layer, gather()
-        return self._shown[1]
-
     def release_whole(self) -> None:
         """Release the memory of :meth:`whole`. It is reused once no view of it exists any more."""
-        self._shown = None
         if self._whole is not None:
             self._whole.release()
             self._whole = None
@@ -258,28 +234,25 @@ class KVChunkStore:
         self._closed = True
         self.cache.clear()
         self.release_whole()
-        if self.store is not None:
-            with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
-                self.store.close()
-            remove_directories(self._directories)
+        with contextlib.suppress(OSError):  # of writes, whose bytes nobody wants any more
+            self.store.close()
+        remove_directories(self._directories)
         self.engine.close()
         self.pool.trim()
 
 
 class _Chunks:
-    """Transfers chunks between the block cache and a store. Without a store, all layers are in memory, and no chunks exist."""
+    """Transfers chunks between the block cache and a store."""
 
-    def __init__(self, store: TensorStore | None) -> None:
+    def __init__(self, store: TensorStore) -> None:
         self._store = store
 
     def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start filling the buffer with a chunk of the store."""
-        assert self._store is not None
         return self._store.get(block.name, out=buffer)
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Start storing the buffer as a chunk, under the block's name."""
-        assert self._store is not None
         return self._store.put(block.name, buffer)
 
 

@@ -128,7 +128,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.lazy_initialization(key_states, value_states)
         self._check_fit(key_states, value_states)
         newest = self._newest
-        with self._drive.changing(self._index):
+        with self._drive.changing():
             seen, new = self._seen_from(), key_states.shape[2]
             end = self._length + new
             keep_from = self._first if self.record_past or not self.is_sliding else max(end - self.sliding_window + 1, 0)
@@ -164,7 +164,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"position {first} left the sliding window of {self.sliding_window} before position {self._length - 1} came: "
                 "call activate_past_recording() before what is to be cropped"
             )
-        with self._drive.changing(self._index):
+        with self._drive.changing():
             self._keep(max(first, self._first), end)
             self._changes += 1
 
@@ -204,7 +204,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         rows = present[indices.cpu()]
         if torch.equal(rows, present):
             return
-        with self._drive.changing(self._index):
+        with self._drive.changing():
             self._newest.select(rows)
             for chunk in self._chunks:
                 chunk.select_rows(rows)
@@ -266,7 +266,8 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Return the keys and values of all positions kept: in place in host memory if possible, else gathered."""
         if not self.streamed and self._device.type == "cpu":
             return self._newest.view(self._first, self._length)
-        return self._drive.show(self._index, lambda: self._gathered(self._first, self._length))
+        with self._drive.changing():
+            return self._gathered(self._first, self._length)
 
     def _with(self, seen: int, key_states: torch.Tensor, value_states: torch.Tensor) -> Pair:
         """Return the keys and values from position ``seen`` on, followed by the new ones."""

@@ -130,7 +130,6 @@ def build(
     manifest: WeightManifest,
     where: Mapping[Any, float],
     engine: Engine,
-    checksum: bool,
     progress: Progress | None,
 ) -> None:
     """Write all extents and the manifest into a new TensorStore, and commit it. Blocks.
@@ -141,7 +140,6 @@ def build(
         manifest: The manifest of the store, without the extents.
         where: The store's directories, with their weights: the relative share of the data that each gets.
         engine: Writes the extents.
-        checksum: Whether to compute the CRC-32 of each extent.
         progress: Called after each extent with the bytes written so far and in all; None for no call.
 
     Raises:
@@ -157,7 +155,7 @@ def build(
             raise FileExistsError(errno.EEXIST, text, str(next(iter(where))))
         planned = replace(manifest, extents={each.extent.name: each.extent for each in builders})
         store.reserve(total + padded(len(encode(planned)) + _CHECKSUM_DIGITS * len(builders)))
-        extents = write_extents(builders, store, checksum, count_bytes(progress, total))
+        extents = write_extents(builders, store, count_bytes(progress, total))
         if isinstance(source, Weights):
             source.check_unchanged()
         said = encode(replace(manifest, extents={extent.name: extent for extent in extents}))
@@ -165,15 +163,12 @@ def build(
         store.commit()
 
 
-def write_extents(
-    builders: Sequence[ExtentBuilder], store: TensorStore, checksum: bool, report: Callable[[int], None]
-) -> list[Extent]:
+def write_extents(builders: Sequence[ExtentBuilder], store: TensorStore, report: Callable[[int], None]) -> list[Extent]:
     """Read, convert and write all extents, without committing them. Blocks.
 
     Args:
         builders: The extents, at least one.
         store: Where they are written.
-        checksum: Whether to compute the CRC-32 of each extent.
         report: Called with the bytes of each extent that has been written.
 
     Returns:
@@ -191,7 +186,7 @@ def write_extents(
             raw.release()
         memory = lease.buffer
         _clear_gaps(each.extent, memory)
-        built.append(replace(each.extent, crc32=crc32(memory_of(memory)) if checksum else None))
+        built.append(replace(each.extent, crc32=crc32(memory_of(memory))))
         lease.release(after=written.start(store.put, key_of(each.extent.name), memory))
         del memory, lease
         written.take_ended(most=_WRITTEN)

@@ -73,7 +73,7 @@ class Extent:
     weights: tuple[Weight, ...]
     """The weights in the extent, in the order of their offsets."""
     crc32: int | None = None
-    """CRC-32 of all bytes of the extent; None if the store was built without checksums."""
+    """CRC-32 of all bytes of the extent; None while it is built."""
 
     @property
     def nbytes(self) -> int:
@@ -188,7 +188,7 @@ def _manifest(fields: Any) -> WeightManifest:
 
 def _extent(name: Any, nbytes: Any, crc32: Any, weights: Any) -> Extent:
     """Return an extent, made of its parsed fields in the manifest. Raises ValueError if they are wrong."""
-    found = Extent(string(name), tuple(_weight(*each) for each in weights), None if crc32 is None else number(crc32))
+    found = Extent(string(name), tuple(_weight(*each) for each in weights), number(crc32))
     if found.nbytes != nbytes:
         raise ValueError(f"extent {name!r} has {nbytes} bytes, and its weights {found.nbytes}")
     return found

@@ -63,7 +63,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
     method that reads raises RuntimeError.
     """
 
-    def __init__(self, tensors: TensorStore, engine: Engine, where: Path, verify: bool) -> None:
+    def __init__(self, tensors: TensorStore, engine: Engine, where: Path) -> None:
         self._tensors, self._engine = tensors, engine
         self._where = where
         self._process = os.getpid()
@@ -83,7 +83,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         """Name of the extent and description of each weight, by the weight's (first) name."""
         self.origin = manifest.origin
         """Text about the source of the weights, as given to :meth:`build`."""
-        self._unverified = {name for name, extent in self.extents.items() if verify and extent.crc32 is not None}
+        self._unverified = set(self.extents)
         self._lock = threading.Lock()
         for extent in self.extents.values():
             there = tensors.info(key_of(extent.name)).nbytes if key_of(extent.name) in tensors else None
@@ -104,7 +104,6 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         model: nn.Module | None = None,
         blocks: Sequence[str] | None = None,
         dtype: torch.dtype | None = None,
-        checksum: bool = True,
         progress: ProgressOption = None,
         origin: str = "",
         config: AioConfig | None = None,
@@ -127,7 +126,6 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             blocks: Names or patterns of the modules that become blocks; None to find them. See
                 :func:`deepnvme.model.structure.structure_of`.
             dtype: Dtype to which floating-point weights are converted; None for no conversion.
-            checksum: Whether to store the CRC-32 of each extent, which takes 0.1 s of one core for each GB.
             progress: None for a progress bar on stderr after two seconds, if stderr is a terminal or a notebook's; True
                 for one from the beginning, False for none; or a function that is called with the bytes written so far and
                 the bytes in all.
@@ -163,16 +161,15 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             kind = "" if tree is None else type(tree).__name__
             manifest = WeightManifest(kind, {}, structure.needs(), structure.ties, origin)
             with shown_progress(progress, f"building {next(iter(where))}") as report:
-                build(builders, source, manifest, where, engine, checksum, report)
+                build(builders, source, manifest, where, engine, report)
         return cls.open(path, config=config)
 
     @classmethod
-    def open(cls, path: Directories, *, verify: bool = True, config: AioConfig | None = None) -> WeightStore:
-        """Open a weight store that was built before.
+    def open(cls, path: Directories, *, config: AioConfig | None = None) -> WeightStore:
+        """Open a weight store that was built before. The checksum of each extent is checked when it is read for the first time.
 
         Args:
             path: All directories of the store.
-            verify: Whether to check the checksum of each extent when it is read for the first time.
             config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`. With None,
                 each worker has at most 32 MiB in flight, so that extents arrive one after the other.
 
@@ -194,7 +191,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             where = next(iter(directories))
             if NAME not in tensors:
                 raise ValueError(f"the store in '{where}' holds {len(tensors)} tensors, and no weights that were built")
-            return cls(tensors, engine, where, verify)
+            return cls(tensors, engine, where)
         except BaseException:
             if tensors is not None:
                 tensors.close()
@@ -241,10 +238,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         return future.then(conclude)
 
     def verifies(self, extent: str) -> bool:
-        """Return whether :meth:`read` will check the extent's checksum.
-
-        True until the checksum was found right once, if the extent has one and the store was opened with ``verify=True``.
-        """
+        """Return whether :meth:`read` will check the extent's checksum: until it was found right once."""
         return extent in self._unverified
 
     def verify(self) -> None:
@@ -252,11 +246,8 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
 
         Raises:
             CorruptExtent: If a checksum is wrong; the message names all such extents.
-            ValueError: If the store was built without checksums.
         """
         wanted = list(self.extents.values())
-        if any(extent.crc32 is None for extent in wanted):
-            raise ValueError(f"the store in '{self._where}' was built without checksums: build it with checksum=True")
         largest = padded(max((extent.nbytes for extent in wanted), default=0))
         pool = BufferPool(_VERIFIED_AT_A_TIME * (largest + largest // 8))  # a lease may take up to an eighth more than asked for
         wrong: list[str] = []

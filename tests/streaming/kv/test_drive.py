@@ -123,7 +123,7 @@ def test_the_next_layers_chunks_are_read_ahead_and_none_beyond_them(there: KVChu
     there.expect(2)
     assert in_memory(there) == {*there.chunks[2], *there.chunks[0]}, "the first comes after the last"
     there.expect(1)
-    there.cache.settle(there.chunks[0][0])  # which is let go of when it has been read
+    there.cache.discard(there.chunks[0][0])  # which is let go of when it has been read
     assert in_memory(there) == {*there.chunks[1], *there.chunks[2]}
 
 
@@ -138,7 +138,7 @@ def test_a_chunk_that_is_deleted_while_it_is_read_is_let_go_of(there: KVChunkSto
 
 
 def test_a_change_that_was_interrupted_before_it_began_breaks_nothing_when_it_is_dropped(there: KVChunkStore) -> None:
-    dropped = there.changing(0)
+    dropped = there.changing()
     dropped.__enter__()
     with pytest.raises(RuntimeError, match="not whole any more"):
         there.check()

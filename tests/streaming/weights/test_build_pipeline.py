@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 from deepnvme.checkpoint.weight_locations import OpenFiles, Weights
 from deepnvme.engine import Engine
@@ -103,7 +102,7 @@ def test_a_drive_that_fails_is_told_and_leaves_nothing(drive, engine, faulty):
         pytest.raises(OSError, match="Input/output error") as refused,
         TensorStore(drive / "store", persist=True, engine=failing) as store,
     ):
-        write_extents(builders, store, True, lambda nbytes: None)
+        write_extents(builders, store, lambda nbytes: None)
     assert refused.value.errno == errno.EIO
     assert list(drive.iterdir()) == []
 
@@ -166,12 +165,3 @@ def test_extents_of_all_sizes_go_through_one_budget(drive):
     with WeightStore.build(weights, drive / "store") as store:
         assert [extent.nbytes for extent in store.extents.values()][:5] == [9 << 20, 4096, 0, 8192, 3 << 20]
         store.verify()
-
-
-def test_a_module_is_built_of_as_it_is_and_stays_so(drive):
-    model = nn.Linear(3, 3).requires_grad_()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with WeightStore.build(model, Path(drive, "store")):
-        pass
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert model.weight.requires_grad

@@ -360,17 +360,6 @@ class TestCorruption:
         with pytest.raises(CorruptExtent, match=r"'layers\.0' .* expected .*'layers\.2' .* expected"):
             store.verify()
 
-    def test_nothing_is_verified_if_not_wanted(self, store, model, drive):
-        damage(drive, model, "layers.1.0.weight")
-        with WeightStore.open(drive / "store", verify=False) as other:
-            other.read("layers.1", torch.empty(4096, dtype=torch.uint8)).result()
-
-    def test_a_store_without_checksums(self, model, drive):
-        with WeightStore.build(model, drive / "store", checksum=False) as store:
-            assert_holds(store, model.state_dict())
-            with pytest.raises(ValueError, match="built without checksums"):
-                store.verify()
-
     def test_one_that_says_too_much_is_refused_before_it_is_read(self, drive, monkeypatch):
         with TensorStore(drive / "store", persist=True) as store:
             store.put("manifest", torch.zeros((64 << 20) + 1, dtype=torch.uint8))

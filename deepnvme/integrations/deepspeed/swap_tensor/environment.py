@@ -1,17 +1,24 @@
-"""The swappers' access to the process's rank, the log and DeepSpeed's timers."""
+"""The rank of this process, and the folder that each swapper has for its files."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import io
 import logging
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+import os
+import weakref
+from pathlib import Path
 
 import torch.distributed as dist
 
+from deepnvme.files.directory_lock import lock
 from deepnvme.telemetry.descriptions import printable
 
 _logger = logging.getLogger(__name__)
+
+_MOST_JOBS = 1000
 
 
 def rank() -> int:
@@ -19,42 +26,29 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def describe(subject: object, exclude: Collection[str] = ()) -> None:
-    """Log the public attributes of ``subject``, except for ``exclude``, at level INFO on rank 0."""
-    if rank() == 0 and _logger.isEnabledFor(logging.INFO):
-        settings = {name: value for name, value in sorted(vars(subject).items()) if name[0] != "_" and name not in exclude}
-        text = ", ".join(f"{name}={value}" for name, value in settings.items())
-        _logger.info("%s: %s", type(subject).__name__, printable(text))
+def claim_folder(swapper: object, folder: str) -> str:
+    """Return a folder that no other swapper uses: ``folder``, or else the first free ``folder-job-N``. It is created if missing.
 
+    DeepSpeed names the files in it by parameter only: two jobs in one folder would train with each other's states. The folder is
+    locked by a file beside it until the swapper is dropped or its process ends.
 
-class Timers:
-    """Measures times with DeepSpeed's timers; does nothing if there are none.
-
-    Args:
-        timers: ``timers(name)`` returns a timer with ``start`` and ``stop``; ``timers.log(names)`` logs them. None to measure
-            nothing.
+    Raises:
+        OSError: If the folder cannot be made or locked; names the path.
     """
-
-    def __init__(self, timers: Callable[[str], Any] | None) -> None:
-        self._timers = timers
-        self.names: set[str] = set()
-        """Names of the timers used since the names were last cleared."""
-
-    @contextlib.contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Time the ``with`` body. The timer is stopped even if the body raises, since a retry could not start it otherwise."""
-        if self._timers is None:
-            yield
-            return
-        timer = self._timers(name)
-        timer.start()
+    for number in range(1, _MOST_JOBS + 1):
+        own = folder if number == 1 else f"{folder}-job-{number}"
+        os.makedirs(own, exist_ok=True)
+        path = f"{own}.lock"
+        with contextlib.suppress(FileExistsError):
+            io.FileIO(path, "x").close()
+        file = io.FileIO(path)  # read-only: the file may be another user's, and not writable
+        weakref.finalize(swapper, file.close).atexit = False  # until the process has ended, others may still write there
         try:
-            yield
-        finally:
-            timer.stop()
-            self.names.add(name)
-
-    def log(self) -> None:
-        """Log all timers used since the list of used timers was last cleared."""
-        if self._timers is not None and self.names:
-            self._timers.log(sorted(self.names))  # type: ignore[attr-defined]
+            lock(file.fileno(), fcntl.LOCK_EX, Path(path))
+        except BlockingIOError:
+            file.close()
+            continue
+        if number > 1:
+            _logger.warning("'%s' is in use by another job: the files of this one are in '%s'", printable(folder), printable(own))
+        return own
+    raise OSError(errno.EBUSY, f"{_MOST_JOBS} jobs are using it: choose another nvme_path", folder)

@@ -21,15 +21,12 @@ from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.transfer.gather import Transfers
 
 from .aio_config import SwapSizes, engine_of
-from .environment import Timers, describe, rank
+from .environment import claim_folder, rank
 from .resident_tensors import choose_resident_tensors
 from .swap_info import OptimizerStateSwapInfo
 from .tile_cache import TileCache
 
 _logger = logging.getLogger(__name__)
-
-SWAP_OUT_GRADIENT_TIMER = "swap_out_gradient"
-SWAP_INIT_TIMER = "swap_init_write"
 
 PartitionInfo = tuple[torch.Tensor, int, str | None]
 """A partition: (tensor, number of elements, path). Its values are in the file at the path or, if the path is None, in the tensor.
@@ -68,18 +65,15 @@ class OptimizerSwapper(SwapSizes):
     Args:
         swap_config: DeepSpeed's ``offload_optimizer`` configuration; ``buffer_count`` is used.
         aio_config: The ``aio`` block, with all keys: see :data:`AIO_DEFAULT_DICT`.
-        base_folder: Files go to ``optimizer/rank<N>`` in this folder.
+        base_folder: Files go to ``optimizer/rank<N>`` in this folder; if another swapper uses that, to ``rank<N>-job-2``, ...
         optimizer: The torch optimizer that steps the parameters.
         largest_numel: Elements of the largest sub-group.
         device: Ignored: the optimizer runs on the CPU.
         dtype: Dtype of the master weights.
-        timers: DeepSpeed's timers, or None.
+        timers: Ignored: nothing is measured by DeepSpeed's timers.
         engine: Reads and writes the files; by default an engine with the ``aio`` block's settings.
         pool: Buffer pool to lease memory from; by default the process's pool.
     """
-
-    SWAP_IN_TIMER = "swap_in_state"
-    SWAP_OUT_TIMER = "swap_out_state"
 
     @staticmethod
     def parameter_id(param: Any) -> Any:
@@ -95,7 +89,7 @@ class OptimizerSwapper(SwapSizes):
         largest_numel: int,
         device: Any,
         dtype: torch.dtype,
-        timers: Callable[[str], Any] | None,
+        timers: object,
         *,
         engine: Engine | None = None,
         pool: BufferPool | None = None,
@@ -103,7 +97,6 @@ class OptimizerSwapper(SwapSizes):
         super().__init__(aio_config, dtype)
         self.swap_config = swap_config
         self.optimizer = optimizer
-        self.timers = timers
         self.last_gradients: Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]] = lambda parameter: ()
         """Returns the latest gradients of a sub-group's parts, given its flat parameter, as (offset in elements, flat tensor).
 
@@ -112,9 +105,7 @@ class OptimizerSwapper(SwapSizes):
         self.swap_params_info: dict[Any, OptimizerStateSwapInfo] = {}
         """The sub-groups, in the order of a step, by the ``ds_id`` of their parameters."""
         self.largest_numel = self._aligned(largest_numel)
-        self._folder = os.path.join(base_folder, "optimizer", f"rank{rank()}")
-        os.makedirs(self._folder, exist_ok=True)
-        self._timers = Timers(timers)
+        self._folder = claim_folder(self, os.path.join(base_folder, "optimizer", f"rank{rank()}"))
         self._cache = TileCache(
             engine or engine_of(aio_config),
             pool or buffer_pool(),
@@ -125,7 +116,6 @@ class OptimizerSwapper(SwapSizes):
         self._end = weakref.finalize(self, _write_back, self._cache, self.swap_params_info, self._folder, os.getpid())
         self._end.atexit = False  # it would run after the engine's finalizer; atexit below runs it before
         atexit.register(self._end)
-        describe(self, exclude=("last_gradients", "optimizer", "swap_params_info", "timers"))
 
     @property
     def swap_folder(self) -> str:
@@ -155,8 +145,6 @@ class OptimizerSwapper(SwapSizes):
     def initialize_parameters(self, parameters: Sequence[torch.Tensor], src_tensors: Sequence[torch.Tensor]) -> None:
         """Start to swap parameters. Called by DeepSpeed's ``_create_fp32_partitions``.
 
-        After an exception none of the parameters is added.
-
         Args:
             parameters: Parameters that were not initialized before, in the order of a step. Their data is not touched.
             src_tensors: Initial values of the parameters, of any shape and dtype.
@@ -165,12 +153,11 @@ class OptimizerSwapper(SwapSizes):
             ValueError: If a parameter was initialized before.
             OSError: From writing.
         """
-        with self._timers.measure(SWAP_INIT_TIMER):
-            self._add_parameters(
-                parameters,
-                [source.numel() for source in src_tensors],
-                lambda number, target: target.copy_(src_tensors[number].detach().reshape(-1)),
-            )
+        self._add_parameters(
+            parameters,
+            [source.numel() for source in src_tensors],
+            lambda number, target: target.copy_(src_tensors[number].detach().reshape(-1)),
+        )
 
     def initialize_from_swapped_fp16_params(
         self,
@@ -181,7 +168,7 @@ class OptimizerSwapper(SwapSizes):
     ) -> None:
         """Start to swap parameters whose initial values are low-precision partitions, some of them in files.
 
-        Called by DeepSpeed's ``_create_fp32_partitions``. Blocks. After an exception no parameter is added.
+        Called by DeepSpeed's ``_create_fp32_partitions``. Blocks.
 
         Args:
             fp16_partitions_info: For each parameter its partitions, as (tensor, elements, path). The values are in the file at
@@ -251,9 +238,7 @@ class OptimizerSwapper(SwapSizes):
             OSError: From this or an earlier write.
         """
         info = self.swap_params_info.get(self.parameter_id(parameter))
-        if info is None:
-            return
-        with self._timers.measure(SWAP_OUT_GRADIENT_TIMER):
+        if info is not None:
             info.add_gradients(gradient_offsets, gradient_tensors)
 
     def keep_last_gradients(self, parameter: torch.Tensor) -> None:
@@ -288,13 +273,12 @@ class OptimizerSwapper(SwapSizes):
         info = self.swap_params_info.get(self.parameter_id(parameter))
         if info is None or info.active:
             return
-        with self._timers.measure(self.SWAP_IN_TIMER):
-            if info.index <= self._cache.current:
-                self._choose_residents()
-            self._cache.set_current(info.index, len(self.swap_params_info))
-            info.restore(self.optimizer.state)
-            info.swap_in(self._last_gradients(info))
-            self._read_ahead(info, async_parameter)
+        if info.index <= self._cache.current:
+            self._choose_residents()
+        self._cache.set_current(info.index, len(self.swap_params_info))
+        info.restore(self.optimizer.state)
+        info.swap_in(self._last_gradients(info))
+        self._read_ahead(info, async_parameter)
 
     def swap_out_optimizer_state(self, parameter: torch.Tensor, async_swap: bool = False) -> None:
         """Swap a parameter and its states out of memory. Called by DeepSpeed after it has stepped a sub-group.
@@ -315,9 +299,7 @@ class OptimizerSwapper(SwapSizes):
             OSError: From an earlier write.
             OutOfBuffers: If there is not enough memory for new states.
         """
-        if self._swapped_in(parameter) is not None:
-            with self._timers.measure(self.SWAP_OUT_TIMER):
-                self.writeback_optimizer_state_and_gradients(parameter, write_opt_state=True, write_gradients=False)
+        self.writeback_optimizer_state_and_gradients(parameter, write_opt_state=True, write_gradients=False)
 
     def writeback_optimizer_state_and_gradients(
         self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
@@ -338,9 +320,11 @@ class OptimizerSwapper(SwapSizes):
             OSError: From an earlier write.
             OutOfBuffers: If there is not enough memory for new states.
         """
-        info = self._swapped_in(parameter)
+        info = self.swap_params_info.get(self.parameter_id(parameter))
         if info is None:
             return
+        if not info.active:
+            raise RuntimeError(f"parameter {info.param_id!r} is not swapped in: call swap_in_optimizer_state before")
         if write_opt_state:  # states that the optimizer has created are swapped, too
             state = self._state(info)
             info.adopt(state, [name for name, value in state.items() if _is_dense(value) and self.is_swappable_tensor(value)])
@@ -358,22 +342,19 @@ class OptimizerSwapper(SwapSizes):
     # Hooks
 
     def init_timers(self) -> None:
-        """Clear the names of the timers that were used. Called by DeepSpeed's ``initialize_optimizer_states``."""
-        self._timers.names.clear()
+        """Do nothing. Called by DeepSpeed's ``initialize_optimizer_states``."""
 
     def log_timers(self) -> None:
-        """Log the timers, and drop gradients that no step has used.
+        """Drop gradients that no step has used.
 
         Called by DeepSpeed at the end of each step, and when it skips a step because gradients have overflowed.
         """
         for info in self._order:
             if info.has_gradients() and not info.active:
                 info.drop_gradient()
-        self._timers.log()
 
     def pre_backward(self) -> None:
-        """Clear the timers' names and complete finished transfers. Never blocks. Called by DeepSpeed's ``backward_prologue``."""
-        self.init_timers()
+        """Complete finished transfers. Never blocks. Called by DeepSpeed's ``backward_prologue``."""
         self._cache.poll()
 
     def post_backward(self) -> None:
@@ -389,34 +370,19 @@ class OptimizerSwapper(SwapSizes):
     def _add_parameters(
         self, parameters: Sequence[torch.Tensor], numels: Sequence[int], fill: Callable[[int, torch.Tensor], object]
     ) -> None:
-        """Start to swap all of the parameters or, after an exception, none.
+        """Start to swap parameters.
 
         ``fill`` is called with a parameter's index and a flat tensor, and writes the parameter's initial values into it.
         """
-        known = len(self.swap_params_info)
-        try:
-            for number, (parameter, numel) in enumerate(zip(parameters, numels, strict=True)):
-                key = self.parameter_id(parameter)
-                if key in self.swap_params_info:
-                    raise ValueError(f"parameter {key!r} was initialized before: initialize each one once")
-                index = len(self.swap_params_info)
-                info = OptimizerStateSwapInfo(parameter, numel, self._cache, self._folder, self.aligned_bytes, index)
-                self.swap_params_info[key] = info
-                self._cache.set_current(index, index + 1)
-                info.initialize(functools.partial(fill, number))
-        except BaseException:
-            for info in self._order[known:]:
-                self._cache.discard(info.master.tile)
-                del self.swap_params_info[self.parameter_id(info.parameter)]
-            self._cache.set_current(max(known - 1, 0), max(known, 1))
-            raise
-
-    def _swapped_in(self, parameter: torch.Tensor) -> OptimizerStateSwapInfo | None:
-        """Return the record of a parameter, or None if it is unknown. Raises RuntimeError if it is not swapped in."""
-        info = self.swap_params_info.get(self.parameter_id(parameter))
-        if info is not None and not info.active:
-            raise RuntimeError(f"parameter {info.param_id!r} is not swapped in: call swap_in_optimizer_state before")
-        return info
+        for number, (parameter, numel) in enumerate(zip(parameters, numels, strict=True)):
+            key = self.parameter_id(parameter)
+            if key in self.swap_params_info:
+                raise ValueError(f"parameter {key!r} was initialized before: initialize each one once")
+            index = len(self.swap_params_info)
+            info = OptimizerStateSwapInfo(parameter, numel, self._cache, self._folder, self.aligned_bytes, index)
+            self._cache.set_current(index, index + 1)
+            info.initialize(functools.partial(fill, number))
+            self.swap_params_info[key] = info
 
     def _state(self, info: OptimizerStateSwapInfo) -> dict[str, Any]:
         """Return the optimizer's states of a sub-group's parameter, by name; none before its first step."""
@@ -471,9 +437,6 @@ class PartitionedOptimizerSwapper(OptimizerSwapper):
 
     Contract: DeepSpeed 0.19, ``runtime/swap_tensor/partitioned_optimizer_swapper.py``.
     """
-
-    SWAP_IN_TIMER = "swap_in_param"
-    SWAP_OUT_TIMER = "swap_out_param"
 
 
 class PipelinedOptimizerSwapper(OptimizerSwapper):

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from deepnvme.memory.growable import lease_more
-from deepnvme.memory.pool import Lease, OutOfBuffers, buffer_pool
+from deepnvme.memory.pool import OutOfBuffers
 
 from .aio_config import AIO_KEYS, SwapSizes
-from .environment import describe, rank
+from .environment import claim_folder, rank
 
 
 class PartitionedParamStatus(Enum):
@@ -50,13 +49,13 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
     a scalar placeholder while the partition is not in memory. Methods are called by DeepSpeed's ``zero.Init``, its prefetching
     and stage 3's optimizer.
 
-    When all buffers are in use, more are leased from ``deepnvme.swap.buffer_pool()``. If that pool has no room, OutOfBuffers
-    says what to set.
+    When all buffers are in use, OutOfBuffers says what to set.
 
     Errors are OSError with the path, and leave the partitions as they were before: a partition that could not be written stays
     in its buffer, and a partition that could not be read is not available. The call can be repeated.
 
-    The folder ``zero_stage_3/<dtype>params/rank<N>`` in ``nvme_path`` is emptied when the swapper is created.
+    The folder ``zero_stage_3/<dtype>params/rank<N>`` in ``nvme_path`` is emptied when the swapper is created. If another swapper
+    uses it, this one has ``rank<N>-job-2``, ...
 
     Contract: DeepSpeed 0.19, ``runtime/swap_tensor/partitioned_param_swapper.py``.
 
@@ -73,9 +72,8 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         self.elements_per_buffer = int(self.swap_config.buffer_size)
         self.aligned_elements_per_buffer = self._aligned(self.elements_per_buffer)
         self.param_buffer_count = int(self.swap_config.buffer_count)
-        self.swap_folder = os.path.join(
-            self.swap_config.nvme_path, "zero_stage_3", f"{str(model_dtype).split('.')[1]}params", f"rank{rank()}"
-        )
+        folder = os.path.join(self.swap_config.nvme_path, "zero_stage_3", f"{str(model_dtype).split('.')[1]}params")
+        self.swap_folder = claim_folder(self, os.path.join(folder, f"rank{rank()}"))
         shutil.rmtree(self.swap_folder, ignore_errors=True)
         os.makedirs(self.swap_folder, exist_ok=True)
         self.aio_read_handle, self.aio_write_handle = self._handle(), self._handle()
@@ -90,8 +88,6 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         self._clear_inflight()
         self.partitioned_swap_buffer: torch.Tensor | None = None
         self.invalid_buffer = torch.tensor(1, device="cpu").half()
-        self._leases: dict[Any, Lease] = {}  # by parameter: memory in addition to the configured buffers
-        describe(self, exclude=("aio_read_handle", "aio_write_handle", "buffers"))
 
     def available_swap_in_buffers(self) -> int:
         """Return how many of the configured buffers are free. Called by DeepSpeed's prefetching."""
@@ -351,22 +347,16 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         return list(buffers.values())
 
     def _buffer_for(self, param: Any) -> torch.Tensor:
-        """Return a buffer for a partition: a free one, or else a lease."""
+        """Return a free buffer for a partition."""
         key, aligned = param.ds_id, self._aligned(self.param_id_to_numel[param.ds_id])
-        if aligned <= self.aligned_elements_per_buffer and self.available_buffer_ids:
-            self.param_id_to_buffer_id[key] = self.available_buffer_ids.pop()
-            whole = self._buffer(self.param_id_to_buffer_id[key])
-        else:
-            shortage = (
+        if aligned > self.aligned_elements_per_buffer or not self.available_buffer_ids:
+            raise OutOfBuffers(
                 f"parameter {key} needs a swap buffer of {aligned} elements: none of the {self.param_buffer_count} of "
                 f"{self.elements_per_buffer} is free or large enough, with {len(self.inflight_params)} parameters being read; "
                 "set offload_param.buffer_count or buffer_size larger"
             )
-            if self.use_gds:  # leases are host memory
-                raise OutOfBuffers(shortage)
-            self._leases[key] = lease_more(buffer_pool(), aligned * self.swap_element_size, self._leases.values(), shortage)
-            whole = self._leases[key].tensor(aligned, self.dtype)
-        self.param_id_to_swap_buffer[key] = whole.narrow(0, 0, aligned)
+        self.param_id_to_buffer_id[key] = self.available_buffer_ids.pop()
+        self.param_id_to_swap_buffer[key] = self._buffer(self.param_id_to_buffer_id[key]).narrow(0, 0, aligned)
         return self.param_id_to_swap_buffer[key]
 
     def _release_buffer(self, key: Any) -> None:
@@ -374,8 +364,6 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         self.param_id_to_swap_buffer.pop(key, None)
         if key in self.param_id_to_buffer_id:
             self.available_buffer_ids.append(self.param_id_to_buffer_id.pop(key))
-        if key in self._leases:
-            self._leases.pop(key).release()
 
     def _write(self, filled: Sequence[tuple[torch.Tensor, str]]) -> None:
         """Write buffers to their files. Blocks. Raises OSError, once no write is in flight."""

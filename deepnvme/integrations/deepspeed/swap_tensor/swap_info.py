@@ -212,25 +212,20 @@ class OptimizerStateSwapInfo:
     # The gradient
 
     def add_gradients(self, offsets: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """Copy parts of the gradient into memory or, if the gradient is in its file only, write them to the file."""
+        """Copy parts of the gradient into memory. If the gradient is in its file only, it is read first."""
         self._cache.poll()
-        tile = self.gradient
-        self._cache.settle(tile)
-        in_file = tile.stored and not tile.in_memory
-        if not in_file:
-            self._cache.create(tile)
+        if self.active or not self.has_gradients():
+            self._cache.create(self.gradient)
+        elif not self.gradient.users:  # an interrupted call may have acquired it
+            self._cache.acquire([self.gradient])
         try:
             for offset, tensor in zip(offsets, gradients, strict=True):
                 flat = tensor.detach().reshape(-1)
-                if in_file:
-                    content = flat.to("cpu", self.parameter.dtype)
-                    self._cache.overwrite(tile, content, offset * content.element_size())
-                else:
-                    self._gradient_memory()[offset : offset + flat.numel()].copy_(flat)
+                self._gradient_memory()[offset : offset + flat.numel()].copy_(flat)
                 self._arrived[offset] = max(flat.numel(), self._arrived.get(offset, 0))
         finally:
             if not self.active:
-                self._cache.release([tile], write=next(self.gradient_gaps(), None) is None)
+                self._cache.release([self.gradient], changed=True, write=next(self.gradient_gaps(), None) is None)
 
     def drop_gradient(self) -> None:
         """Drop the gradient, in memory and in its file."""
@@ -263,27 +258,24 @@ class OptimizerStateSwapInfo:
             OSError: From an earlier write. Nothing is changed then.
             OutOfBuffers: If there is not enough memory. Nothing is changed then.
         """
-        changed = [name for name, value in state.items() if not (self._is_swapped(name, value) and self.states[name].in_place())]
-        copies = {name: self._copied(state[name]) for name in changed if name in swappable}
-        new = {name: self._new_state(name, state[name]) for name in copies}
+        changed = {name for name, value in state.items() if not (self._is_swapped(name, value) and self.states[name].in_place())}
+        new = {name: self._new_state(name, state[name]) for name in swappable if name in changed}
         try:
             for swapped in new.values():
                 self._cache.create(swapped.tile)
         except BaseException:
-            known = self.tiles()
             for swapped in new.values():
-                if swapped.tile not in known:
-                    self._cache.discard(swapped.tile)
+                self._cache.discard(swapped.tile)
             raise
         with defer_interrupts():
-            if not self.master.in_place():
-                self.master.memory().copy_(self._copied(self.parameter).reshape(-1))
-            for name in [name for name in self.states if name not in state or name in changed]:
-                old = self.states.pop(name)
-                if name not in new or new[name].tile is not old.tile:
-                    self._cache.discard(old.tile)
+            # The optimizer may have set a tensor to another one's memory, so all are copied before any tile is dropped.
             for name, swapped in new.items():
-                swapped.memory().copy_(copies[name])
+                swapped.memory().copy_(state[name].detach())
+            if not self.master.in_place():
+                self.master.memory().copy_(self.parameter.detach().reshape(-1))
+            for name in [name for name in self.states if name not in state or name in changed]:
+                self._cache.discard(self.states.pop(name).tile)
+            for name, swapped in new.items():
                 swapped.attach()
                 self.states[name] = swapped
 
@@ -339,15 +331,9 @@ class OptimizerStateSwapInfo:
         return [self.master, *self.states.values()]
 
     def _new_state(self, name: str, tensor: torch.Tensor) -> SwappedTensor:
-        """Return a record for a state that will be swapped from now on.
-
-        If it replaces a state of the same size, it uses that state's tile.
-        """
+        """Return a record for a state that will be swapped from now on."""
         stride = torch.empty_like(tensor, device="meta").stride()  # the tensor's own, unless its memory has gaps
-        tile = self._state_tile(name, tensor, tensor.nbytes)
-        if name in self.states and self.states[name].tile.nbytes == tile.nbytes:
-            tile = self.states[name].tile
-        return SwappedTensor(tensor, tensor.shape, stride, tile)
+        return SwappedTensor(tensor, tensor.shape, stride, self._state_tile(name, tensor, tensor.nbytes))
 
     def _state_tile(self, name: str, tensor: torch.Tensor, nbytes: int, stored: bool = False) -> Tile:
         """Return a tile for the state of this name, and set the tensor's ``ds_id``, which names the file."""
@@ -365,15 +351,6 @@ class OptimizerStateSwapInfo:
     def _is_swapped(self, name: str, value: Any) -> bool:
         """Return whether ``value`` is the very tensor that is swapped under this name."""
         return name in self.states and self.states[name].tensor is value
-
-    def _copied(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the content of a tensor, as a copy if it uses the memory of a tile.
-
-        The optimizer may have set a tensor to another tensor's memory, or swapped two, so tiles cannot be filled from each other.
-        """
-        memory = {swapped.tile.memory.buffer.data_ptr() for swapped in self._swapped() if swapped.tile.in_memory}
-        content = value.detach()
-        return content.clone() if content.untyped_storage().data_ptr() in memory else content
 
     def _saved_path(self) -> str:
         """Return the path of the file that :meth:`save` writes."""

@@ -55,7 +55,7 @@ class TileCache(BlockCache):
 
         memory = PooledMemory(pool, limit, shortage)
         # Written tiles give their memory back: the pool is the process's, which saves a checkpoint between steps, say.
-        super().__init__(_Files(engine), memory, retain_written=False, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
+        super().__init__(_Files(engine), memory, retain=False, busy_bytes=_BUSY_BYTES, helper="deepnvme-read-ahead")
         self.engine = engine
         self.current = 0
         """The index of the sub-group in use, or used last, in the order of a step."""
@@ -65,10 +65,6 @@ class TileCache(BlockCache):
     def set_current(self, index: int, count: int) -> None:
         """Set which sub-group is in use from now on, and the number of sub-groups."""
         self.current, self.count = index, count
-
-    def overwrite(self, tile: Tile, content: torch.Tensor, offset: int) -> None:
-        """Write ``content`` into the file of a tile that is not in memory, at ``offset`` bytes. Blocks. Raises OSError."""
-        self.engine.write(content, tile.name, offset).result()
 
     def _distance(self, block: Block) -> int:
         """Return how many sub-groups after the current one the tile is used, in the order of a step."""

@@ -194,14 +194,6 @@ def test_torch_saves_what_it_saves_to_memory(
         assert (drive / "file").read_bytes() == as_saved(saved)
 
 
-def test_what_is_written_can_be_changed_at_once(fast: Open, drive: Path) -> None:
-    data = bytearray(b"x" * 20 * PAGE)
-    with fast(drive / "file") as file:
-        file.write(data)
-        data[:] = bytes(len(data))
-    assert (drive / "file").read_bytes() == b"x" * 20 * PAGE
-
-
 def test_a_file_left_open_is_closed_with_all_that_was_written(fast: Open, drive: Path) -> None:
     file = fast(drive / "file")
     file.write(b"to the end")
@@ -221,21 +213,6 @@ def test_whole_halves_go_past_the_page_cache(handle: Any, drive: Path) -> None:
         file.write(bytes(64 * PAGE + 100))
     stats = handle.stats()
     assert (stats["bytes_zero_copy"], stats["bytes_buffered"] + stats["bytes_staged"]) == (64 * PAGE, 100)
-
-
-def test_flushing_costs_no_copies_later(handle: Any, drive: Path) -> None:
-    tensor = handle.new_cpu_locked_tensor(8 * PAGE, torch.empty(0, dtype=torch.uint8))
-    with FastFileWriter(drive / "file", FastFileWriterConfig(handle, tensor)) as file:
-        file.write(bytes(100))
-        file.flush()
-        before = handle.stats()
-        file.write(bytes(64 * PAGE - 100))
-        file.flush()
-        stats = handle.stats()
-    if stats["bytes_direct"] == 0:
-        pytest.skip("needs direct I/O")
-    assert stats["bytes_staged"] == before["bytes_staged"]
-    assert stats["bytes_zero_copy"] - before["bytes_zero_copy"] == 64 * PAGE
 
 
 @examples
@@ -272,13 +249,6 @@ def test_any_writes_seeks_and_flushes_make_the_file_that_they_make_in_memory(
                 assert (drive / "file").read_bytes() == expected.getvalue()
             assert file.tell() == expected.tell()
     assert (drive / "file").read_bytes() == expected.getvalue()
-
-
-def test_it_is_a_writable_file(fast: Open, drive: Path) -> None:
-    with fast(drive / "file") as file:
-        assert (file.writable(), file.readable(), file.seekable()) == (True, False, True)
-        assert file.file_path() == drive / "file"
-        assert file.seek(0, os.SEEK_CUR) == file.tell() == 0
 
 
 # -- closing -----------------------------------------------------------------------------------------------------------

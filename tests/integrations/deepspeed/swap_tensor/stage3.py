@@ -79,7 +79,6 @@ class Training:
         engine: Any = None,
         pool: BufferPool | None = None,
         initialize: bool = True,
-        timers: Any = None,
     ) -> None:
         self.numels = list(numels)
         self._generator = torch.Generator().manual_seed(1)
@@ -93,7 +92,7 @@ class Training:
         settings = SimpleNamespace(buffer_count=buffer_count, pipeline_read=pipelined, pipeline_write=pipelined)
         kind = PipelinedOptimizerSwapper if pipelined else PartitionedOptimizerSwapper
         self.swapper = kind(
-            settings, AIO_DEFAULT_DICT, folder, self.optimizer, max(numels), "cpu", dtype, timers, engine=engine, pool=pool
+            settings, AIO_DEFAULT_DICT, folder, self.optimizer, max(numels), "cpu", dtype, None, engine=engine, pool=pool
         )
         if initialize:
             self.swapper.initialize_parameters(self.parameters, values)

@@ -100,16 +100,6 @@ def test_master_weights_of_any_dtype(drive: Path, dtype: torch.dtype) -> None:
     training.assert_same_as_in_memory()
 
 
-def test_sub_groups_of_different_sizes_share_the_memory_by_the_byte(drive: Path) -> None:
-    engine = FlakyEngine()
-    training = Training(drive, numels=(300_000, 1_200_000, 290_000, 300_000, 270_001), buffer_count=8, engine=engine)
-    training.train(3)
-    engine.read_paths.clear()
-    training.train(1)
-    training.assert_same_as_in_memory()
-    assert "0_1.tensor.swp" not in engine.read_paths
-
-
 def test_a_fixed_set_stays_in_memory_and_the_gradients_needed_first(drive: Path) -> None:
     engine = FlakyEngine()
     training = Training(drive, buffer_count=12, engine=engine)
@@ -321,15 +311,6 @@ def test_values_set_between_backward_and_step_leave_the_gradient(drive: Path, bu
     training.assert_same_as_in_memory()
 
 
-def test_a_checkpoint_between_backward_and_step_leaves_the_gradient(drive: Path) -> None:
-    training = Training(drive, buffer_count=4)
-    training.train(1)
-    training.backward()
-    _ = training.swapper.swap_folder
-    training.step()
-    training.assert_same_as_in_memory()
-
-
 @pytest.mark.parametrize("buffer_count", [4, 64])
 def test_a_gradient_can_be_set_where_none_had_come(drive: Path, buffer_count: int) -> None:
     training = Training(drive, buffer_count=buffer_count)
@@ -473,53 +454,19 @@ def test_wrong_calls_are_refused_with_what_to_do(drive: Path) -> None:
     assert stranger.numel() == 5
 
 
-def test_what_is_large_enough_to_be_swapped(drive: Path) -> None:
-    swapper = Training(drive).swapper
-    assert swapper.is_swappable_tensor(numel=1 << 18)
-    assert not swapper.is_swappable_tensor(numel=(1 << 18) - 1)
-    assert not swapper.is_swappable_tensor(torch.zeros(()))
-
-
-def test_timers_run_as_deepspeeds_do(drive: Path) -> None:
-    class Timer:
-        def __init__(self) -> None:
-            self.running = False
-            self.runs = 0
-
-        def start(self) -> None:
-            assert not self.running
-            self.running = True
-
-        def stop(self) -> None:
-            assert self.running
-            self.running = False
-            self.runs += 1
-
-    class Timers(dict[str, Timer]):
-        def __call__(self, name: str) -> Timer:
-            return self.setdefault(name, Timer())
-
-        def log(self, names: list[str]) -> None:
-            self.logged = names
-
-    timers = Timers()
-    training = Training(drive, timers=timers)
-    training.swapper.pre_backward()
-    training.train(1)
-    training.swapper.log_timers()
-    assert timers.logged == ["swap_in_state", "swap_out_gradient", "swap_out_state"]
-    assert timers["swap_in_state"].runs == GROUPS
-    assert not any(timer.running for timer in timers.values())
-    training.swapper.init_timers()
-    unknown = torch.empty(0)
-    unknown.ds_id = "of another optimizer"  # type: ignore[attr-defined]
-    training.swapper.swap_in_optimizer_state(unknown)
-    training.swapper.swap_out_optimizer_state(unknown)
-    with pytest.raises(RuntimeError, match="is not swapped in"):
-        training.swapper.swap_out_optimizer_state(training.parameters[0])
-    timers.logged = []
-    training.swapper.log_timers()
-    assert timers.logged == []
+def test_each_of_two_jobs_has_a_folder_of_its_own(drive: Path) -> None:
+    first, second, third = (Training(drive) for _ in range(3))
+    ranks = drive / "optimizer"
+    assert [Path(each.swapper.swap_folder).name for each in (first, second, third)] == ["rank0", "rank0-job-2", "rank0-job-3"]
+    first.train(1)
+    third.train(2)
+    first.assert_same_as_in_memory()
+    del second
+    gc.collect()
+    assert Path(Training(drive).swapper.swap_folder) == ranks / "rank0-job-2"
+    (drive / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"file/optimizer/rank0'|file"):
+        Training(drive / "file")
 
 
 @pytest.mark.slow

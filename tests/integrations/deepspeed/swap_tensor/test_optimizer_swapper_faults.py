@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import gc
 import pickle
 import shutil
 import struct
@@ -21,7 +22,6 @@ import pytest
 import torch
 
 from deepnvme.integrations.deepspeed.swap_tensor.swap_info import SavedStates
-from deepnvme.swap import BufferPool
 
 from ....support.disks import MIB, loop_disk
 from ....support.interpreters import Interpreters
@@ -133,7 +133,8 @@ def test_a_full_disk_is_named_and_training_goes_on_when_there_is_room(drive: Pat
             backward_and_step(training)
         assert caught.value.errno == errno.ENOSPC
         assert str(disk.path) in str(caught.value.filename)
-        del training
+        del training, caught  # or the swapper's lock stays open
+        gc.collect()
 
 
 def test_a_file_that_is_too_short_is_named(drive: Path) -> None:
@@ -190,15 +191,6 @@ def test_states_of_somebody_else_are_refused_within_limits(tmp_path: Path, how: 
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
 
 
-def test_states_come_back(tmp_path: Path) -> None:
-    path = str(tmp_path / "0_1.states.pt")
-    assert SavedStates.load(path) is None
-    swapped = {"exp_avg": (torch.Size([2, 3]), (3, 1), torch.bfloat16)}
-    states = SavedStates({"step": torch.tensor(7.0), "text": "a", "none": None}, swapped, ["step", "exp_avg"])
-    states.save(path)
-    assert SavedStates.load(path) == states
-
-
 def test_the_folder_removed_under_it_is_an_error_that_names_it(drive: Path) -> None:
     training = Training(drive, buffer_count=4)
     training.train(1)
@@ -206,34 +198,6 @@ def test_the_folder_removed_under_it_is_an_error_that_names_it(drive: Path) -> N
     with pytest.raises(FileNotFoundError) as caught:
         training.step()
     assert "optimizer/rank0" in str(caught.value.filename)
-
-
-def test_ctrl_c_while_waiting_leaves_everything_as_it_was(drive: Path, engine: FlakyEngine) -> None:
-    class Interrupting:
-        def __init__(self, future: Any) -> None:
-            self.future = future
-            self.interrupted = False
-
-        def done(self) -> bool:
-            return self.interrupted and self.future.done()
-
-        def exception(self, timeout: float | None = None) -> Any:
-            if not self.interrupted:
-                self.interrupted = True
-                raise KeyboardInterrupt
-            return self.future.exception(timeout)
-
-    training = Training(drive, buffer_count=4, engine=engine)
-    training.train(1)
-    _ = training.swapper.swap_folder  # so that it has to be read
-    read = engine.read
-    engine.read = lambda *arguments: Interrupting(read(*arguments))  # type: ignore[method-assign]
-    parameter = training.parameters[0]
-    for _ in range(3):  # once for each tensor
-        with pytest.raises(KeyboardInterrupt):
-            training.swapper.swap_in_optimizer_state(parameter)
-    training.swapper.swap_in_optimizer_state(parameter)
-    assert torch.equal(parameter, training.copies[0])
 
 
 def test_storms_of_ctrl_c_leave_calls_that_can_be_repeated(drive: Path) -> None:
@@ -287,28 +251,6 @@ def test_a_swapper_that_is_collected_by_its_own_helper_writes_what_is_to_be_writ
     training.assert_same_as_in_memory()
 
 
-def test_parameters_that_could_not_be_read_can_be_initialized_again(drive: Path, engine: FlakyEngine) -> None:
-    training = Training(drive, numels=(400_000,) * 2, engine=engine, initialize=False)
-    values = [training.random(400_000, torch.bfloat16) for _ in training.parameters]
-    partitions = []
-    for number, value in enumerate(values):
-        halves = [(value[start : start + 200_000], 200_000, str(drive / f"{number}-{start}")) for start in (0, 200_000)]
-        for half, _, path in halves:
-            half.view(torch.uint8).numpy().tofile(path)
-        partitions.append(halves)
-    buffers = [torch.empty(500_000, dtype=torch.bfloat16)]
-    arguments = (partitions, [400_000] * 2, buffers, training.parameters)
-    engine.fail("read", "1-0", at_once=False)
-    with pytest.raises(OSError, match="injected"):
-        training.swapper.initialize_from_swapped_fp16_params(*arguments)
-    assert training.swapper.swap_params_info == {}
-    training.swapper.initialize_from_swapped_fp16_params(*arguments)
-    for parameter, value in zip(training.parameters, values, strict=True):
-        training.swapper.swap_in_optimizer_state(parameter)
-        assert torch.equal(parameter, value.float())
-        training.swapper.release_swap_buffers(parameter)
-
-
 @pytest.mark.slow
 def test_a_forked_child_that_ends_leaves_the_files_alone(drive: Path, interpreters: Interpreters) -> None:
     program = f"""
@@ -326,20 +268,3 @@ def test_a_forked_child_that_ends_leaves_the_files_alone(drive: Path, interprete
     ended = interpreters.run(program)
     ended.check()
     assert ended.stderr == ""
-
-
-def test_leases_that_others_hold_are_waited_for(drive: Path) -> None:
-    padded = -(-NUMEL * 4 // 4096) * 4096
-    pool = BufferPool(5 * padded)
-    training = Training(drive, buffer_count=5, pool=pool)
-    training.train(1)
-    _ = training.swapper.swap_folder
-    lent: list[Any] = []
-    borrower = threading.Thread(target=lambda: lent.extend(pool.lease(padded) for _ in range(4)))
-    borrower.start()
-    borrower.join()
-    giving_back = threading.Timer(0.3, lambda: [lease.release() for lease in lent])
-    giving_back.start()
-    training.train(1)
-    giving_back.join()
-    training.assert_same_as_in_memory()

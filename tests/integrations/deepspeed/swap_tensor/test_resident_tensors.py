@@ -17,14 +17,10 @@ ADAM = ((1, 1, 1), 1)
     ("groups", "limit", "residents", "gradients"),
     [
         ([ADAM] * 8, 16, 8, 5),  # two neighbours pass through, the rest stays, in order
-        ([ADAM] * 8, 10, 2, 5),
         ([ADAM] * 8, 8, 0, 5),
-        ([ADAM] * 8, 5, 0, 2),
         ([ADAM] * 8, 3, 0, 0),
         ([ADAM] * 8, 32, 24, 8),  # everything fits
-        ([ADAM] * 8, 31, 23, 5),
         ([ADAM], 4, 3, 1),
-        ([ADAM], 3, 0, 0),
         ([((9,), 1), ((1,), 1), ((1,), 1)], 13, 0, 3),  # no gap: the first does not fit
         ([((1,), 1), ((1,), 1), ((9,), 1)], 13, 1, 3),
         ([], 5, 0, 0),
