@@ -73,7 +73,7 @@ class DataFile:
             )  # closes itself, so no lock outlives this object
             try:
                 close_in_children(self._file)
-                self._lock(owner, read_only)
+                lock_data_file(self._file, owner, read_only, self.path)
                 self.capacity = os.fstat(self.descriptor).st_size
                 self.file: File = engine.open(str(self.path), "r" if read_only else "rw", whole_pages=True)
             except BaseException:
@@ -130,18 +130,19 @@ class DataFile:
         finally:
             unlock_and_close(self._file, self.path)
 
-    def _lock(self, owner: DirectoryOwner, read_only: bool) -> None:
-        """Lock the file: shared if ``read_only``, else exclusively. Raises StoreLocked."""
-        try:
-            lock_for(owner, self._file, fcntl.LOCK_SH if read_only else fcntl.LOCK_EX, self.path)
-        except BlockingIOError:
-            holders = owners_of(self._file)
-            if read_only:
-                raise locked_error(self.directory, holders[0] if holders else None) from None
-            text = "what is here is open for reading in another process; close it there, or choose another directory"
-            if holders:
-                text = f"what is here is open for reading by {holders[0]}: {holders[0].remedy}, or choose another directory"
-            raise StoreLocked(errno.EBUSY, text, str(self.directory)) from None
+
+def lock_data_file(file: io.FileIO, owner: DirectoryOwner, read_only: bool, path: Path) -> None:
+    """Lock an open data file: shared if ``read_only``, else exclusively. Raises StoreLocked naming its directory."""
+    try:
+        lock_for(owner, file, fcntl.LOCK_SH if read_only else fcntl.LOCK_EX, path)
+    except BlockingIOError:
+        holders = owners_of(file)
+        if read_only:
+            raise locked_error(path.parent, holders[0] if holders else None) from None
+        text = "what is here is open for reading in another process; close it there, or choose another directory"
+        if holders:
+            text = f"what is here is open for reading by {holders[0]}: {holders[0].remedy}, or choose another directory"
+        raise StoreLocked(errno.EBUSY, text, str(path.parent)) from None
 
 
 def remove(directory: Path) -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine
 from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner, lock_directories
-from deepnvme.files.identity import refuse_mixture
+from deepnvme.files.identity import join, membership
 
 from . import data_file, manifest
 from .data_file import DataFile
-from .manifest import StoredTensor, StoreManifest, StoreMembership, load, membership
+from .manifest import MEMBERSHIP_NAME, CorruptManifest, StoredTensor, StoreManifest, load
 
 Directory = str | os.PathLike[str]
 """A directory's path."""
@@ -98,8 +98,9 @@ class Volumes:
             self.tensors: Mapping[str, StoredTensor] = {} if known is None else known.tensors
             self._identity = uuid.uuid4().hex if known is None else known.store
             self._renewed = known is None  # whether no copy of the store can have its identity
-            if persist and known is None:
-                self._join()
+            members = [membership(directory / MEMBERSHIP_NAME, CorruptManifest) for directory in self._directories()[1:]]
+            if persist and any(member is None or member.previous for member in members):  # new, or a change was interrupted
+                join(self._directories(), MEMBERSHIP_NAME, self._identity)
         except BaseException:
             self.leave()
             raise
@@ -157,19 +158,15 @@ class Volumes:
         if not self._renewed and len(self._owners) > 1:
             # From now on this store differs from copies of it: their directories are not taken for its own any more.
             self._identity = uuid.uuid4().hex
-            self._join(previous)
+            join(self._directories(), MEMBERSHIP_NAME, self._identity, previous)
         manifest.publish(self._owners[0].directory, StoreManifest(self._identity, len(self._owners), tensors))
         if self._identity != previous:
+            join(self._directories(), MEMBERSHIP_NAME, self._identity)
             self._renewed = True
-            with contextlib.suppress(OSError):  # the tensors are published; the next owner comes to this again
-                self._join()
 
-    def _join(self, previous: str = "") -> None:
-        """Write the membership file of every directory but the first. Raises OSError."""
-        first = str(self._owners[0].directory)
-        for index, locked in enumerate(self._owners[1:], 1):
-            directory = locked.directory
-            manifest.join(directory, StoreMembership(self._identity, index, first, str(directory), previous))
+    def _directories(self) -> list[Path]:
+        """Return the directories in the order of the store."""
+        return [owner.directory for owner in self._owners]
 
     def _claim(self, weights: Mapping[Path, float], persist: bool, engine: Engine, owner: DirectoryOwner) -> StoreManifest | None:
         """Lock the directories as their owner, remove what a dead owner left there, and open the data files.
@@ -236,7 +233,8 @@ def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[
         OSError: From reading.
     """
     manifests = {index: manifest for index, directory in enumerate(directories) if (manifest := load(directory)) is not None}
-    members = {index: member for index, directory in enumerate(directories) if (member := membership(directory)) is not None}
+    found_members = (membership(directory / MEMBERSHIP_NAME, CorruptManifest) for directory in directories)
+    members = {index: member for index, member in enumerate(found_members) if member is not None}
     if not manifests:
         for index, member in members.items():
             if Path(member.first) not in directories:
@@ -255,27 +253,11 @@ def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[
         )
     order = [first]
     for wanted in range(1, manifest.directories):
-        found = [index for index, member in members.items() if member.index == wanted and _belongs(member, manifest.store)]
+        found = [index for index, member in members.items() if member.index == wanted and member.is_of(manifest.store)]
         if len(found) != 1:
             raise ValueError(
                 f"directory {wanted} (from 0) of the store in '{directories[first]}', as it is now, is not among those given:"
                 " give directories that were copied or moved together"
             )
         order += found
-    if len(order) > 1:
-        second = members[order[1]]
-        recorded: list[Path | None] = [Path(second.first)]
-        recorded += [Path(members[index].directory) if members[index].directory else None for index in order[1:]]
-
-        def is_at(number: int, path: Path) -> bool:
-            if number == 0:
-                return (there := load(path)) is not None and _belongs(second, there.store)
-            other = membership(path)
-            return other is not None and other.index == number and _belongs(other, manifest.store)
-
-        refuse_mixture([directories[index] for index in order], recorded, is_at)
     return manifest, order
-
-
-def _belongs(member: StoreMembership, store: str) -> bool:
-    return store in (member.store, member.previous)

@@ -16,8 +16,7 @@ from deepnvme.drives.profiles import AnyPath
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
-from .layout import Shard, TableLayout
-from .manifest import NO_COMMITS
+from .layout import TableLayout
 from .opening import tensor_layout
 from .reading import DEFAULT_STAGING_BYTES
 from .session import TableSession
@@ -76,7 +75,7 @@ def open_ngram_tables(
         for name, layout in layouts.items():
             budget = memory_budget * sizes[name] // max(sum(sizes.values()), 1)
             reopen = functools.partial(_reopened, path, name, shard_name, budget, staging, config)
-            table = Table(TableSession(layout, None, NO_COMMITS, False, budget, staging, config), reopen)
+            table = Table(TableSession(layout, [], False, budget, staging, config), reopen)
             found[name] = opened.enter_context(table)
         opened.pop_all()
     return found
@@ -102,7 +101,6 @@ def _layout_of(name: str, shards: Sequence[tuple[int, str, Location]]) -> TableL
     if len({layout.columns for layout in layouts}) > 1:
         found = ", ".join(f"{shard!r} {tuple(weight.info.shape)} in {weight.info.dtype}" for _, shard, weight in shards)
         raise ValueError(f"the parts of the table {name!r} must have rows of the same shape and dtype, got {found}")
-    files = tuple(layout.files[0] for layout in layouts)
-    ends = list(itertools.accumulate(layout.rows for layout in layouts))
-    places = tuple(Shard(end - layout.rows, layout.base) for end, layout in zip(ends, layouts, strict=True))
-    return TableLayout(files, ends[-1], layouts[0].columns, shards=places)
+    begins = itertools.accumulate((layout.rows for layout in layouts), initial=0)
+    places = tuple(layout.shards[0]._replace(first_row=begin) for layout, begin in zip(layouts, begins, strict=False))
+    return TableLayout(places, sum(layout.rows for layout in layouts), layouts[0].columns)

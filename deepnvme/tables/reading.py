@@ -342,9 +342,9 @@ class RowReader:
             error = part.future.exception()
         failed: list[int] = []
         if error is not None:
-            failed, error = self._read_singly(part, getattr(error, "indices", None) or list(range(len(part.units))), error)
+            failed = list(getattr(error, "indices", None) or range(len(part.units)))
         with defer_interrupts():
-            if failed and error is not None:
+            if error is not None:
                 part.read.errors.append(error)
             if not part.read.abandoned:
                 part.read.native.deliver(part.number, part.staging.data_ptr(), failed)
@@ -352,23 +352,6 @@ class RowReader:
             part.read.parts.remove(part)
             self._under_way.remove(part)
             self._staging.give_back(part.staging)
-
-    def _read_singly(self, part: _Part, failed: Sequence[int], error: OSError) -> tuple[list[int], OSError]:
-        """Read failed units again, one by one, so that a broken page costs only the rows on it.
-
-        Returns the units that cannot be read, and the error of the first.
-        """
-        futures: list[tuple[int, Future]] = []
-        broken: list[tuple[int, OSError]] = []
-        for index in failed:
-            unit = part.staging[index * self.unit : (index + 1) * self.unit]
-            try:
-                futures.append((index, self._engine.read(unit, self._files[part.volume], int(part.units[index]) * self.unit)))
-            except (OSError, ValueError) as refused:  # ValueError: the file has become shorter
-                broken.append((index, refused if isinstance(refused, OSError) else error))
-        broken += [(index, reason) for index, future in futures if (reason := future.exception()) is not None]
-        broken.sort(key=lambda each: each[0])
-        return [index for index, _ in broken], broken[0][1] if broken else error
 
     def collect(self) -> None:
         """Deliver all parts that have been read by now, of all reads and prefetches, and start further parts of prefetches."""

@@ -201,20 +201,17 @@ def _table(random: randoms.Random, directory: Path) -> None:
 
         def check(number: int) -> None:
             nonlocal committed
-            with Table.open(directory / "a") as reader:
-                if torch.unique(reader.read(ids)).tolist() not in ([committed], [number]):
-                    raise Torn(f"the drive has neither commit {committed} nor {number}")
             if random.random() < 0.5:
                 table.rollback()
                 if torch.unique(table.read(ids)).tolist() not in ([committed], [number]):
                     raise Torn(f"a rollback has brought neither commit {committed} nor {number}")
             operation(number)
             committed = number
-            with Table.open(directory / "a") as reader:
-                if torch.unique(reader.read(ids)).tolist() != [committed]:
-                    raise Wrong("the drive has not the last commit")
 
         _storm(random, operation, check)
+    with Table.open(paths) as reader:
+        if torch.unique(reader.read(ids)).tolist() != [committed]:
+            raise Wrong("the drive has not the last commit")
 
 
 def _activations(random: randoms.Random, directory: Path) -> None:

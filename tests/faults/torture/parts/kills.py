@@ -180,8 +180,10 @@ class CommittingRows(Saving):
         if table is None:
             paths = [directory / "table" for directory in self.directories]
             if (paths[0] / MANIFEST_NAME).exists():
-                table = Table.open(paths[0], writable=True, memory_budget=0)
+                table = Table.open(paths, writable=True, memory_budget=0)
             else:
+                for path in paths:  # of a creation that was killed
+                    shutil.rmtree(path, ignore_errors=True)
                 states = {"state": State(torch.int64, ())}
                 table = Table.create(paths, self._ROWS, self._WIDTH, torch.int64, states=states, memory_budget=0)
             self._table = table
@@ -201,7 +203,7 @@ class CommittingRows(Saving):
         if self._table is not None:
             self._table.close()
             self._table = None
-        with Table.open(self.directory / "table") as table:
+        with Table.open([directory / "table" for directory in self.directories]) as table:
             found = table.read_records(torch.arange(self._ROWS))
             values = {int(each) for column in found.values() for each in torch.unique(column)}
             if values != {table.attributes["value"]}:
@@ -218,12 +220,15 @@ class CreatingTables(Saving):
         for parent in self._parents(value - 2):
             shutil.rmtree(parent, ignore_errors=True)
         paths = [parent / "new" / "table" for parent in self._parents(value)]
+        for path in paths:  # of a creation that was killed
+            shutil.rmtree(path, ignore_errors=True)
         Table.from_tensor(paths, torch.full((500, 200), value), updatable=value % 2 == 0).close()
 
     def load(self) -> int:
         values = sorted((int(path.suffix[1:]) for path in self.directory.glob("tables.*")), reverse=True)
         for value in values[:2]:
-            with contextlib.suppress(FileNotFoundError), Table.open(self._parents(value)[0] / "new" / "table") as table:
+            paths = [parent / "new" / "table" for parent in self._parents(value)]
+            with contextlib.suppress(FileNotFoundError), Table.open(paths) as table:
                 found = torch.unique(table.read_records(torch.arange(500))["values"]).tolist()
                 if found != [value]:
                     raise Torn(f"the table of {value} has {found}")
@@ -262,6 +267,8 @@ class CommittingEmbeddings(Saving):
         for number in range(self._TABLES):
             first = number % len(self.directories)
             paths = [each / f"table{number}" for each in (*self.directories[first:], *self.directories[:first])]
+            for path in paths if not (paths[0] / MANIFEST_NAME).exists() else ():  # of a creation that was killed
+                shutil.rmtree(path, ignore_errors=True)
             bags.append(EmbeddingOnDisk(self._ROWS, self._DIM, path=paths, optimizer=torch.optim.SparseAdam, memory_budget=0))
         self._bags, self._optimizer = bags, RowOptimizer(torch.nn.ModuleList(bags), lr=0.01)
         return self._optimizer
