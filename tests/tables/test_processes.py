@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
 import shutil
@@ -89,13 +90,13 @@ def test_a_child_of_a_writer_is_refused_and_changes_nothing(drive: Path) -> None
         table.write(IDS, VALUES + 1)
         future = table.read_async(IDS)
 
-        def child() -> None:
-            for use in (lambda: table.read(IDS), future.result, lambda: table.write(IDS, VALUES)):
-                with pytest.raises(StoreLocked, match="in use by the Table of process"):
-                    use()
+        def child(use: Callable[[], object]) -> None:
+            with pytest.raises(StoreLocked, match="in use by the Table of process"):
+                use()
             table.close()
 
-        in_child(child)
+        for use in (lambda: table.read(IDS), future.result, lambda: table.write(IDS, VALUES)):
+            in_child(functools.partial(child, use))
         in_child(table.close)
         in_child(lambda: None)
         assert torch.equal(future.result(), VALUES + 1)
