@@ -191,7 +191,7 @@ class _TensorFile(_Transfers):
             try:
                 if not reading or stored is None:
                     self._forget(key)
-                    stored = self._stored[key] = _Stored(self._extents.take_run(list(map(padded, sizes))), sizes, freed)
+                    stored = self._stored[key] = _Stored([self._extents.take(padded(size)) for size in sizes], sizes, freed)
                 elif freed:
                     for storage, size in zip(freed, stored.sizes, strict=True):
                         storage.resize_(size)

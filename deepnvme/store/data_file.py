@@ -52,7 +52,6 @@ class DataFile:
     Args:
         directory: The directory.
         engine: Opens the file for transfers.
-        weight: The directory's weight in the distribution of tensors.
         owner: The object that locks the file, for the errors of other processes.
         read_only: Open the file for reading, with a lock that other readers share.
 
@@ -61,10 +60,9 @@ class DataFile:
         OSError: If the file cannot be opened.
     """
 
-    def __init__(self, directory: Path, engine: Engine, weight: float, owner: DirectoryOwner, read_only: bool = False) -> None:
+    def __init__(self, directory: Path, engine: Engine, owner: DirectoryOwner, read_only: bool = False) -> None:
         self.directory = directory
         self.path = directory / DATA_NAME
-        self.weight = weight
         self._growing = threading.RLock()  # not the store's lock: a drive that hangs in fallocate blocks only growth
         with with_filename(self.path):
             mode = "r" if read_only else "a+"
@@ -106,7 +104,7 @@ class DataFile:
             generous = wanted if exactly else padded(self.capacity + step)
             if generous > wanted and generous - self.capacity <= free_bytes(self.descriptor, str(self.directory)) // 2:
                 wanted = generous
-            remedy = "make room, use another disk, or give this one of several directories a smaller weight"
+            remedy = "make room, or use another disk"
             preallocate(self.descriptor, self.capacity, wanted, str(self.directory), remedy)
             self.capacity = wanted
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import math
 import os
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deepnvme._interrupts import defer_interrupts
@@ -25,29 +24,23 @@ Directory = str | os.PathLike[str]
 """A directory's path."""
 
 
-def directory_weights(directories: Directory | Sequence[Directory] | Mapping[Directory, float]) -> dict[Path, float]:
-    """Return the weight of each directory, by absolute path.
-
-    Args:
-        directories: A path, several paths, or a mapping from path to weight. Without a mapping, all weights are 1.
+def as_directories(directories: Directory | Sequence[Directory]) -> list[Path]:
+    """Return one directory, or several, as absolute paths.
 
     Raises:
-        ValueError: If no directory is given, one is given twice, or a weight is not positive and finite.
+        TypeError: For a mapping: directories have no weights.
+        ValueError: If no directory is given, or one is given twice.
     """
-    if isinstance(directories, str | os.PathLike):
-        directories = [directories]
-    given = list(directories.items()) if isinstance(directories, Mapping) else [(path, 1.0) for path in directories]
-    weights: dict[Path, float] = {}
-    for directory, weight in given:
-        path = Path(directory).resolve()
-        if path in weights:
-            raise ValueError(f"'{directory}' is given twice: a store uses a directory once")
-        if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(f"a directory's weight must be positive and finite, got {weight} for '{directory}'")
-        weights[path] = weight
-    if not weights:
+    if isinstance(directories, Mapping):
+        raise TypeError(f"directories must be a path or several, which have equal shares, got {directories!r}")
+    given = [directories] if isinstance(directories, str | os.PathLike) else directories
+    found = [Path(directory).resolve() for directory in given]
+    if not found:
         raise ValueError("a store needs at least one directory, got none")
-    return weights
+    for number, path in enumerate(found):
+        if path in found[:number]:
+            raise ValueError(f"'{path}' is given twice: a store uses a directory once")
+    return found
 
 
 class Volumes:
@@ -72,7 +65,7 @@ class Volumes:
         # It keeps this object alive, so that a garbage collection that finds the store does not close these files first.
         self._finalizer = weakref.finalize(store, self._finalize)
 
-    def open(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool, owner: DirectoryOwner) -> None:
+    def open(self, directories: Sequence[Path], persist: bool, engine: Engine, read_only: bool, owner: DirectoryOwner) -> None:
         """Lock the directories and open the data files. Call once.
 
         Files that a dead owner left are removed, unless they belong to a persistent store. With ``read_only``, nothing is
@@ -82,7 +75,7 @@ class Volumes:
         Ctrl-C.
 
         Args:
-            weights: Weight of each directory, by absolute path.
+            directories: The directories, as absolute paths.
             persist: Keep the files, and open a persistent store if there is one.
             engine: Opens the data files for transfers.
             read_only: Open a persistent store for reading.
@@ -93,7 +86,10 @@ class Volumes:
         """
         self.left = False
         try:
-            known = self._open_committed(weights, engine, owner) if read_only else self._claim(weights, persist, engine, owner)
+            if read_only:
+                known: StoreManifest | None = self._open_committed(directories, engine, owner)
+            else:
+                known = self._claim(directories, persist, engine, owner)
             # The tensors in the manifest that was found.
             self.tensors: Mapping[str, StoredTensor] = {} if known is None else known.tensors
             self._identity = uuid.uuid4().hex if known is None else known.store
@@ -111,34 +107,30 @@ class Volumes:
         Idempotent. A call after an interrupted one completes the work.
 
         Raises:
-            OSError: The first error from closing, after everything else is done.
+            OSError: An error from closing, after everything else is done.
         """
         if self.left:
             return
-        errors: list[OSError] = []
-        if os.getpid() == self._process:  # in a forked child, everything belongs to the parent
-            self._leave(errors)
+        failed: OSError | None = None
+        try:
+            if os.getpid() == self._process:  # in a forked child, everything belongs to the parent
+                self._leave()
+        except OSError as error:
+            failed = error
         self.left = True
         self._finalizer.detach()
-        if errors:
-            raise errors[0]
+        if failed is not None:
+            raise failed
 
-    def _leave(self, errors: list[OSError]) -> None:
-        """Remove files without a manifest, close the data files, and unlock the directories. Append errors to ``errors``."""
-        for owner, file in itertools.zip_longest(self._owners, self.files) if self._persisted is False else ():
-            with _noted(errors):
-                if file is not None:
-                    file.remove()
-                if owner.intact():
-                    manifest.remove(owner.directory)
-                    if file is None:  # opening it was interrupted
-                        data_file.remove(owner.directory)
-        for file in self.files:
-            with _noted(errors):
-                file.close()
-        for owner in reversed(self._owners):
-            with _noted(errors):
-                owner.release()
+    def _leave(self) -> None:
+        """Remove files without a manifest, close the data files, and unlock the directories, whatever fails."""
+        with contextlib.ExitStack() as stack:
+            for owner in self._owners:
+                stack.callback(owner.release)
+            for file in self.files:
+                stack.callback(file.close)
+            for each, its_file in itertools.zip_longest(self._owners, self.files) if self._persisted is False else ():
+                stack.callback(_remove, each, its_file)
 
     def _finalize(self) -> None:
         with contextlib.suppress(OSError), defer_interrupts():
@@ -168,18 +160,19 @@ class Volumes:
         """Return the directories in the order of the store."""
         return [owner.directory for owner in self._owners]
 
-    def _claim(self, weights: Mapping[Path, float], persist: bool, engine: Engine, owner: DirectoryOwner) -> StoreManifest | None:
+    def _claim(
+        self, directories: Sequence[Path], persist: bool, engine: Engine, owner: DirectoryOwner
+    ) -> StoreManifest | None:  # fmt: skip
         """Lock the directories as their owner, remove what a dead owner left there, and open the data files.
 
         Return the manifest that was found, or None.
         """
-        lock_directories(weights, owner, self._owners)
-        directories = list(weights)
+        lock_directories(directories, owner, self._owners)
         known, order = find_store(directories)
         by_directory = {locked.directory: locked for locked in self._owners}
         self._owners[:] = [by_directory[directories[index]] for index in order]
         if known is None:
-            for directory in weights:
+            for directory in directories:
                 data_file.remove(directory)
                 manifest.remove(directory)
         elif not persist:
@@ -187,21 +180,21 @@ class Volumes:
             raise FileExistsError(errno.EEXIST, text, str(self._owners[0].directory))
         self._persisted = known is not None
         for locked in self._owners:
-            self.files.append(DataFile(locked.directory, engine, weights[locked.directory], owner))
+            self.files.append(DataFile(locked.directory, engine, owner))
         return known
 
-    def _open_committed(self, weights: Mapping[Path, float], engine: Engine, owner: DirectoryOwner) -> StoreManifest:
+    def _open_committed(self, directories: Sequence[Path], engine: Engine, owner: DirectoryOwner) -> StoreManifest:
         """Open the data files for reading. Return the manifest.
 
         The manifest is read only after all data files are locked, when no other process can replace it any more.
         """
-        for directory, weight in weights.items():
+        for directory in directories:
             try:
-                self.files.append(DataFile(directory, engine, weight, owner, read_only=True))
+                self.files.append(DataFile(directory, engine, owner, read_only=True))
             except FileNotFoundError as error:
                 text = "there is no store here, or not all of it: its data file is missing"
                 raise FileNotFoundError(errno.ENOENT, text, str(directory)) from error
-        known, order = find_store(list(weights))
+        known, order = find_store(directories)
         if known is None:
             text = "there is a store here that was never committed: its writer was interrupted, or has yet to commit"
             raise FileNotFoundError(errno.ENOENT, text, str(self.files[0].directory))
@@ -209,13 +202,14 @@ class Volumes:
         return known
 
 
-@contextlib.contextmanager
-def _noted(errors: list[OSError]) -> Iterator[None]:
-    """Append an OSError from the ``with`` body to ``errors`` instead of raising it."""
-    try:
-        yield
-    except OSError as error:
-        errors.append(error)
+def _remove(owner: DirectoryLock, file: DataFile | None) -> None:
+    """Remove the files of a store from a directory that it still has. ``file``: None if opening it was interrupted."""
+    if file is not None:
+        file.remove()
+    if owner.intact():
+        manifest.remove(owner.directory)
+        if file is None:
+            data_file.remove(owner.directory)
 
 
 def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[int]]:

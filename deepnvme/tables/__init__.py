@@ -9,7 +9,7 @@ from .ngram_tables import open_ngram_tables
 from .offloading import offload_embeddings
 from .reading import FailedRow, RowsUnreadable
 from .row_optimizer import RowOptimizer
-from .row_wise_adagrad import RowWiseAdagrad
+from .row_states import RowWiseAdagrad
 from .rows_future import RowsFuture
 from .session import TableStats
 from .table import Table

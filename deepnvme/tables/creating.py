@@ -67,11 +67,10 @@ def create_files(
         OSError: From the drive. All files of the new table are removed then.
     """
     for directory in directories:
-        if os.path.lexists(directory / MANIFEST_NAME):
-            raise FileExistsError(errno.EEXIST, "there is a table already: open it, or remove the directory", str(directory))
-        if os.path.lexists(directory / ROWS_NAME):
-            text = "there are rows of a table in several directories, or of one that was not made to the end: remove them"
-            raise FileExistsError(errno.EEXIST, text, str(directory / ROWS_NAME))
+        for path in (directory / MANIFEST_NAME, directory / ROWS_NAME):
+            if os.path.lexists(path):
+                text = "there is a table already, or what is left of one that was not made to the end: open it, or remove it"
+                raise FileExistsError(errno.EEXIST, text, str(path))
     with contextlib.ExitStack() as stack:
         owner = DirectoryOwner("Table", "wait until it is made")
         for directory in directories:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -48,17 +48,6 @@ class _RowGradients(torch.autograd.Function):
             indices, gradient._values(), ctx.size, check_invariants=False, is_coalesced=gradient.is_coalesced()
         )
         return found, None, None
-
-
-class _Gathered(NamedTuple):
-    """The distinct rows of one forward, and where each id finds its row."""
-
-    weight: torch.Tensor
-    """Values of the distinct rows, ascending by row number; one more row of zeros if the padding row is not among the ids."""
-    positions: torch.Tensor
-    """Index in ``weight`` of each id's row, in the shape of the ids."""
-    padding: int | None
-    """Index in ``weight`` of the padding row; None if the module has no ``padding_idx``."""
 
 
 class RowsOnDisk(nn.Module):
@@ -116,11 +105,20 @@ class RowsOnDisk(nn.Module):
         )
 
     @classmethod
-    def _from_pretrained(
-        cls, embeddings: torch.Tensor | Table, freeze: bool, path: AnyPath | Sequence[AnyPath] | None,
-        optimizer: OptimizerFactory | None, memory: TableMemory, **more: Any,
+    def from_pretrained(
+        cls, embeddings: torch.Tensor | Table, freeze: bool = True, *, path: AnyPath | Sequence[AnyPath] | None = None,
+        optimizer: OptimizerFactory | None = None, **more: Any,
     ) -> Self:  # fmt: skip
-        """Return a module for existing rows. ``more``: further arguments of the class's constructor."""
+        """Return a module for existing rows.
+
+        Args:
+            embeddings: A tensor of two dimensions, or a :class:`Table`, which is used in place without ``path``.
+            freeze: Whether the rows stay as they are. With False, they are trained, and ``optimizer`` is needed.
+            path: A directory, or several, for a copy of the rows. Needed for tensors. If there is a table already, it is
+                opened, and ``embeddings`` is not copied.
+            optimizer: What will train the rows, as for the class.
+            **more: Other arguments of the class. The row ``padding_idx`` keeps its values.
+        """
         if not freeze and optimizer is None:
             raise ValueError("rows that are trained (freeze=False) need optimizer=, whose states are kept beside them")
         if not isinstance(embeddings, torch.Tensor | Table):
@@ -139,7 +137,7 @@ class RowsOnDisk(nn.Module):
         new: Any = cls  # the subclass, whose arguments are others
         found: Self = new(
             *embeddings.shape, path=embeddings if path is None else path, dtype=embeddings.dtype, optimizer=optimizer,
-            values=values, **more, **memory,
+            values=values, **more,
         )  # fmt: skip
         return found.requires_grad_(not freeze)
 
@@ -181,8 +179,13 @@ class RowsOnDisk(nn.Module):
             checked_ids(ids, self.num_embeddings)  # raises with the position in ids
         return rows, positions
 
-    def _gather(self, ids: torch.Tensor) -> _Gathered:
-        """Read the distinct rows of ``ids``. Blocks. Raises what :meth:`Table.read` does."""
+    def _gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """Read the distinct rows of ``ids``. Blocks. Raises what :meth:`Table.read` does.
+
+        Returns:
+            The values of the distinct rows, ascending by row number, and one more row of zeros if the padding row is not among
+            the ids; the index of each id's row in them; and that of the padding row, None without ``padding_idx``.
+        """
         rows, positions = self._unique(ids)
         padding, count = None, len(rows)
         if self.padding_idx is not None:
@@ -199,7 +202,7 @@ class RowsOnDisk(nn.Module):
             weight = _RowGradients.apply(self.gradient_holder, rows.long(), weight)  # type: ignore[no-untyped-call]
         else:
             self.table.read(rows, out=weight[:count])
-        return _Gathered(weight, positions.to(ids.dtype), padding)
+        return weight, positions.to(ids.dtype), padding
 
     def _move_holder(self, device: torch.device) -> None:
         """Move the gradient holder to the device of the ids. Raises ValueError if its gradient is on another device."""
@@ -302,22 +305,6 @@ class EmbeddingOnDisk(RowsOnDisk):
     ) -> None:  # fmt: skip
         super().__init__(num_embeddings, embedding_dim, padding_idx, path, dtype, optimizer, values, memory)
 
-    @classmethod
-    def from_pretrained(
-        cls, embeddings: torch.Tensor | Table, freeze: bool = True, padding_idx: int | None = None, *,
-        path: AnyPath | Sequence[AnyPath] | None = None, optimizer: OptimizerFactory | None = None, **memory: Unpack[TableMemory],
-    ) -> Self:  # fmt: skip
-        """Return an embedding for existing rows. Arguments that are not listed are those of the class.
-
-        Args:
-            embeddings: A tensor of two dimensions, or a :class:`Table`, which is used in place without ``path``.
-            freeze: Whether the rows stay as they are. With False, they are trained, and ``optimizer`` is needed.
-            padding_idx: Number of a row that is not trained. It keeps its values.
-            path: A directory, or several, for a copy of the rows. Needed for tensors. If there is a table already, it is
-                opened, and ``embeddings`` is not copied.
-        """
-        return cls._from_pretrained(embeddings, freeze, path, optimizer, memory, padding_idx=padding_idx)
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids: ``input.shape + (embedding_dim,)``, on their device. Blocks until they are read."""
         if not (torch.is_grad_enabled() and self.trained):
@@ -326,8 +313,8 @@ class EmbeddingOnDisk(RowsOnDisk):
             out = torch.empty(*input.shape, self.embedding_dim, dtype=self.table.dtype, device=input.device)
             self.table.read(input, out=out)
             return out
-        rows_once = self._gather(input)
-        return functional.embedding(rows_once.positions, rows_once.weight, rows_once.padding, sparse=True)
+        weight, positions, padding = self._gather(input)
+        return functional.embedding(positions, weight, padding, sparse=True)
 
 
 class EmbeddingBagOnDisk(RowsOnDisk):
@@ -349,24 +336,6 @@ class EmbeddingBagOnDisk(RowsOnDisk):
         self.mode = mode
         self.include_last_offset = include_last_offset
 
-    @classmethod
-    def from_pretrained(
-        cls, embeddings: torch.Tensor | Table, freeze: bool = True, *, mode: Mode = "mean", padding_idx: int | None = None,
-        path: AnyPath | Sequence[AnyPath] | None = None, include_last_offset: bool = False,
-        optimizer: OptimizerFactory | None = None, **memory: Unpack[TableMemory],
-    ) -> Self:  # fmt: skip
-        """Return a module with rows that exist already: see :meth:`EmbeddingOnDisk.from_pretrained`."""
-        return cls._from_pretrained(
-            embeddings,
-            freeze,
-            path,
-            optimizer,
-            memory,
-            padding_idx=padding_idx,
-            mode=mode,
-            include_last_offset=include_last_offset,
-        )
-
     def forward(
         self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -377,16 +346,11 @@ class EmbeddingBagOnDisk(RowsOnDisk):
             offsets: Index in ``input`` at which each bag begins, for ids of one dimension.
             per_sample_weights: A factor for each id, with ``mode="sum"``.
         """
-        rows = self._gather(input)
+        weight, positions, padding = self._gather(input)
         return functional.embedding_bag(
-            rows.positions, rows.weight, offsets, mode=self.mode, sparse=True, per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset, padding_idx=rows.padding,
+            positions, weight, offsets, mode=self.mode, sparse=True, per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset, padding_idx=padding,
         )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        """Return torch's text for the module, the table, and the mode."""
-        shown = super().extra_repr()
-        return f"{shown}, mode={self.mode!r}" if shown else ""
 
 
 Batch = TypeVar("Batch")

@@ -125,11 +125,6 @@ class TableLayout:
         """Whether rows can be changed: each has two versions."""
         return self.version_bytes > 0
 
-    def unit(self, sector: int) -> int:
-        """Return the bytes of a read unit: a record with all its versions if it is whole, aligned sectors, or else a sector."""
-        whole = self.stride % sector == 0 and all(shard.base % self.stride == 0 for shard in self.shards)
-        return self.stride if whole else sector
-
     def rows_in(self, volume: int) -> int:
         """Return the number of rows in a file."""
         if self.chunk:

@@ -31,7 +31,6 @@ from deepnvme.ops import load_async_io
 from deepnvme.store.data_file import lock_data_file
 from deepnvme.telemetry.report_figures import ReportFigures
 
-from .background import BackgroundThread
 from .creating import file_bytes
 from .layout import TableLayout
 from .manifest import NO_COMMITS, CorruptTable, Epochs, load_manifest
@@ -39,8 +38,11 @@ from .reading import RowReader, unit_of
 from .writing import RowWriter
 
 if TYPE_CHECKING:
+    from deepnvme.memory.lease import Transfer
     from deepnvme.ops.aio.async_io_op.tables import RowCache
 
+_WAIT_SECONDS = 0.005
+"""Seconds that the thread waits for one transfer before it checks the other reads and writes in flight."""
 _FEWEST_SLOTS = 64
 """Least number of rows for which a writer has memory, whatever the budget."""
 _LOCKED_REMEDY = "commit() what is to be kept, and call its close() (an embedding has it as .table)"
@@ -76,6 +78,55 @@ class TableStats(ReportFigures):
     def hit_rate(self) -> float:
         """Share of the row numbers that were found in memory, 0 to 1; 0 before the first read."""
         return self.hits / max(self.hits + self.misses, 1)
+
+
+class BackgroundThread:
+    """Delivers prefetched rows as they arrive, starts further prefetch reads, and writes changed rows.
+
+    The thread runs only while there is work. It waits for the drive without holding the table's lock. It has references to
+    the table's reader and writer, but not to the table. It is a daemon thread: the interpreter does not wait for it at exit.
+
+    Args:
+        lock: The table's lock.
+        reader: Starts and delivers prefetches.
+        writer: Writes changed rows; None for a read-only table.
+    """
+
+    def __init__(self, lock: threading.RLock, reader: RowReader, writer: RowWriter | None) -> None:
+        self._lock, self._reader, self._writer = lock, reader, writer
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def wake(self) -> None:
+        """Start the thread if there is something to do. Never blocks. Called with the lock held."""
+        if self._stopped or (self._thread is not None and self._thread.is_alive()):
+            return
+        if not self._reader.prefetching and (self._writer is None or not self._writer.writing_behind):
+            return
+        with defer_interrupts():
+            self._thread = threading.Thread(target=self._run, name="deepnvme table", daemon=True)
+            # Without a thread, everything goes on with the next call of the table.
+            with contextlib.suppress(RuntimeError):
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Tell the thread to start nothing more, and to end. Returns at once. Called with the lock held."""
+        self._stopped = True
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                future: Transfer | None = None if self._stopped else self._reader.next_prefetched()
+                if future is None and self._writer is not None and not self._stopped:
+                    future = self._writer.next_written()
+                elif self._writer is not None and not self._stopped:
+                    self._writer.write_behind()
+                if future is None:
+                    self._thread = None  # the lock is held: the next wake() starts another thread
+                    return
+            with contextlib.suppress(TimeoutError):
+                future.exception(_WAIT_SECONDS)
+            del future
 
 
 class TableSession:
@@ -140,7 +191,7 @@ class TableSession:
         for path in self.layout.files if self.layout.updatable else ():
             if writable:  # which also tells others who the writer is
                 self._locks.callback(DirectoryLock(path.parent, owner).release)
-            file = io.FileIO(str(path), opener=open_without_waiting)
+            file = io.FileIO(str(path), "r+" if writable else "r", opener=open_without_waiting)
             self._locks.callback(unlock_and_close, file, path)
             close_in_children(file)
             lock_data_file(file, owner, read_only=not writable, path=path)

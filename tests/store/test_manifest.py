@@ -45,11 +45,6 @@ def test_what_was_published_is_loaded(tmp_path, tensors):
     assert list(loaded.tensors) == list(tensors)
 
 
-def test_no_manifest_is_none(tmp_path):
-    assert manifest.load(tmp_path) is None
-    assert membership(tmp_path / MEMBERSHIP_NAME, CorruptManifest) is None
-
-
 def test_any_byte_that_is_not_what_was_written_is_noticed(tmp_path):
     manifest.publish(tmp_path, ONE)
     path = tmp_path / MANIFEST_NAME
@@ -59,15 +54,6 @@ def test_any_byte_that_is_not_what_was_written_is_noticed(tmp_path):
         with pytest.raises(CorruptManifest) as refused:
             manifest.load(tmp_path)
         assert (refused.value.errno, refused.value.filename) == (errno.EBADMSG, str(path))
-
-
-@pytest.mark.parametrize("keep", [0, 1, 40, 80, -1, -20])
-def test_a_manifest_cut_short_is_noticed(tmp_path, keep):
-    manifest.publish(tmp_path, ONE)
-    path = tmp_path / MANIFEST_NAME
-    path.write_bytes(path.read_bytes().rstrip(b"\n")[:keep])
-    with pytest.raises(CorruptManifest):
-        manifest.load(tmp_path)
 
 
 def test_another_version_is_refused_with_both_versions_named(tmp_path):
@@ -168,23 +154,6 @@ class TestRecognise:
         join(made, MEMBERSHIP_NAME, "store")
         manifest.publish(made[0], StoreManifest("store", 3, {}))
         return made
-
-    def test_directories_without_a_store(self, tmp_path):
-        assert find_store([tmp_path]) == (None, [0])
-
-    def test_the_order_is_the_store_s(self, directories):
-        a, b, c = directories
-        assert find_store([c, a, b])[1] == [1, 2, 0]
-
-    def test_a_directory_too_few(self, directories):
-        with pytest.raises(ValueError, match="has 3 directories, got 2"):
-            find_store(directories[:2])
-
-    def test_a_directory_of_another_store(self, directories):
-        join([directories[0], directories[1], directories[2]], MEMBERSHIP_NAME, "another")
-        join(directories[:2], MEMBERSHIP_NAME, "store")
-        with pytest.raises(ValueError, match="directory 2 "):
-            find_store(directories)
 
     def test_two_stores(self, directories):
         manifest.publish(directories[1], ONE)

@@ -122,11 +122,6 @@ def test_after_a_kill_the_table_is_its_last_commit(interpreters: Interpreters, d
     kill_writers(interpreters, drive / "table", 3, 1)
 
 
-@pytest.mark.slow
-def test_after_dozens_of_kills_the_table_is_its_last_commit(interpreters: Interpreters, drive: Path) -> None:
-    kill_writers(interpreters, drive / "table", 15, 100)
-
-
 def test_a_future_that_nobody_asked_knows_that_too_much_was_changed_to_be_remembered(drive: Path) -> None:
     rows = 200_000  # more than RowCache remembers
     with Table.create(drive / "table", rows, 1, torch.int64, memory_budget=1 << 20) as table:

@@ -15,7 +15,7 @@ import torch
 from deepnvme.engine import Engine
 from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.tables import RowOptimizer, Table, writing
-from deepnvme.tables.common_commits import CommonCommits
+from deepnvme.tables.row_optimizer import CommonCommits
 
 TABLES, ROWS = 3, 40
 CHANGED = torch.tensor([3, 17, 39])

@@ -27,7 +27,7 @@ def test_rows_that_a_killed_process_has_left_are_to_be_removed(where: str, inter
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     with pytest.raises(FileNotFoundError):
         Table.open(path)
-    with pytest.raises(FileExistsError, match="not made to the end: remove them") as caught:
+    with pytest.raises(FileExistsError, match="not made to the end: open it, or remove it") as caught:
         Table.create(path, 100, 4, torch.float32)
     assert caught.value.filename == str(path / "rows")
     (path / "rows").unlink()

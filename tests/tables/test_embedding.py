@@ -56,18 +56,6 @@ def test_a_new_table_has_the_rows_that_torch_makes_of_the_same_seed(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_new_table_has_the_rows_that_one_gives_it(drive: Path) -> None:
-    asked = []
-
-    def values(begin: int, end: int) -> torch.Tensor:
-        asked.append((begin, end))
-        return torch.arange(begin, end).float().view(-1, 1).expand(-1, 4)
-
-    ours = EmbeddingBagOnDisk(50_000, 4, mode="sum", path=drive / "table", optimizer=torch.optim.SparseAdam, values=values)
-    assert ours(torch.tensor([[3, 49_999]]))[0, 0] == 50_002
-    assert len(asked) > 1
-
-
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("more", [{}, {"padding_idx": 3}, {"padding_idx": -1}], ids=str)
 @pytest.mark.parametrize("shape", [(64,), (4, 5, 6), (1,), (0,), (3, 0)], ids=str)
@@ -144,15 +132,6 @@ def test_without_a_gradient_rows_are_only_read(drive: Path) -> None:
     assert (stats.hits + stats.misses, stats.rows_read) == (3, 1)
 
 
-def test_rows_are_no_parameters(drive: Path) -> None:
-    _, ours = pair(drive)
-    model = nn.Sequential(ours, nn.Linear(DIM, 1))
-    assert len(list(model.parameters())) == 2
-    assert ours.gradient_holder.untyped_storage().nbytes() == 4
-    with pytest.raises(AttributeError):
-        _ = ours.weight
-
-
 def test_a_table_that_is_there_is_opened(drive: Path) -> None:
     _, ours = pair(drive)
     wanted = ours(torch.arange(ROWS)).detach()
@@ -169,15 +148,6 @@ def test_a_table_that_is_there_is_opened(drive: Path) -> None:
         EmbeddingOnDisk(ROWS, DIM, path=drive / "table", dtype=torch.float64)
     with pytest.raises(ValueError, match="make the table with optimizer=SparseAdam"):
         EmbeddingOnDisk(ROWS, DIM, path=drive / "table", optimizer=torch.optim.SparseAdam)
-
-
-def test_a_refused_table_is_closed(drive: Path) -> None:
-    """Else nobody could open it to change it any more."""
-    _, ours = pair(drive)
-    ours.table.close()
-    for _ in range(2):
-        with pytest.raises(ValueError, match="is wanted"):
-            EmbeddingOnDisk(ROWS + 1, DIM, path=drive / "table", optimizer=torch.optim.SGD)
 
 
 @pytest.mark.parametrize("kind", [EmbeddingOnDisk, EmbeddingBagOnDisk])
@@ -303,24 +273,3 @@ def test_copies_read_the_same_table_and_what_is_trained_has_none(drive: Path) ->
         with pytest.raises(ValueError, match="cannot be trained"):
             each.requires_grad_()
         each.table.close()
-
-
-def test_an_open_table_is_used_as_it_is(drive: Path) -> None:
-    table = Table.from_tensor(drive / "table", torch.randn(3, 2))
-    embedding = EmbeddingOnDisk(3, 2, path=table)
-    assert embedding.table is table
-    with pytest.raises(ValueError, match="is wanted"):
-        EmbeddingOnDisk(4, 2, path=table)
-    assert torch.equal(embedding(torch.tensor([2])), table.read(torch.tensor([2])))
-    table.close()
-
-
-def test_non_reentrant_checkpointing_and_autocast(drive: Path) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    theirs, ours = pair(drive)
-    ids = some_ids(20)
-    for module in (theirs, ours):
-        with torch.autocast("cpu", torch.bfloat16):
-            checkpoint(lambda ids, module=module: (module(ids) ** 2).sum(), ids, use_reentrant=False).backward()
-    assert torch.equal(dense(ours.gradient_holder.grad), dense(theirs.weight.grad))

@@ -169,14 +169,3 @@ def test_a_file_that_becomes_shorter_while_it_is_open(drive: Path) -> None:
             table.read(torch.arange(1000))
         assert caught.value.filename == str(path)
         assert torch.equal(table.read(torch.arange(490)), VALUES[:490])
-
-
-def test_a_file_that_grows_while_it_is_open_keeps_its_rows(drive: Path) -> None:
-    path = drive / "rows.raw"
-    path.write_bytes(VALUES.numpy().tobytes())
-    with Table.open(path, dtype=torch.int16, shape=(7, 11), memory_budget=0) as table:
-        with path.open("ab") as file:
-            file.write(b"more")
-        assert torch.equal(table.read(torch.arange(1000)), VALUES)
-        with pytest.raises(IndexError):
-            table.read(torch.tensor([1000]))

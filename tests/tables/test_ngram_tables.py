@@ -88,13 +88,6 @@ def test_one_allowance_of_memory_is_for_all_tables(sharded: tuple[Path, dict[str
         assert sum(table.memory_budget for table in tables.values()) <= 1 << 20
 
 
-def test_one_file(drive: Path) -> None:
-    weight = torch.randn(20, 4)
-    save_file({"engram": weight}, drive / "model.safetensors")
-    with opened(drive / "model.safetensors") as tables:
-        assert torch.equal(tables["engram"].read(torch.tensor(3)), weight[3])
-
-
 def test_what_is_wrong_is_said(sharded: tuple[Path, dict[str, torch.Tensor]], drive: Path) -> None:
     path, _ = sharded
     with opened(path) as tables:

@@ -11,8 +11,6 @@ from torch import nn
 from deepnvme.nn import EmbeddingBagOnDisk, EmbeddingOnDisk
 from deepnvme.tables import RowOptimizer, offload_embeddings
 
-from ..support.interpreters import Interpreters
-
 
 class Model(nn.Module):
     def __init__(self) -> None:
@@ -124,46 +122,3 @@ def test_a_module_in_two_places_is_replaced_in_both(drive: Path) -> None:
     assert offload_embeddings(ours, drive, min_bytes=1, optimizer=torch.optim.SGD) == ["a"]
     assert ours["a"] is ours["b"] is ours["c"][0]
     assert isinstance(ours["a"], EmbeddingOnDisk)
-
-
-_TRAIN = """
-import torch
-from torch import nn
-from deepnvme import Engine
-from deepnvme.nn import EmbeddingOnDisk
-from deepnvme.tables import RowOptimizer, offload_embeddings
-from deepnvme.tables.reading import StagingPool
-def pages(kind):
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
-with torch.device("meta"):
-    model = nn.ModuleList([nn.Embedding(4096, 512) for _ in range(16)])
-warm = nn.Embedding(10, 512, sparse=True)  # torch's own code and threads are not counted
-warm(torch.arange(10)).sum().backward()
-torch.optim.SGD(warm.parameters(), lr=0.1).step()
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
-before, code = pages("VmRSS"), pages("RssFile")
-budget = 16 << 20
-offload_embeddings(model, {path!r}, min_bytes=1, optimizer=torch.optim.SGD, memory_budget=budget)
-optimizer = RowOptimizer(model, lr=0.1)
-for ids in torch.arange(4096).split(32):  # what a batch has in memory itself is small
-    for embedding in model:
-        embedding(ids).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-optimizer.commit()
-with torch.no_grad():
-    for embedding in model:
-        for ids in torch.arange(4096).split(256):
-            embedding(ids)
-print(pages("VmHWM") - before - (pages("RssFile") - code) - budget)
-"""
-
-
-@pytest.mark.slow
-def test_many_tables_have_one_allowance_of_memory(interpreters: Interpreters, drive: Path) -> None:
-    """16 tables of 8 MiB. Each for itself would have up to 48 MiB for rows on their way."""
-    for number in range(16):
-        EmbeddingOnDisk(4096, 512, path=drive / str(number), optimizer=torch.optim.SGD).table.close()
-    more = int(interpreters.run(_TRAIN.format(path=str(drive))).check())
-    assert more < 64 << 20, f"{more >> 20} MiB more than the budget"

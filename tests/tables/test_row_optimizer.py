@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import os
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from deepnvme.nn import EmbeddingBagOnDisk, EmbeddingOnDisk
 from deepnvme.tables import Lookahead, RowOptimizer, RowWiseAdagrad
 
 from ..support.embedding_ids import DIM, ROWS, SMALL, some_ids
-from ..support.interpreters import Interpreters
 
 OPTIMIZERS = [
     (torch.optim.SGD, {"lr": 0.1}),
@@ -125,29 +121,6 @@ def test_row_wise_adagrad_is_that_of_fbgemm() -> None:
         assert optimizer.state[embedding.weight]["sum"].shape == (10,)
 
 
-def test_a_learning_rate_schedule(drive: Path) -> None:
-    theirs, torchs, ours, mine = pair(drive, torch.optim.SparseAdam, {"lr": 0.1})
-    schedules = [torch.optim.lr_scheduler.StepLR(each, 3, 0.5) for each in (torchs, mine)]
-    for _ in range(10):
-        ids = some_ids(20)
-        step(theirs, torchs, ids)
-        step(ours, mine, ids)
-        for schedule in schedules:
-            schedule.step()
-    assert mine.param_groups[0]["lr"] == 0.1 / 8
-    assert_same(theirs, torchs, ours, mine)
-
-
-def test_gradients_may_be_changed_before_the_step(drive: Path) -> None:
-    theirs, torchs, ours, mine = pair(drive, torch.optim.SGD, {"lr": 0.1})
-    ids = some_ids(20)
-    for module, optimizer in ((theirs, torchs), (ours, mine)):
-        (module(ids) * 5).sum().backward()
-        optimizer.param_groups[0]["params"][0].grad *= 0.25
-        optimizer.step()
-    assert_same(theirs, torchs, ours, mine)
-
-
 def test_groups_of_several_embeddings_in_a_model(drive: Path) -> None:
     def model(kind: Any, **more: Any) -> nn.ModuleDict:
         torch.manual_seed(0)
@@ -197,22 +170,6 @@ def test_training_goes_on_from_the_last_commit(kind: Any, settings: dict[str, An
         step(theirs, torchs, ids)
         step(again, opened, ids)
     assert_same(theirs, torchs, again, opened)
-
-
-@pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS, ids=NAMES)
-def test_rollback_goes_to_the_last_commit(kind: Any, settings: dict[str, Any], drive: Path) -> None:
-    theirs, torchs, ours, mine = pair(drive, kind, settings)
-    for commit in range(3):
-        ids = some_ids(40)
-        step(theirs, torchs, ids)
-        step(ours, mine, ids)
-        if commit:
-            mine.commit()
-            step(ours, mine, some_ids(300))
-            ours(some_ids(5)).sum().backward()  # a gradient without a step
-            mine.rollback()
-            assert ours.gradient_holder.grad is None
-        assert_same(theirs, torchs, ours, mine)
 
 
 def test_a_failed_step_is_refused_to_be_committed(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,58 +365,3 @@ def test_with_lookahead_rows_trained_meanwhile_are_seen(memory_budget: int, driv
             step(ours, mine, ids)
     assert_same(theirs, torchs, ours, mine)
     assert list(Lookahead([], lambda ids: {})) == []
-
-
-_TRAINING = """
-import torch
-from deepnvme.nn import EmbeddingOnDisk
-from deepnvme.tables import RowOptimizer
-torch.manual_seed(5)
-embeddings = [EmbeddingOnDisk({rows}, {dim}, path={directory!r} + name, optimizer=torch.optim.SparseAdam, memory_budget={budget})
-              for name in ("/a", "/b")]
-optimizer = RowOptimizer(embeddings)
-for batch in range(10_000):
-    ids = torch.randint(0, {rows}, (64,), generator=torch.Generator().manual_seed(batch))
-    (embeddings[0](ids).sum() + embeddings[1](ids % 50).sum()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if batch % 5 == 4:
-        optimizer.commit({{"batch": batch + 1}})
-        print("committed", batch + 1, flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.003, 0.05])
-def test_a_killed_training_goes_on_from_its_last_commit(delay: float, interpreters: Interpreters, drive: Path) -> None:
-    """That is the last one of which ``commit()`` has returned, or the one under way after it: none is lost, or half there."""
-    child = interpreters.start(_TRAINING.format(rows=ROWS, dim=DIM, budget=SMALL, directory=str(drive)))
-    interpreters.wait_for("committed 10\n")
-    time.sleep(delay)
-    os.kill(child, signal.SIGKILL)
-    said = interpreters.wait(child)
-    assert said.returncode == -signal.SIGKILL, said.stderr
-    returned = int(said.stdout.split()[-1])
-    ours = [
-        EmbeddingOnDisk(ROWS, DIM, path=drive / name, optimizer=torch.optim.SparseAdam, memory_budget=SMALL)
-        for name in ("a", "b")
-    ]
-    mine = RowOptimizer(ours)
-    batches = mine.attributes["batch"]
-    assert batches in (returned, returned + 5)
-    torch.manual_seed(5)
-    theirs = [nn.Embedding(ROWS, DIM, sparse=True) for _ in range(2)]
-    torchs = torch.optim.SparseAdam([each.weight for each in theirs])
-    for batch in range(batches):
-        ids = torch.randint(0, ROWS, (64,), generator=torch.Generator().manual_seed(batch))
-        (theirs[0](ids).sum() + theirs[1](ids % 50).sum()).backward()
-        torchs.step()
-        torchs.zero_grad()
-    for found, wanted in zip(ours, theirs, strict=True):
-        assert torch.equal(found.state_dict()["weight"], wanted.weight)
-    found_states, wanted_states = mine.state_dict()["state"], torchs.state_dict()["state"]
-    for number in range(2):
-        for name, value in wanted_states[number].items():
-            assert torch.equal(torch.as_tensor(found_states[number][name]), torch.as_tensor(value))
-    for each in ours:
-        each.table.close()

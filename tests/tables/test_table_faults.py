@@ -73,21 +73,6 @@ def test_prefetched_rows_raise_when_they_are_read(drive: Path) -> None:
         assert torch.equal(table.read(EVERY_ROW[50:]), VALUES[50:])
 
 
-def test_reads_that_failed_for_a_while_go_on(direct_disk: FaultyFilesystem) -> None:
-    with Table.from_tensor(direct_disk / "table", VALUES, memory_budget=0) as table:
-        for _ in range(3):
-            direct_disk.fail("read", times=-1, name="rows")
-            for _ in range(40):  # more than there are parts of staging memory
-                with pytest.raises(RowsUnreadable) as caught:
-                    table.read(EVERY_ROW[::500])
-                assert caught.value.errno == errno.EIO
-            caught.value.__traceback__ = None
-            direct_disk.heal()
-            assert torch.equal(table.read(EVERY_ROW), VALUES)
-    del caught
-    gc.collect()
-
-
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
 @pytest.mark.parametrize("budget", [0, 1 << 20, 64 << 20])
 def test_writes_that_fail_are_raised_and_lose_nothing(direct_disk: FaultyFilesystem, error: int, budget: int) -> None:
@@ -226,3 +211,18 @@ def test_a_table_is_closed_though_its_files_cannot_be(direct_disk: FaultyFilesys
     direct_disk.heal()
     table.close()
     Table.open(direct_disk / "table", writable=True).close()  # nobody has its lock
+
+
+def test_reads_that_failed_for_a_while_go_on(direct_disk: FaultyFilesystem) -> None:
+    with Table.from_tensor(direct_disk / "table", VALUES, memory_budget=0) as table:
+        for _ in range(3):
+            direct_disk.fail("read", times=-1, name="rows")
+            for _ in range(40):  # more than there are parts of staging memory
+                with pytest.raises(RowsUnreadable) as caught:
+                    table.read(EVERY_ROW[::500])
+                assert caught.value.errno == errno.EIO
+            caught.value.__traceback__ = None
+            direct_disk.heal()
+            assert torch.equal(table.read(EVERY_ROW), VALUES)
+    del caught
+    gc.collect()

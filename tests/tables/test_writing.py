@@ -19,31 +19,6 @@ from ..support.examples import examples
 VALUES = torch.arange(600.0).view(200, 3)
 
 
-def test_of_equal_ids_the_last_row_counts(drive: Path) -> None:
-    with Table.from_tensor(drive / "table", VALUES, updatable=True) as table:
-        table.write(torch.tensor([[4, 9], [4, 4]]), torch.arange(12.0).view(2, 2, 3))
-        assert torch.equal(table.read(torch.tensor([4, 9])), torch.tensor([[9.0, 10, 11], [3, 4, 5]]))
-
-
-def test_records_of_which_no_column_is_given_stay_as_they_are(drive: Path) -> None:
-    with Table.from_tensor(drive / "table", VALUES, updatable=True) as table:
-        table.write_records(torch.tensor([4, 9]), {})
-        table.commit()
-        assert torch.equal(table.read(torch.arange(200)), VALUES)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int8, torch.complex64, torch.complex128])
-def test_every_dtype_is_written(drive: Path, dtype: torch.dtype) -> None:
-    values = torch.randint(0, 2, (300, 5)).to(dtype)
-    changed = torch.randint(0, 2, (100, 5)).to(dtype)
-    with Table.from_tensor(drive / "a", values, updatable=True, memory_budget=0) as table:
-        assert torch.equal(table.read(torch.arange(300)), values)
-        table.write(torch.arange(50, 150), changed)
-        table.commit()
-    with Table.open(drive / "a") as table:
-        assert torch.equal(table.read(torch.arange(300)), torch.cat([values[:50], changed, values[150:]]))
-
-
 STATES = {
     "flag": State(torch.uint8, (1,), 7),
     "sum": State(torch.complex128, (2,), 0.5),
@@ -228,8 +203,3 @@ def _run(io_dir: Path, tries: int, steps: int) -> None:
 
 def test_changes_are_those_of_a_tensor_in_memory(io_dir: Path) -> None:
     _run(io_dir, examples(24), 15)
-
-
-@pytest.mark.slow
-def test_long_histories_of_changes_are_those_of_a_tensor_in_memory(io_dir: Path) -> None:
-    _run(io_dir, examples(40), 40)

@@ -56,9 +56,9 @@ def test_a_store_of_somebody_elses_origin_is_refused(drive: Path, origin: str) -
 
 def test_a_build_that_fails_leaves_nothing_and_the_next_one_builds(drive: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        opened_or_built({drive / "store": 1.0}, ORIGIN, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+        opened_or_built([drive / "store"], ORIGIN, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
     assert not any(drive.iterdir())
-    opened_or_built({drive / "store": 1.0}, ORIGIN, lambda _: build(drive / "store")).close()
+    opened_or_built([drive / "store"], ORIGIN, lambda _: build(drive / "store")).close()
 
 
 def test_the_store_of_another_origin_is_refused(drive: Path) -> None:
@@ -112,7 +112,7 @@ def test_of_processes_one_builds(drive: Path, interpreters: Interpreters) -> Non
             if child == 0:
                 code = 1
                 try:
-                    with opened_or_built({{drive / "store": 1.0}}, {ORIGIN}, build) as store:
+                    with opened_or_built([drive / "store"], {ORIGIN}, build) as store:
                         store.verify()
                         code = 0
                 finally:

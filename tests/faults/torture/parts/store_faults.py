@@ -12,7 +12,7 @@ import torch
 
 import deepnvme
 from deepnvme.files.directory_lock import StoreLocked
-from deepnvme.swap import BufferPool, TensorStore
+from deepnvme.swap import TensorStore
 from tests.native import EngineTestingBuilder
 
 from .. import Leaked, Wrong
@@ -33,13 +33,12 @@ def attack(random: Random, directory: Path) -> None:
 
 def _attack(random: Random, directory: Path, sound: deepnvme.Engine) -> None:
     directories = [directory / "a", directory / "b"][: random.choice([1, 2])]
-    pool = BufferPool(24 << 20)
     persist = random.random() < 0.7
     committed: list[Tensors] = [{}]  # each may be what the directories hold
     for number in range(_STORES):
         engine = _Exchangeable(_engine(random))
         try:
-            store = TensorStore(directories, persist=persist, checksum=random.random() < 0.5, engine=engine, pool=pool)
+            store = TensorStore(directories, persist=persist, checksum=random.random() < 0.5, engine=engine)
             try:
                 committed = _use(random, store, persist, committed, engine, sound)
             finally:
@@ -49,8 +48,6 @@ def _attack(random: Random, directory: Path, sound: deepnvme.Engine) -> None:
             raise Leaked(f"store {number} in the same directories: {error}") from error
         finally:
             engine.close()
-        if pool.in_use:
-            raise Leaked(f"{pool.in_use} bytes of the pool are in use")
     if not persist and any(path.exists() for path in directories):
         raise Leaked("a store that does not persist left files behind")
 
