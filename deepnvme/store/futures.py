@@ -102,6 +102,10 @@ class Operation:
             transfer.exception()  # an engine's future drops its tensor when it is asked; leases wait for that
         return True
 
+    def cancel(self) -> bool:
+        """Cancel the transfers that have not ended. Return False if all had ended."""
+        return sum(transfer.cancel() for transfer, _ in list(self._transfers)) > 0  # each of them, not only the first
+
     def settle(self, timeout: float | None = None) -> OSError | None:
         """Wait until all transfers have ended, then call ``finish`` unless it was called before.
 
@@ -192,6 +196,16 @@ class StoreFuture(Generic[Result]):
     def done(self) -> bool:
         """Return whether the transfers have ended, well or not. Never blocks. Raises RuntimeError in a forked child."""
         return self._conclude is None or self._operation.ended()
+
+    def cancel(self) -> bool:
+        """Cancel the transfers that have not ended. The future then ends with OSError (ECANCELED). Never blocks.
+
+        Best effort, like :meth:`deepnvme.Future.cancel`. A tensor that was being put is treated as after any failed write.
+
+        Returns:
+            False if all transfers had ended already.
+        """
+        return self._operation.cancel()
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait, and return the result.

@@ -234,8 +234,8 @@ class RowReader:
             The read to wait for before the next call; None if no prefetch is left.
         """
         try:
-            read = [part for read in self._prefetches for part in read.parts if part.future.done()]
-            for part in read[:1]:  # one at a time: others wait for the lock
+            arrived = [part for each in self._prefetches for part in each.parts if part.future.done()]
+            for part in arrived[:1]:  # one at a time: others wait for the lock
                 self._deliver(part)
             self._prefetches = [read for read in self._prefetches if not read.delivered]
             self._start_prefetches()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import tempfile
@@ -22,7 +23,7 @@ from deepnvme.store.tensor_store import TensorStore
 
 from ..support.examples import examples
 from ..support.memory import bytes_of, numbered
-from ..support.patience import until
+from ..support.patience import PATIENCE, until
 
 MIB = 1 << 20
 
@@ -342,3 +343,17 @@ def test_a_tensor_whose_future_is_dropped_is_let_go_when_it_has_been_read(drive,
         del tensor, reading
         gate.release()
         until(lambda: gc.collect() is not None and alive() is None)
+
+
+def test_what_is_cancelled_ends_with_an_error(drive, faulty, gate):
+    engine = faulty("threads", gate=gate)
+    with TensorStore(drive / "store", engine=engine) as store:
+        gate.release()
+        store.put("name", numbered(MIB)).result()
+        gate.hold()
+        reading = store.get("name", torch.empty(MIB, dtype=torch.uint8))
+        assert reading.cancel()
+        gate.release()
+        assert reading.exception(PATIENCE).errno == errno.ECANCELED
+        assert not reading.cancel()
+        assert torch.equal(store.get("name").result(), numbered(MIB))
