@@ -234,8 +234,6 @@ class ZipfWorker(Worker):
         from deepnvme.tables import Table
 
         table = Table.open(path, dtype=torch.uint8, shape=row_bytes, memory_budget=memory_budget)
-        if how == "best fixed choice":
-            table.pin(zipf.rows[: table.stats().cache_capacity * 9 // 10])
         for _ in range(warm // batch):
             table.read(zipf.draw(batch))
         self._tables[how] = table

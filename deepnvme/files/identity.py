@@ -1,47 +1,67 @@
-"""Recognise the directories on several drives that belong to one table or one store, and refuse mixtures with copies.
+"""The identity by which the directories of one table or store on several drives know one another.
 
-1. Each directory has the identity of its table or store, 32 random hexadecimal digits, and its own number. The first
-   directory has the manifest. The path of each directory is recorded, too.
-2. A writer chooses a new identity before its first change. So an original and its copy have different identities once
-   one of them was changed, and directories of both are refused together.
-3. While a new identity is being written to the directories, former identities are valid, too. They are listed until all
-   directories have the new one: in the manifest of a table, in the memberships of a store.
-4. A copy that was not changed has the identity of its original. A mixture of both is recognised by the recorded
-   paths: some directories are at their recorded paths, and another was given although the directory at its recorded
-   path is there, too.
-5. A directory is identified by its number, not by its path: mount points may have been exchanged.
+1. The manifest in the first directory has the identity, 32 random hexadecimal digits. Each other directory has a membership
+   with the same identity, and its number.
+2. A writer takes a new identity before its first change. So an original and its copy have different identities once one of
+   them was changed, and directories of both are refused together.
+3. While the identity is changed, memberships have the former one too: first all memberships get both, then the manifest gets
+   the new one, then memberships lose the former one.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from deepnvme.files.manifest import LONGEST_LINE, json_object, number, read_manifest, string
+from deepnvme.files.replacing import replace_durably
 
-def refuse_mixture(given: Sequence[Path], recorded: Sequence[Path | None], is_at: Callable[[int, Path], bool]) -> None:
-    """Raise ValueError if the directories are a mixture of originals and copies.
 
-    That is so if some are at their recorded paths, and another is not, although the directory of its number is still at
-    the path recorded for it.
+@dataclass(frozen=True)
+class Membership:
+    """Contents of the membership file: to which store or table the directory belongs, and its index."""
 
-    Args:
-        given: The directories, in the order of their numbers.
-        recorded: Path of each directory when its identity was written; None if it was not recorded.
-        is_at: Returns whether the directory of a number is at a path.
+    store: str
+    """The identity."""
+    index: int
+    """Index of this directory among all directories; at least 1."""
+    first: str
+    """Path of the first directory when the membership was written."""
+    previous: str = ""
+    """Previous identity, which the manifest may still have."""
+
+    def is_of(self, identity: str) -> bool:
+        """Return whether the directory belongs to the store or table with this identity."""
+        return identity in (self.store, self.previous)
+
+
+def join(directories: Sequence[Path], name: str, identity: str, previous: str = "") -> None:
+    """Write the membership of every directory but the first, atomically and durably. Raises OSError."""
+    for index, directory in enumerate(directories[1:], 1):
+        member = Membership(identity, index, str(directories[0]), previous)
+        replace_durably(directory / name, json.dumps(asdict(member)).encode() + b"\n")
+
+
+def membership(path: Path, corrupt: Callable[[Path, str], OSError]) -> Membership | None:
+    """Return the membership in a file, or None if there is no file.
+
+    Raises:
+        OSError: From reading; or what ``corrupt`` returns, given the path and the reason, if the file is damaged.
     """
-    in_place = [place is not None and same_place(path, place) for path, place in zip(given, recorded, strict=True)]
-    for number, (path, place) in enumerate(zip(given, recorded, strict=True)):
-        if any(in_place) and not in_place[number] and place is not None and is_at(number, place):
-            raise ValueError(
-                f"'{path}' was given for directory {number} (from 0), which is in '{place}' still, beside directories that are"
-                f" where they were: give '{place}', or a copy of each; or move '{place}' away if '{path}' takes its place"
-            )
+    with contextlib.suppress(FileNotFoundError):
+        return read_manifest(path, LONGEST_LINE, _membership, corrupt)
+    return None
 
 
-def same_place(path: Path, other: Path) -> bool:
-    """Return whether two paths refer to the same directory. False if one does not exist or cannot be read."""
+def _membership(data: bytes) -> Membership:
+    """Parse a membership. Raises ValueError or RecursionError."""
+    fields = json_object(data)
     try:
-        return os.path.samefile(path, other)
-    except OSError:
-        return False
+        return Membership(
+            string(fields["store"]), number(fields["index"]), string(fields["first"]), string(fields.get("previous", ""))
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error

@@ -244,7 +244,7 @@ class _Hook:
         absent = [name for name in weights if ties.get(name, name) not in known]
         if absent:
             raise ValueError(f"weights are on the meta device, and '{self.folder}' does not have them: {shorten(absent)}")
-        where: dict[Any, float] = {Path(self.folder) / STORE: 1.0}
+        where = [Path(self.folder) / STORE]
         origin = _origin(index, self.folder, there)
         on_disk = {name: entry for name, entry in index.items() if name in weights and name not in there}
 

@@ -70,7 +70,7 @@ class OffloadedOptimizer(Optimizer):
         params: Parameters or parameter groups, as for any torch optimizer.
         optimizer_class: Any optimizer that updates each parameter independently of the others. ``fused=True``, if the class has
             it, is several times as fast.
-        nvme_path: One directory, several to stripe over, or a mapping from directory to weight. A leading "~" is the home
+        nvme_path: One directory, or several to stripe over. A leading "~" is the home
             directory. Locked while the optimizer is open. With ``torch.distributed``, each rank makes and locks its own directory
             in them. Twice the bytes of the states are reserved there at once.
         dram_budget: Bytes of states that stay in memory, and of their gradients with ``offload_gradients``; or "8GB", or "25%" of
@@ -106,7 +106,7 @@ class OffloadedOptimizer(Optimizer):
         params: Iterable[Any],
         optimizer_class: type[Optimizer],
         *,
-        nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float],
+        nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         dram_budget: MemoryBudget = 0,
         master_weights: bool = False,
         sub_group_size: int = 1 << 22,
@@ -378,32 +378,27 @@ def _closed_for(other: DirectoryOwner, directory: Path) -> str:
     return f"this OffloadedOptimizer was closed: {said}"
 
 
-def _own_directories(
-    nvme_path: AnyPath | Iterable[AnyPath] | Mapping[AnyPath, float],
-) -> dict[Directory, float]:
-    """Return the directories to use, with their weights; with several ranks, a subdirectory ``rank<N>`` of each for this rank.
+def _own_directories(nvme_path: AnyPath | Iterable[AnyPath]) -> list[Directory]:
+    """Return the directories to use; with several ranks, a subdirectory ``rank<N>`` of each for this rank.
 
     Args:
-        nvme_path: One directory, several of equal weight, or a weight for each directory.
+        nvme_path: One directory, or several.
 
     Raises:
-        TypeError: If a directory is not a path, or a weight not a number.
+        TypeError: If a directory is not a path.
         ValueError: If a path is empty.
     """
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     own = f"rank{dist.get_rank()}" if many else ""
     if isinstance(nvme_path, str | bytes | os.PathLike):
         nvme_path = [nvme_path]
-    if not isinstance(nvme_path, Iterable):
-        raise TypeError(f"nvme_path must be a directory, several, or a mapping from directory to weight, got {nvme_path!r}")
-    weights = nvme_path if isinstance(nvme_path, Mapping) else dict.fromkeys(nvme_path, 1.0)
-    found: dict[Directory, float] = {}
-    for path, weight in weights.items():
+    if not isinstance(nvme_path, Iterable) or isinstance(nvme_path, Mapping):
+        raise TypeError(f"nvme_path must be a directory, or several, got {nvme_path!r}")
+    found: list[Directory] = []
+    for path in nvme_path:
         if not isinstance(path, str | bytes | os.PathLike):
-            raise TypeError(f"nvme_path must be a directory, several, or a mapping from directory to weight, got {path!r} in it")
+            raise TypeError(f"nvme_path must be a directory, or several, got {path!r} in it")
         if not os.fspath(path):
             raise ValueError(f'nvme_path must not be empty, got {path!r}: write "." for the current directory')
-        if not isinstance(weight, int | float):
-            raise TypeError(f"nvme_path has the weight {weight!r} for {path!r}: it must be a number")
-        found[Path(os.path.expanduser(os.fsdecode(path))) / own] = weight
+        found.append(Path(os.path.expanduser(os.fsdecode(path))) / own)
     return found

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import math
 from collections.abc import Mapping, Sequence
@@ -66,13 +65,11 @@ class Catalog:
         """Return the entry of a name.
 
         Raises:
-            KeyError: If the store has no such name. The message suggests similar ones.
+            KeyError: If the store has no such name.
         """
         entry = self.entries.get(name)
         if entry is None:
-            close = difflib.get_close_matches(name, list(self.entries)[:10_000], n=3) if isinstance(name, str) else []
-            hint = f"; there is {', '.join(map(repr, close))}" if close else f", nor anything like it among {len(self.entries)}"
-            raise KeyError(f"the store has no tensor {name!r}{hint}")
+            raise KeyError(f"the store has no tensor {name!r}, but {shorten(self.entries)}")
         return entry
 
     def readable(self, names: Sequence[str]) -> list[CatalogEntry]:
@@ -139,9 +136,7 @@ class Catalog:
                 found.append(None)
                 wanted.append(size)
                 continue
-            shape, dtype, _, _ = old.info
-            same = sums is None and dtype == tensor.dtype and shape == tensor.shape
-            found.append(old if same else TensorVersion(tensor.shape, tensor.dtype, size, old.parts, sums))
+            found.append(TensorVersion(tensor.shape, tensor.dtype, size, old.parts, sums))
         places = iter(self.space.allocate(wanted))
         versions = [
             version or TensorVersion(tensor.shape, tensor.dtype, tensor.nbytes, next(places), sums)
@@ -271,12 +266,9 @@ def _failure_of(version: TensorVersion, failed: Mapping[int, OSError]) -> OSErro
 
 
 def record_gets(entries: Sequence[CatalogEntry], operation: Operation) -> None:
-    """Record a get in progress on the entries it reads. Entries with equal earlier gets share one tuple of operations."""
-    noted = {
-        before: (*(other for other in before if not other.settled), operation) for before in {entry.gets for entry in entries}
-    }
+    """Record a get in progress on the entries it reads."""
     for entry in entries:
-        entry.gets = noted[entry.gets]
+        entry.gets = (*(other for other in entry.gets if not other.settled), operation)
 
 
 class CorruptTensor(OSError):

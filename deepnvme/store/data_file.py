@@ -52,7 +52,6 @@ class DataFile:
     Args:
         directory: The directory.
         engine: Opens the file for transfers.
-        weight: The directory's weight in the distribution of tensors.
         owner: The object that locks the file, for the errors of other processes.
         read_only: Open the file for reading, with a lock that other readers share.
 
@@ -61,10 +60,9 @@ class DataFile:
         OSError: If the file cannot be opened.
     """
 
-    def __init__(self, directory: Path, engine: Engine, weight: float, owner: DirectoryOwner, read_only: bool = False) -> None:
+    def __init__(self, directory: Path, engine: Engine, owner: DirectoryOwner, read_only: bool = False) -> None:
         self.directory = directory
         self.path = directory / DATA_NAME
-        self.weight = weight
         self._growing = threading.RLock()  # not the store's lock: a drive that hangs in fallocate blocks only growth
         with with_filename(self.path):
             mode = "r" if read_only else "a+"
@@ -73,7 +71,7 @@ class DataFile:
             )  # closes itself, so no lock outlives this object
             try:
                 close_in_children(self._file)
-                self._lock(owner, read_only)
+                lock_data_file(self._file, owner, read_only, self.path)
                 self.capacity = os.fstat(self.descriptor).st_size
                 self.file: File = engine.open(str(self.path), "r" if read_only else "rw", whole_pages=True)
             except BaseException:
@@ -106,7 +104,7 @@ class DataFile:
             generous = wanted if exactly else padded(self.capacity + step)
             if generous > wanted and generous - self.capacity <= free_bytes(self.descriptor, str(self.directory)) // 2:
                 wanted = generous
-            remedy = "make room, use another disk, or give this one of several directories a smaller weight"
+            remedy = "make room, or use another disk"
             preallocate(self.descriptor, self.capacity, wanted, str(self.directory), remedy)
             self.capacity = wanted
 
@@ -130,18 +128,19 @@ class DataFile:
         finally:
             unlock_and_close(self._file, self.path)
 
-    def _lock(self, owner: DirectoryOwner, read_only: bool) -> None:
-        """Lock the file: shared if ``read_only``, else exclusively. Raises StoreLocked."""
-        try:
-            lock_for(owner, self._file, fcntl.LOCK_SH if read_only else fcntl.LOCK_EX, self.path)
-        except BlockingIOError:
-            holders = owners_of(self._file)
-            if read_only:
-                raise locked_error(self.directory, holders[0] if holders else None) from None
-            text = "what is here is open for reading in another process; close it there, or choose another directory"
-            if holders:
-                text = f"what is here is open for reading by {holders[0]}: {holders[0].remedy}, or choose another directory"
-            raise StoreLocked(errno.EBUSY, text, str(self.directory)) from None
+
+def lock_data_file(file: io.FileIO, owner: DirectoryOwner, read_only: bool, path: Path) -> None:
+    """Lock an open data file: shared if ``read_only``, else exclusively. Raises StoreLocked naming its directory."""
+    try:
+        lock_for(owner, file, fcntl.LOCK_SH if read_only else fcntl.LOCK_EX, path)
+    except BlockingIOError:
+        holders = owners_of(file)
+        if read_only:
+            raise locked_error(path.parent, holders[0] if holders else None) from None
+        text = "what is here is open for reading in another process; close it there, or choose another directory"
+        if holders:
+            text = f"what is here is open for reading by {holders[0]}: {holders[0].remedy}, or choose another directory"
+        raise StoreLocked(errno.EBUSY, text, str(path.parent)) from None
 
 
 def remove(directory: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 
 from deepnvme.memory.alignment import ALIGNMENT
 
@@ -41,24 +39,6 @@ class ExtentMap:
         _, offset = self._lengths[place]
         self._cut(offset, offset, length)
         return offset
-
-    def take_run(self, lengths: Sequence[int]) -> list[int]:
-        """Allocate several extents, side by side unless a large share of the file is unused. Return their offsets.
-
-        If one hole holds all of the extents, they go there, else past the end of the file: reading them together in one
-        request is worth some space. But if more than a quarter of the file is holes, the holes are filled first, one extent
-        at a time.
-
-        Args:
-            lengths: Bytes of each extent.
-        """
-        whole = sum(lengths)
-        fits = bool(self._lengths) and self._lengths[-1][0] >= whole
-        if whole == 0 or (not fits and self._free * 4 > self._end):
-            return [self.take(length) for length in lengths]
-        for length in lengths:
-            _check_length(length)
-        return list(itertools.accumulate(lengths[:-1], initial=self.take(whole)))
 
     def take_at(self, offset: int, length: int) -> None:
         """Mark the ``length`` bytes at ``offset`` as used.

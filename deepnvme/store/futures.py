@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from deepnvme._interrupts import defer_interrupts
-from deepnvme._polling import TRANSFER_POLL_SECONDS
 from deepnvme.engine import Future
 from deepnvme.telemetry.descriptions import representation, size_for_people
 
@@ -78,21 +77,17 @@ class Operation:
         """Make the operation fail for all its subjects, even if its transfers succeed."""
         self._failure = error
 
-    def submit(self, start: Callable[..., Future], *columns: Iterable[Any], subjects: Iterable[Sequence[Any]]) -> list[Future]:
-        """Call ``start`` with one value from each column, for each row of the columns, and record the transfers.
+    def submit(self, start: Callable[..., Future], *arguments: Any, subjects: Sequence[Any]) -> None:
+        """Call ``start`` with the arguments, and record the transfers whose future it returns.
 
         Args:
-            start: Starts a transfer and returns its future.
-            columns: Arguments of ``start``: each column has one argument for all transfers.
-            subjects: The subjects of each transfer, such as catalog entries, for its failure.
-
-        Returns:
-            The futures of the transfers.
+            start: Starts transfers and returns their future.
+            arguments: Arguments of ``start``.
+            subjects: The subjects of the transfers, such as catalog entries, for their failure. If the future's error has
+                ``indices``, these are of the subjects that failed.
         """
-        before = len(self._transfers)
         with defer_interrupts():  # a transfer that was started has to be recorded
-            self._transfers.extend(zip(map(start, *columns), subjects, strict=False))
-        return [transfer for transfer, _ in self._transfers[before:]]
+            self._transfers.append((start(*arguments), subjects))
 
     def ended(self) -> bool:
         """Return whether all transfers have ended. Never blocks."""
@@ -145,10 +140,11 @@ class Operation:
             self.fail(self._failure or OSError(errno.ECANCELED, "the call has failed"))
             self.seen = True  # the call has raised it
         failures: list[Failure] = [] if self._failure is None else [(self._failure, self.subjects)]
-        for transfer, tensors in self._transfers:
+        for transfer, subjects in self._transfers:
             error = transfer.exception()
             if error is not None:
-                failures.append((error, tensors))
+                indices = getattr(error, "indices", None)
+                failures.append((error, subjects if indices is None else [subjects[index] for index in indices]))
         self.error = failures[0][0] if failures else None
         self._finish(self, failures)
         self._finish = None
@@ -156,15 +152,13 @@ class Operation:
 
     def _wait_for_start(self, deadline: float | None) -> None:
         """Wait until the thread that starts the transfers has started all, or has failed."""
-        while not self.complete and self.starting.locked():
-            if self._starter == threading.get_ident():
-                raise RuntimeError("the store is in the midst of a call of this very thread, which this one would wait for")
-            if deadline is None:
-                with self.starting:  # waits for the starting thread; released at once
-                    return
-            if time.monotonic() > deadline:
-                raise TimeoutError("the transfers have not all been started")
-            time.sleep(TRANSFER_POLL_SECONDS)
+        if self.complete or not self.starting.locked():
+            return
+        if self._starter == threading.get_ident():
+            raise RuntimeError("the store is in the midst of a call of this very thread, which this one would wait for")
+        if not self.starting.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0.0)):
+            raise TimeoutError("the transfers have not all been started")
+        self.starting.release()
 
 
 class StoreFuture(Generic[Result]):

@@ -2,34 +2,23 @@
 
 The manifest is in the store's first directory. It is two lines of JSON: the first has the format, its version and the CRC-32
 of the second; the second lists the tensors. Each of the other directories has a membership file, one line of JSON that names
-the first directory, so that none of these directories is mistaken for a store of its own.
+the first directory, so that none of these directories is mistaken for a store of its own: see :mod:`deepnvme.files.identity`.
 
 1. A manifest or a membership is replaced as a whole: after a crash, either the old one or the new one is there.
 2. A manifest is published after the data files were flushed, so every part that it lists is on the drive.
-3. The manifest's store identity equals the identity in each membership, or the previous identity in that membership.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepnvme.files.manifest import (
-    LONGEST_LINE,
-    checked_fields,
-    json_object,
-    number,
-    numbers,
-    read_manifest,
-    string,
-    with_checksum,
-)
+from deepnvme.files.manifest import checked_fields, number, numbers, read_manifest, string, with_checksum
 from deepnvme.files.replacing import replace_durably, with_filename
 
 MANIFEST_NAME = "deepnvme-store.json"
@@ -37,7 +26,7 @@ MANIFEST_NAME = "deepnvme-store.json"
 MEMBERSHIP_NAME = "deepnvme-store.member.json"
 """Name of the membership in each of the store's other directories."""
 _KIND = "deepnvme tensor store", 1
-"""Format and version in the first line of a manifest or membership."""
+"""Format and version in the first line of a manifest."""
 
 _LARGEST = 256 << 20
 """Largest manifest in bytes, enough for two million tensors.
@@ -81,22 +70,6 @@ class StoreManifest:
     """The tensors by name."""
 
 
-@dataclass(frozen=True)
-class StoreMembership:
-    """Contents of the membership file in every directory but the first: which store the directory belongs to, and its index."""
-
-    store: str
-    """The store's unique identity."""
-    index: int
-    """Index of this directory among the store's directories; at least 1."""
-    first: str
-    """Path of the store's first directory when the membership was written."""
-    directory: str = ""
-    """Path of this directory when the membership was written. Empty in stores made by earlier versions of the package."""
-    previous: str = ""
-    """Previous store identity, which the manifest may still have while the store changes to a new identity."""
-
-
 def publish(directory: Path, manifest: StoreManifest) -> None:
     """Replace the directory's manifest, atomically and durably.
 
@@ -129,39 +102,12 @@ def load(directory: Path) -> StoreManifest | None:
     return None
 
 
-def join(directory: Path, membership: StoreMembership) -> None:
-    """Write the directory's membership, replacing any other, atomically and durably."""
-    replace_durably(directory / MEMBERSHIP_NAME, json.dumps(asdict(membership)).encode() + b"\n")
-
-
-def membership(directory: Path) -> StoreMembership | None:
-    """Return the directory's membership, or None if it has none.
-
-    Raises:
-        CorruptManifest: If it is damaged.
-        OSError: From reading.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        return read_manifest(directory / MEMBERSHIP_NAME, LONGEST_LINE, _membership, CorruptManifest)
-    return None
-
-
 def remove(directory: Path) -> None:
     """Remove the manifest, the membership and the leftovers of an interrupted replacement, whichever exist."""
     for name in (MANIFEST_NAME, MEMBERSHIP_NAME):
         for path in (directory / name, directory / (name + ".new")):
             with contextlib.suppress(FileNotFoundError), with_filename(directory / name, instead=True):
                 os.unlink(path)
-
-
-def _membership(data: bytes) -> StoreMembership:
-    """Parse a membership. Raises ValueError or RecursionError."""
-    fields = json_object(data)
-    try:
-        more = str(fields.get("directory", "")), str(fields.get("previous", ""))
-        return StoreMembership(str(fields["store"]), int(fields["index"]), str(fields["first"]), *more)
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _manifest(fields: Any) -> StoreManifest:

@@ -16,8 +16,9 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine
 from deepnvme.files.directory_lock import DirectoryOwner
-from deepnvme.memory.pool import BufferPool, buffer_pool
-from deepnvme.memory.tensor_bytes import all_storable, checksums, viewed_as
+from deepnvme.memory.alignment import padded
+from deepnvme.memory.host import empty_aligned
+from deepnvme.memory.tensor_bytes import check_storable, checksums, viewed_as
 from deepnvme.telemetry.descriptions import path_list, representation, state_text
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
@@ -25,9 +26,8 @@ from .allocator import FilesTooSmall
 from .catalog import Catalog, CatalogEntry, CorruptTensor, TensorInfo, TensorVersion, record_gets
 from .data_file import DataFile, map_files
 from .futures import Operation, OperationScheduler, StoreFuture
-from .reading import read_into, read_new
-from .volumes import Directory, Volumes, directory_weights
-from .writing import Writing
+from .transfers import start_transfers
+from .volumes import Directory, Volumes, as_directories
 
 if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
@@ -62,10 +62,9 @@ class TensorStore:
     touch the files.
 
     Args:
-        directories: A path, several paths, or a mapping from path to weight. Tensors of 4 MiB or more are split over all
-            directories in proportion to the weights, which are equal by default. Smaller ones are stored whole, in the
-            emptiest directory. Directories are created if they are missing. Each is locked by one store. Files that a dead
-            process has left in a directory are removed.
+        directories: A path, or several. Tensors of 4 MiB or more are split over all directories equally. Smaller ones are
+            stored whole, in the emptiest directory. Directories are created if they are missing. Each is locked by one store.
+            Files that a dead process has left in a directory are removed.
         persist: Keep the files. When the store is opened again, also after a crash, with the same directories in any order,
             it has the state that the last :meth:`commit` has published; later puts and deletions are lost. Without
             ``persist``, the files are removed by :meth:`close`, when the store is dropped, and at exit.
@@ -76,7 +75,6 @@ class TensorStore:
         checksum: Keep the CRC-32 of each tensor, and verify it when the tensor is got. Takes 0.1 s of one core for each GB.
         engine: An engine to share among stores; None for an engine of the store's own.
         config: Settings of the store's own engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
-        pool: A buffer pool to share among stores; None for the process's pool.
         owner: The object that the store is a part of. The errors of other stores name it as the owner of the directories.
             None for the store itself.
 
@@ -87,39 +85,36 @@ class TensorStore:
         FileNotFoundError: With ``read_only``, if a directory has no persistent store.
         CorruptManifest: If the manifest is damaged.
         ValueError: If the directories are not exactly those of one store or of one copy of it, no directory is given, one is
-            given twice, a weight is not positive and finite, or both ``engine`` and ``config`` are given.
+            given twice, or both ``engine`` and ``config`` are given.
         OSError: From creating and opening files.
     """
 
     def __init__(
         self,
-        directories: Directory | Sequence[Directory] | Mapping[Directory, float],
+        directories: Directory | Sequence[Directory],
         *,
         persist: bool = False,
         read_only: bool = False,
         checksum: bool = False,
         engine: Engine | None = None,
         config: AioConfig | None = None,
-        pool: BufferPool | None = None,
         owner: DirectoryOwner | None = None,
     ) -> None:
         if engine is not None and config is not None:
             raise ValueError("config is for the store's own engine: give either engine or config")
-        weights = directory_weights(directories)
         owner = DirectoryOwner("TensorStore") if owner is None else owner
-        self._paths = tuple(weights)
+        self._paths = tuple(as_directories(directories))
         self._persist = persist or read_only
         self._read_only = read_only
         self._checksum = checksum
-        self._pool = pool
-        self._engine = engine_for(list(weights), config) if engine is None else engine
+        self._engine = engine_for(self._paths, config) if engine is None else engine
         self._own_engine = engine is None
         self._scheduler = OperationScheduler()
         self._closing = threading.Lock()
         self._last_commit: tuple[Operation, ...] = ()  # all of it, and its flush
         try:
             self._volumes = Volumes(self)
-            self._volumes.open(weights, self._persist, self._engine, read_only, owner)
+            self._volumes.open(self._paths, self._persist, self._engine, read_only, owner)
             self._catalog = Catalog(self._volumes.files, self._volumes.tensors, self._persist)
             self._space = self._catalog.space
             self._handles = [file.file for file in self._volumes.files]
@@ -217,11 +212,9 @@ class TensorStore:
         return self.put_many({name: tensor})
 
     def put_many(self, tensors: Mapping[str, torch.Tensor]) -> StoreFuture[int]:
-        """Start storing several tensors, like :meth:`put` for each, with one future and in few requests.
+        """Start storing several tensors, like :meth:`put` for each, with one future.
 
-        New names are stored side by side, in the order given. Tensors that are adjacent both in the file and in memory are
-        written in one request. Other small ones are copied into leased buffers, in the order of the file. Blocks while 16 MiB of
-        these are under way.
+        New names are stored side by side, in the order given. Small tensors go to the engine in one call.
 
         Args:
             tensors: The tensors by name.
@@ -231,7 +224,9 @@ class TensorStore:
         for name in names:
             if not isinstance(name, str):
                 raise TypeError(f"a name must be a str, got {name!r}")
-        dense, addresses = all_storable(tensors)
+        for name, tensor in tensors.items():
+            check_storable(name, tensor)
+        dense = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors.values()]
         crcs: list[tuple[int, ...] | None] = [None] * len(names)
         if self._checksum:
             crcs = [checksums(tensor, self._space.part_sizes(tensor.nbytes)) for tensor in dense]
@@ -245,9 +240,8 @@ class TensorStore:
         with operation.starting:
             try:
                 entries, versions = self._in_turn(names, begin, writing=True)
-                pool = buffer_pool() if self._pool is None else self._pool
-                writing = Writing(self._engine, pool, self._handles, operation)
-                writing.start([version.parts for version in versions], dense, addresses, entries)
+                places = [version.parts for version in versions]
+                start_transfers(self._engine.write, self._engine.write_many, self._handles, operation, places, dense, entries)
             except BaseException as error:  # some transfers may have been started, but no tensor counts as put
                 if isinstance(error, OSError):
                     operation.fail(OSError(error.errno, error.strerror, error.filename))  # without traceback and frames
@@ -280,9 +274,7 @@ class TensorStore:
         return self._get([name], lambda tensors: tensors[name], out)
 
     def get_many(self, names: Iterable[str]) -> StoreFuture[dict[str, torch.Tensor]]:
-        """Start reading several tensors, like :meth:`get` for each, with one future and in few requests.
-
-        Tensors that are adjacent in the file share one buffer of up to 16 MiB, which is freed with the last of them.
+        """Start reading several tensors, like :meth:`get` for each, with one future.
 
         Args:
             names: Names of the tensors; repeated ones are read once.
@@ -418,8 +410,8 @@ class TensorStore:
         with operation.starting, flush.starting:  # the next commit waits for both
             versions = self._scheduler.after(self._commits_under_way, lambda: self._begin_commit(operation, flush))
             # An operation, because the kernel reports an error only once: so it is recorded even if Ctrl-C comes in the wait.
-            files = [(file,) for file in range(len(self._handles))]
-            flush.submit(self._engine.fsync, self._handles, subjects=files)
+            for number, handle in enumerate(self._handles):
+                flush.submit(self._engine.fsync, handle, subjects=[number])
             flush.complete = True
             StoreFuture(flush, 0, lambda: None).result()
             self._volumes.publish({name: version.stored() for name, version in versions.items()})
@@ -513,9 +505,9 @@ class TensorStore:
         with operation.starting:
             entries, versions, tensors = self._in_turn(names, begin)
             if out is None:
-                tensors = read_new(self._engine, self._handles, operation, entries, versions)
-            else:
-                read_into(self._engine, self._handles, operation, entries[0], versions[0], out)
+                tensors = [_new_tensor(version.info) for version in versions]
+            places, into = [version.parts for version in versions], tensors if out is None else [out]
+            start_transfers(self._engine.read, self._engine.read_many, self._handles, operation, places, into, entries)
             operation.complete = True
 
         def conclude() -> Result:
@@ -538,3 +530,10 @@ class TensorStore:
         self._scheduler.begin(flush)
         self._last_commit = operation, flush
         return versions
+
+
+def _new_tensor(info: TensorInfo) -> torch.Tensor:
+    """Return a new tensor on the CPU, aligned for direct I/O. Its contents are undefined."""
+    if not info.nbytes:
+        return torch.empty(info.shape, dtype=info.dtype, device="cpu")
+    return empty_aligned(padded(info.nbytes))[: info.nbytes].view(info.dtype).view(info.shape)

@@ -5,49 +5,42 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import math
 import os
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine
 from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner, lock_directories
-from deepnvme.files.identity import refuse_mixture
+from deepnvme.files.identity import join, membership
 
 from . import data_file, manifest
 from .data_file import DataFile
-from .manifest import StoredTensor, StoreManifest, StoreMembership, load, membership
+from .manifest import MEMBERSHIP_NAME, CorruptManifest, StoredTensor, StoreManifest, load
 
 Directory = str | os.PathLike[str]
 """A directory's path."""
 
 
-def directory_weights(directories: Directory | Sequence[Directory] | Mapping[Directory, float]) -> dict[Path, float]:
-    """Return the weight of each directory, by absolute path.
-
-    Args:
-        directories: A path, several paths, or a mapping from path to weight. Without a mapping, all weights are 1.
+def as_directories(directories: Directory | Sequence[Directory]) -> list[Path]:
+    """Return one directory, or several, as absolute paths.
 
     Raises:
-        ValueError: If no directory is given, one is given twice, or a weight is not positive and finite.
+        TypeError: For a mapping: directories have no weights.
+        ValueError: If no directory is given, or one is given twice.
     """
-    if isinstance(directories, str | os.PathLike):
-        directories = [directories]
-    given = list(directories.items()) if isinstance(directories, Mapping) else [(path, 1.0) for path in directories]
-    weights: dict[Path, float] = {}
-    for directory, weight in given:
-        path = Path(directory).resolve()
-        if path in weights:
-            raise ValueError(f"'{directory}' is given twice: a store uses a directory once")
-        if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(f"a directory's weight must be positive and finite, got {weight} for '{directory}'")
-        weights[path] = weight
-    if not weights:
+    if isinstance(directories, Mapping):
+        raise TypeError(f"directories must be a path or several, which have equal shares, got {directories!r}")
+    given = [directories] if isinstance(directories, str | os.PathLike) else directories
+    found = [Path(directory).resolve() for directory in given]
+    if not found:
         raise ValueError("a store needs at least one directory, got none")
-    return weights
+    for number, path in enumerate(found):
+        if path in found[:number]:
+            raise ValueError(f"'{path}' is given twice: a store uses a directory once")
+    return found
 
 
 class Volumes:
@@ -72,7 +65,7 @@ class Volumes:
         # It keeps this object alive, so that a garbage collection that finds the store does not close these files first.
         self._finalizer = weakref.finalize(store, self._finalize)
 
-    def open(self, weights: Mapping[Path, float], persist: bool, engine: Engine, read_only: bool, owner: DirectoryOwner) -> None:
+    def open(self, directories: Sequence[Path], persist: bool, engine: Engine, read_only: bool, owner: DirectoryOwner) -> None:
         """Lock the directories and open the data files. Call once.
 
         Files that a dead owner left are removed, unless they belong to a persistent store. With ``read_only``, nothing is
@@ -82,7 +75,7 @@ class Volumes:
         Ctrl-C.
 
         Args:
-            weights: Weight of each directory, by absolute path.
+            directories: The directories, as absolute paths.
             persist: Keep the files, and open a persistent store if there is one.
             engine: Opens the data files for transfers.
             read_only: Open a persistent store for reading.
@@ -93,13 +86,17 @@ class Volumes:
         """
         self.left = False
         try:
-            known = self._open_committed(weights, engine, owner) if read_only else self._claim(weights, persist, engine, owner)
+            if read_only:
+                known: StoreManifest | None = self._open_committed(directories, engine, owner)
+            else:
+                known = self._claim(directories, persist, engine, owner)
             # The tensors in the manifest that was found.
             self.tensors: Mapping[str, StoredTensor] = {} if known is None else known.tensors
             self._identity = uuid.uuid4().hex if known is None else known.store
             self._renewed = known is None  # whether no copy of the store can have its identity
-            if persist and known is None:
-                self._join()
+            members = [membership(directory / MEMBERSHIP_NAME, CorruptManifest) for directory in self._directories()[1:]]
+            if persist and any(member is None or member.previous for member in members):  # new, or a change was interrupted
+                join(self._directories(), MEMBERSHIP_NAME, self._identity)
         except BaseException:
             self.leave()
             raise
@@ -110,34 +107,30 @@ class Volumes:
         Idempotent. A call after an interrupted one completes the work.
 
         Raises:
-            OSError: The first error from closing, after everything else is done.
+            OSError: An error from closing, after everything else is done.
         """
         if self.left:
             return
-        errors: list[OSError] = []
-        if os.getpid() == self._process:  # in a forked child, everything belongs to the parent
-            self._leave(errors)
+        failed: OSError | None = None
+        try:
+            if os.getpid() == self._process:  # in a forked child, everything belongs to the parent
+                self._leave()
+        except OSError as error:
+            failed = error
         self.left = True
         self._finalizer.detach()
-        if errors:
-            raise errors[0]
+        if failed is not None:
+            raise failed
 
-    def _leave(self, errors: list[OSError]) -> None:
-        """Remove files without a manifest, close the data files, and unlock the directories. Append errors to ``errors``."""
-        for owner, file in itertools.zip_longest(self._owners, self.files) if self._persisted is False else ():
-            with _noted(errors):
-                if file is not None:
-                    file.remove()
-                if owner.intact():
-                    manifest.remove(owner.directory)
-                    if file is None:  # opening it was interrupted
-                        data_file.remove(owner.directory)
-        for file in self.files:
-            with _noted(errors):
-                file.close()
-        for owner in reversed(self._owners):
-            with _noted(errors):
-                owner.release()
+    def _leave(self) -> None:
+        """Remove files without a manifest, close the data files, and unlock the directories, whatever fails."""
+        with contextlib.ExitStack() as stack:
+            for owner in self._owners:
+                stack.callback(owner.release)
+            for file in self.files:
+                stack.callback(file.close)
+            for each, its_file in itertools.zip_longest(self._owners, self.files) if self._persisted is False else ():
+                stack.callback(_remove, each, its_file)
 
     def _finalize(self) -> None:
         with contextlib.suppress(OSError), defer_interrupts():
@@ -157,32 +150,29 @@ class Volumes:
         if not self._renewed and len(self._owners) > 1:
             # From now on this store differs from copies of it: their directories are not taken for its own any more.
             self._identity = uuid.uuid4().hex
-            self._join(previous)
+            join(self._directories(), MEMBERSHIP_NAME, self._identity, previous)
         manifest.publish(self._owners[0].directory, StoreManifest(self._identity, len(self._owners), tensors))
         if self._identity != previous:
+            join(self._directories(), MEMBERSHIP_NAME, self._identity)
             self._renewed = True
-            with contextlib.suppress(OSError):  # the tensors are published; the next owner comes to this again
-                self._join()
 
-    def _join(self, previous: str = "") -> None:
-        """Write the membership file of every directory but the first. Raises OSError."""
-        first = str(self._owners[0].directory)
-        for index, locked in enumerate(self._owners[1:], 1):
-            directory = locked.directory
-            manifest.join(directory, StoreMembership(self._identity, index, first, str(directory), previous))
+    def _directories(self) -> list[Path]:
+        """Return the directories in the order of the store."""
+        return [owner.directory for owner in self._owners]
 
-    def _claim(self, weights: Mapping[Path, float], persist: bool, engine: Engine, owner: DirectoryOwner) -> StoreManifest | None:
+    def _claim(
+        self, directories: Sequence[Path], persist: bool, engine: Engine, owner: DirectoryOwner
+    ) -> StoreManifest | None:  # fmt: skip
         """Lock the directories as their owner, remove what a dead owner left there, and open the data files.
 
         Return the manifest that was found, or None.
         """
-        lock_directories(weights, owner, self._owners)
-        directories = list(weights)
+        lock_directories(directories, owner, self._owners)
         known, order = find_store(directories)
         by_directory = {locked.directory: locked for locked in self._owners}
         self._owners[:] = [by_directory[directories[index]] for index in order]
         if known is None:
-            for directory in weights:
+            for directory in directories:
                 data_file.remove(directory)
                 manifest.remove(directory)
         elif not persist:
@@ -190,21 +180,21 @@ class Volumes:
             raise FileExistsError(errno.EEXIST, text, str(self._owners[0].directory))
         self._persisted = known is not None
         for locked in self._owners:
-            self.files.append(DataFile(locked.directory, engine, weights[locked.directory], owner))
+            self.files.append(DataFile(locked.directory, engine, owner))
         return known
 
-    def _open_committed(self, weights: Mapping[Path, float], engine: Engine, owner: DirectoryOwner) -> StoreManifest:
+    def _open_committed(self, directories: Sequence[Path], engine: Engine, owner: DirectoryOwner) -> StoreManifest:
         """Open the data files for reading. Return the manifest.
 
         The manifest is read only after all data files are locked, when no other process can replace it any more.
         """
-        for directory, weight in weights.items():
+        for directory in directories:
             try:
-                self.files.append(DataFile(directory, engine, weight, owner, read_only=True))
+                self.files.append(DataFile(directory, engine, owner, read_only=True))
             except FileNotFoundError as error:
                 text = "there is no store here, or not all of it: its data file is missing"
                 raise FileNotFoundError(errno.ENOENT, text, str(directory)) from error
-        known, order = find_store(list(weights))
+        known, order = find_store(directories)
         if known is None:
             text = "there is a store here that was never committed: its writer was interrupted, or has yet to commit"
             raise FileNotFoundError(errno.ENOENT, text, str(self.files[0].directory))
@@ -212,13 +202,14 @@ class Volumes:
         return known
 
 
-@contextlib.contextmanager
-def _noted(errors: list[OSError]) -> Iterator[None]:
-    """Append an OSError from the ``with`` body to ``errors`` instead of raising it."""
-    try:
-        yield
-    except OSError as error:
-        errors.append(error)
+def _remove(owner: DirectoryLock, file: DataFile | None) -> None:
+    """Remove the files of a store from a directory that it still has. ``file``: None if opening it was interrupted."""
+    if file is not None:
+        file.remove()
+    if owner.intact():
+        manifest.remove(owner.directory)
+        if file is None:
+            data_file.remove(owner.directory)
 
 
 def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[int]]:
@@ -236,7 +227,8 @@ def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[
         OSError: From reading.
     """
     manifests = {index: manifest for index, directory in enumerate(directories) if (manifest := load(directory)) is not None}
-    members = {index: member for index, directory in enumerate(directories) if (member := membership(directory)) is not None}
+    found_members = (membership(directory / MEMBERSHIP_NAME, CorruptManifest) for directory in directories)
+    members = {index: member for index, member in enumerate(found_members) if member is not None}
     if not manifests:
         for index, member in members.items():
             if Path(member.first) not in directories:
@@ -255,27 +247,11 @@ def find_store(directories: Sequence[Path]) -> tuple[StoreManifest | None, list[
         )
     order = [first]
     for wanted in range(1, manifest.directories):
-        found = [index for index, member in members.items() if member.index == wanted and _belongs(member, manifest.store)]
+        found = [index for index, member in members.items() if member.index == wanted and member.is_of(manifest.store)]
         if len(found) != 1:
             raise ValueError(
                 f"directory {wanted} (from 0) of the store in '{directories[first]}', as it is now, is not among those given:"
                 " give directories that were copied or moved together"
             )
         order += found
-    if len(order) > 1:
-        second = members[order[1]]
-        recorded: list[Path | None] = [Path(second.first)]
-        recorded += [Path(members[index].directory) if members[index].directory else None for index in order[1:]]
-
-        def is_at(number: int, path: Path) -> bool:
-            if number == 0:
-                return (there := load(path)) is not None and _belongs(second, there.store)
-            other = membership(path)
-            return other is not None and other.index == number and _belongs(other, manifest.store)
-
-        refuse_mixture([directories[index] for index in order], recorded, is_at)
     return manifest, order
-
-
-def _belongs(member: StoreMembership, store: str) -> bool:
-    return store in (member.store, member.previous)

@@ -26,7 +26,7 @@ from deepnvme.checkpoint.weight_locations import Location, weights_in_index
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.model.quantization import Scheme
 from deepnvme.model.structure import weights_by_name
-from deepnvme.store.volumes import directory_weights
+from deepnvme.store.volumes import as_directories
 from deepnvme.telemetry.progress import ProgressOption
 
 from .streamed_model import Streaming, streaming_of
@@ -123,7 +123,7 @@ def from_pretrained(
     config = _config(transformers, name, options)
     kind = _class_of(transformers, config, model_class)
     origin = _origin(transformers, name, config, options) | {"quantize": quantize}
-    where: dict[Any, float] = dict(directory_weights(offload_dir))
+    where = as_directories(offload_dir)
 
     def build(directory: Path) -> WeightStore:
         """Build the store of the checkpoint, and open it."""
@@ -139,7 +139,7 @@ def from_pretrained(
         if kv_offload is not None:
             from .kv.cache import offload_kv
 
-            offload_kv(model, next(iter(where)), aio_config=aio_config)
+            offload_kv(model, where[0], aio_config=aio_config)
         # An ordinary attribute: it is neither a module nor a tensor.
         model.streaming = Streaming(model, store, prefetch, memory_budget, device, owns_store=True)
     except BaseException:

@@ -8,8 +8,9 @@ from .manifest import CorruptTable
 from .ngram_tables import open_ngram_tables
 from .offloading import offload_embeddings
 from .reading import FailedRow, RowsUnreadable
-from .row_optimizer import RowOptimizer, RowWiseAdagrad
-from .rows_future import PartialRows, RowsFuture
+from .row_optimizer import RowOptimizer
+from .row_states import RowWiseAdagrad
+from .rows_future import RowsFuture
 from .session import TableStats
 from .table import Table
 
@@ -19,7 +20,6 @@ __all__ = [
     "EmbeddingOnDisk",
     "FailedRow",
     "Lookahead",
-    "PartialRows",
     "RowOptimizer",
     "RowWiseAdagrad",
     "RowsFuture",

@@ -1,20 +1,21 @@
 """Creates the files of a new table.
 
-1. The directories are locked, and checked to have no table: no manifest, and no file of rows.
-2. ``rows.new`` in each directory is preallocated, filled in order, given the table's identity, and flushed.
-3. The manifest is written under a temporary name. It says that files of rows with its identity belong to no table yet.
-4. Each ``rows.new`` is renamed to ``rows``, and then the manifest to its final name. This last rename creates the table.
+1. The directories are checked to have no table: neither a manifest nor a file of rows. They are locked.
+2. ``rows`` in each directory is preallocated, filled in order, and flushed.
+3. Memberships are written to all directories but the first, then the manifest to the first. This creates the table.
 
-If the process is killed before the last rename, the next creation in these directories removes the files left behind.
+A process that is killed before leaves ``rows``, which the next creation refuses.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,25 +24,22 @@ from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine, File
 from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner
+from deepnvme.files.identity import join
 from deepnvme.files.preallocation import preallocate
 from deepnvme.files.replacing import sync_directory, with_filename
 from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
 from deepnvme.transfer.gather import Transfers
 
-from .identity import file_bytes, is_file_of, write_identity
-from .layout import Column, TableLayout
-from .manifest import MANIFEST_NAME, ROWS_NAME, UNFINISHED_NAME, Epochs, load_manifest, save_manifest
+from .layout import Column, Shard, TableLayout
+from .manifest import MANIFEST_NAME, MEMBERSHIP_NAME, ROWS_NAME, Epochs, save_manifest
 
 _FILL_BYTES = 8 << 20
 """Bytes of rows that are written at a time."""
-_NORMAL_PART_BYTES = 4 << 20
-"""Bytes of rows that :class:`NormalRows` makes at a time."""
 _CHUNK_BYTES = 64 << 10
 """Bytes of consecutive rows in the file of one drive before the rows continue on the next drive."""
 _SECTOR = 512
-_UNFINISHED_ROWS = "rows.new"
-"""Name of a file of rows until all rows are written."""
+_FILE_MULTIPLE = 4096
 _FIRST_EPOCH = 1
 
 Values = Callable[[int, int], torch.Tensor]
@@ -49,14 +47,9 @@ Values = Callable[[int, int], torch.Tensor]
 
 
 def create_files(
-    directories: list[Path],
-    rows: int,
-    columns: tuple[Column, ...],
-    values: Values | None,
-    initial: Mapping[str, float],
-    updatable: bool,
-    config: AioConfig | None,
-) -> None:
+    directories: Sequence[Path], rows: int, columns: tuple[Column, ...], values: Values | None, initial: Mapping[str, float],
+    updatable: bool, config: AioConfig | None,
+) -> None:  # fmt: skip
     """Create the files of a table. Blocks until they are on stable storage.
 
     Args:
@@ -69,113 +62,99 @@ def create_files(
         config: Settings of the engine; None for the profile of the drive.
 
     Raises:
-        FileExistsError: If one of the directories has a table already.
+        FileExistsError: If a directory has a table already, or rows that a killed process has left.
         ValueError: If ``values`` returns another shape or dtype.
         OSError: From the drive. All files of the new table are removed then.
     """
-    _check_empty(directories)
+    for directory in directories:
+        for path in (directory / MANIFEST_NAME, directory / ROWS_NAME):
+            if os.path.lexists(path):
+                text = "there is a table already, or what is left of one that was not made to the end: open it, or remove it"
+                raise FileExistsError(errno.EEXIST, text, str(path))
     with contextlib.ExitStack() as stack:
         owner = DirectoryOwner("Table", "wait until it is made")
         for directory in directories:
             stack.callback(DirectoryLock(directory, owner).release)
-        _check_empty(directories)  # somebody else may have made one just now
-        for path in _orphaned_files(directories):
-            path.unlink()
-        stack.callback(_remove_unless_made, directories)
         engine = stack.enter_context(engine_for(directories, config))
         paths = [directory / ROWS_NAME for directory in directories]
-        unfinished = [directory / _UNFINISHED_ROWS for directory in directories]
-        for path in unfinished:
-            path.unlink(missing_ok=True)
-        # Other rows are in whole sectors only where they have two versions.
-        files = [stack.enter_context(engine.open(path, "x+", whole_sectors=updatable)) for path in unfinished]
+        files = []
+        for path in paths:  # other rows are in whole sectors only where they have two versions
+            files.append(stack.enter_context(engine.open(path, "x+", whole_sectors=updatable)))
+            stack.callback(_remove_unless_made, path, directories[0])
         sector = max(_SECTOR, *(file.sector_size for file in files))
         layout = _layout_of(paths, rows, columns, updatable, sector)
-        for volume, path in enumerate(unfinished):
+        for volume, path in enumerate(paths):
             with with_filename(path):
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
-                    size = padded(file_bytes(layout, volume), sector)
-                    preallocate(descriptor, 0, size, str(path), "give the table a directory on a larger drive")
+                    size, remedy = file_bytes(layout, volume), "give the table a directory on a larger drive"
+                    preallocate(descriptor, 0, size, str(path), remedy)
                 finally:
                     os.close(descriptor)
         filled = values is not None or any(initial.values())
         if filled:
             _fill(engine, files, layout, values, initial)
-        identity = uuid.uuid4().hex
-        Transfers(write_identity(engine, files, layout, identity)).result()
         Transfers(map(engine.fsync, files)).result()
-        committed = _FIRST_EPOCH if updatable and filled else 0
-        epochs = Epochs(committed=committed, reserved=committed, abandoned=(), attributes={}, identity=identity)
-        save_manifest(directories, layout, epochs, UNFINISHED_NAME)
+        identity = uuid.uuid4().hex if len(directories) > 1 else ""
+        join(directories, MEMBERSHIP_NAME, identity)
         for directory in directories:
-            with with_filename(directory / _UNFINISHED_ROWS):
-                os.rename(directory / _UNFINISHED_ROWS, directory / ROWS_NAME)
             sync_directory(directory)
             sync_directory(directory.parent)
-        with with_filename(directories[0] / MANIFEST_NAME):
-            os.rename(directories[0] / UNFINISHED_NAME, directories[0] / MANIFEST_NAME)
-        sync_directory(directories[0])
+        committed = _FIRST_EPOCH if updatable and filled else 0
+        save_manifest(layout, Epochs(committed=committed, reserved=committed, abandoned=(), attributes={}, identity=identity))
 
 
-def _check_empty(directories: Sequence[Path]) -> None:
-    """Raise FileExistsError if a directory has a manifest, or a file of rows, of another table."""
-    left_behind = _orphaned_files(directories)
-    for path in [directory / name for directory in directories for name in (MANIFEST_NAME, ROWS_NAME)]:
-        if os.path.lexists(path) and path not in left_behind:
-            raise FileExistsError(errno.EEXIST, "there is a table already: open it, or remove the directory", str(path))
+def file_bytes(layout: TableLayout, volume: int) -> int:
+    """Return the size of one of a table's files of rows."""
+    return padded(layout.bytes_in(volume), _FILE_MULTIPLE)
 
 
-def _orphaned_files(directories: Sequence[Path]) -> list[Path]:
-    """Return files of rows left by a killed creation: those with the identity in the temporary manifest."""
-    try:
-        _, epochs = load_manifest(directories[0], UNFINISHED_NAME)
-    except OSError:
-        return []
-    paths = [directory / ROWS_NAME for directory in directories]
-    return [path for volume, path in enumerate(paths) if is_file_of(path, volume, epochs)]
-
-
-def _remove_unless_made(directories: Sequence[Path]) -> None:
-    """Remove all files of the table if it has no manifest."""
-    if not (directories[0] / MANIFEST_NAME).exists():
-        paths = [directory / name for directory in directories for name in (_UNFINISHED_ROWS, ROWS_NAME)]
-        for path in [*paths, directories[0] / UNFINISHED_NAME]:
+def _remove_unless_made(path: Path, first: Path) -> None:
+    """Remove the rows of a table that has no manifest, and the membership beside them."""
+    if not (first / MANIFEST_NAME).exists():
+        for each in (path, path.with_name(MEMBERSHIP_NAME)):
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+                each.unlink()
 
 
 def _layout_of(paths: list[Path], rows: int, columns: tuple[Column, ...], updatable: bool, sector: int) -> TableLayout:
-    layout = TableLayout(tuple(paths), rows, columns)
-    version = padded(layout.record_bytes + load_async_io().tables.VERSION_HEADER_BYTES, sector) if updatable else 0
-    stride = 2 * version if updatable else layout.record_bytes
-    chunk = max(_CHUNK_BYTES // stride, 1) if len(paths) > 1 else 1
-    return TableLayout(tuple(paths), rows, columns, 0, version, chunk)
+    layout = TableLayout(tuple(map(Shard, paths)), rows, columns)
+    if updatable:
+        version = layout.record_bytes + load_async_io().tables.VERSION_HEADER_BYTES
+        layout = replace(layout, version_bytes=padded(version, sector))
+    return replace(layout, chunk=max(_CHUNK_BYTES // layout.stride, 1) if len(paths) > 1 else 0)
 
 
 def _fill(
     engine: Engine, files: Sequence[File], layout: TableLayout, values: Values | None, initial: Mapping[str, float]
 ) -> None:
     """Write all rows in order, some MiB at a time: one part is made while the previous part is written."""
-    turn = layout.chunk * len(files)  # rows after which the first file has its turn again
-    step = max(_FILL_BYTES // layout.stride // turn, 1) * turn
+    # All parts but the last have a multiple of 16 rows, and the last has not less: normal_() makes 16 numbers at a time, and
+    # the last 16 of a tensor twice unless its size is a multiple of 16.
+    wanted = _FILL_BYTES // layout.stride
+    turn = max(layout.chunk, 1) * len(files)  # rows after which the first file has its turn again
+    multiple = turn if wanted < math.lcm(turn, 16) else math.lcm(turn, 16)
+    step = max(wanted // multiple, 1) * multiple
     written = Transfers()
-    for begin in range(0, layout.rows, step):
-        end = min(begin + step, layout.rows)
-        column = layout.values
-        given = torch.zeros(end - begin, *column.shape, dtype=column.dtype) if values is None else values(begin, end)
-        if tuple(given.shape) != (end - begin, *column.shape) or given.dtype != column.dtype:
+    column = layout.values
+    begins = range(0, max(layout.rows - step + 1, min(layout.rows, 1)), step)
+    for begin in begins:
+        end = layout.rows if begin == begins[-1] else begin + step
+        shape = (end - begin, *column.shape)
+        given = torch.zeros(shape, dtype=column.dtype) if values is None else values(begin, end)
+        if tuple(given.shape) != shape or given.dtype != column.dtype:
             raise ValueError(
-                f"values of rows {begin} to {end} must have the shape {(end - begin, *column.shape)} in {column.dtype},"
+                f"values of rows {begin} to {end} must have the shape {shape} in {column.dtype},"
                 f" got {tuple(given.shape)} in {given.dtype}"
             )
         images = _images(layout, given, initial)
         written.take_ended(most=2 * len(files) - 1)
         for volume, file in enumerate(files):
-            own = _volume_part(layout, images, volume, len(files))
+            own = images
+            if layout.chunk:
+                own = torch.cat([images[:0], *torch.split(images, layout.chunk)[volume :: len(files)]])
             if len(own):
-                offset = layout.offset_of(begin + volume * layout.chunk)
-                written.start(engine.write, own.reshape(-1), file, offset)
+                written.start(engine.write, own.reshape(-1), file, begin // len(files) * layout.stride)
     written.result()
 
 
@@ -196,49 +175,20 @@ def _images(layout: TableLayout, values: torch.Tensor, initial: Mapping[str, flo
     return images
 
 
-def _volume_part(layout: TableLayout, images: torch.Tensor, volume: int, volumes: int) -> torch.Tensor:
-    """Return the part of ``images`` that belongs in the file of one volume.
-
-    The rows are striped: ``images`` must begin with a chunk of the first volume.
-    """
-    if volumes == 1:
-        return images
-    parts = torch.split(images, layout.chunk)
-    return torch.cat([images[:0], *parts[volume::volumes]])
-
-
-class NormalRows:
-    """Generates the rows of a new embedding: normally distributed, with the same numbers as ``torch.nn.Embedding``.
-
-    The numbers come from torch's default generator, part by part. ``normal_`` generates 16 numbers at a time, and the last 16
-    of a tensor twice if its size is not a multiple of 16. So that parts give the same numbers as one large tensor, each
-    part has a multiple of 16 rows, except the last, which has at least 16.
+def normal_rows(embedding_dim: int, dtype: torch.dtype, zero_row: int | None) -> Values:
+    """Return a function that makes the rows of a new embedding: normally distributed, the same as ``torch.nn.Embedding``'s.
 
     Args:
-        rows: Number of rows.
         embedding_dim: Elements of each row.
         dtype: Dtype of the elements.
         zero_row: Number of the row to be filled with zeros; None for no such row.
     """
 
-    def __init__(self, rows: int, embedding_dim: int, dtype: torch.dtype, zero_row: int | None) -> None:
-        self._rows, self._zero_row = rows, zero_row
-        self._step = max(_NORMAL_PART_BYTES // max(embedding_dim * dtype.itemsize, 1) // 16 * 16, 16)
-        self._made = torch.empty(0, embedding_dim, dtype=dtype)  # made, and not returned yet
-        self._begin = 0  # number of the first row of _made
+    def values(begin: int, end: int) -> torch.Tensor:
+        """Return rows ``begin`` to ``end``, the next ones of torch's default generator."""
+        rows = torch.empty(end - begin, embedding_dim, dtype=dtype).normal_()
+        if zero_row is not None and begin <= zero_row < end:
+            rows[zero_row - begin] = 0
+        return rows
 
-    def __call__(self, begin: int, end: int) -> torch.Tensor:
-        """Return rows ``begin`` to ``end``. Calls must come in order, without gaps."""
-        parts = [self._made]
-        made = self._begin + len(self._made)
-        while made < end:
-            rest = self._rows - made
-            count = rest if rest < 2 * self._step else self._step
-            part = self._made.new_empty(count, self._made.shape[1]).normal_()
-            if self._zero_row is not None and made <= self._zero_row < made + count:
-                part[self._zero_row - made] = 0
-            parts.append(part)
-            made += count
-        whole = torch.cat(parts)
-        self._made, self._begin = whole[end - begin :].clone(), end
-        return whole[: end - begin]
+    return values

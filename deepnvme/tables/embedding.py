@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ from torch.nn import functional
 
 from deepnvme.drives.profiles import AnyPath
 
-from .creating import NormalRows, Values
+from .creating import Values, normal_rows
 from .layout import State
 from .manifest import MANIFEST_NAME
 from .mapped_tensors import mapped_tensors, parts_of
@@ -25,7 +23,7 @@ from .table import Table, TableMemory, as_paths
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-Mode = Literal["sum", "mean", "max"]
+Mode = Literal["sum", "mean"]
 
 
 class _RowGradients(torch.autograd.Function):
@@ -36,39 +34,20 @@ class _RowGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, holder: torch.Tensor, rows: torch.Tensor, padding_idx: int | None, weight: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, holder: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return ``weight``, the values of the rows numbered ``rows``, and connect it to the gradient holder for the backward."""
-        ctx.rows, ctx.padding_idx, ctx.size = rows, padding_idx, holder.shape
+        ctx.rows, ctx.size = rows, holder.shape
         return weight
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of ``holder``: sparse, over all rows of the table. ``gradient`` is that of ``weight``."""
-        rows = ctx.rows
-        if gradient.is_sparse:
-            numbers, values, ordered = rows[gradient._indices()[0]], gradient._values(), gradient.is_coalesced()
-        else:  # max, scale_grad_by_freq
-            numbers, values, ordered = rows, gradient[: len(rows)], True
-            if ctx.padding_idx is not None:
-                kept = rows != ctx.padding_idx
-                numbers, values = rows[kept], values[kept]
-        indices = numbers.unsqueeze(0)
-        found = torch.sparse_coo_tensor(indices, values, ctx.size, check_invariants=False, is_coalesced=ordered)
-        return found, None, None, None
-
-
-class _Gathered(NamedTuple):
-    """The distinct rows of one forward, and where each id finds its row."""
-
-    weight: torch.Tensor
-    """Values of the distinct rows, ascending by row number; one more row of zeros if the padding row is not among the ids."""
-    positions: torch.Tensor
-    """Index in ``weight`` of each id's row, in the shape of the ids."""
-    padding: int | None
-    """Index in ``weight`` of the padding row; None if the module has no ``padding_idx``."""
+        indices = ctx.rows[gradient._indices()[0]].unsqueeze(0)
+        found = torch.sparse_coo_tensor(
+            indices, gradient._values(), ctx.size, check_invariants=False, is_coalesced=gradient.is_coalesced()
+        )
+        return found, None, None
 
 
 class RowsOnDisk(nn.Module):
@@ -81,21 +60,19 @@ class RowsOnDisk(nn.Module):
     parameter."""
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale_grad_by_freq: bool,
-        path: AnyPath | Sequence[AnyPath] | Table, dtype: torch.dtype | None, optimizer: OptimizerFactory | None,
-        values: Values | None, memory: TableMemory,
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, path: AnyPath | Sequence[AnyPath] | Table,
+        dtype: torch.dtype | None, optimizer: OptimizerFactory | None, values: Values | None, memory: TableMemory,
     ) -> None:  # fmt: skip
         super().__init__()
         if unknown := memory.keys() - TableMemory.__annotations__.keys():
             raise TypeError(
-                f"{type(self).__name__} takes no {', '.join(sorted(unknown))}: gradients are always sparse, results are on the"
-                " device of the ids, rows are not changed by a forward (max_norm), and from_pretrained() takes rows"
+                f"{type(self).__name__} takes no {', '.join(sorted(unknown))}: gradients are always sparse, and not scaled,"
+                " results are on the device of the ids, no forward changes rows (max_norm), and from_pretrained() takes rows"
             )
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx must be in [{-num_embeddings}, {num_embeddings}), got {padding_idx}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx % num_embeddings if padding_idx is not None else None
-        self.scale_grad_by_freq = scale_grad_by_freq
         self.optimizer = optimizer
         """The torch optimizer class (or a partial of one) that trains the rows; None if they are not trained."""
         if isinstance(path, Table):
@@ -114,55 +91,54 @@ class RowsOnDisk(nn.Module):
 
     def _open(self, paths: list[Path], dtype: torch.dtype | None, values: Values | None, memory: TableMemory) -> Table:
         """Open the table at a path, or make it."""
-        if paths and (paths[0] / MANIFEST_NAME).exists():
+        if (paths[0] / MANIFEST_NAME).exists():
             return Table.open(paths, writable=self.optimizer is not None, **memory)
         dtype = dtype or torch.get_default_dtype()
         states: Mapping[str, State] = {}
         if self.optimizer is not None:
             states = states_of(self.optimizer, dtype, self.embedding_dim).rows
         if values is None:
-            values = NormalRows(self.num_embeddings, self.embedding_dim, dtype, self.padding_idx)
+            values = normal_rows(self.embedding_dim, dtype, self.padding_idx)
         updatable = self.optimizer is not None
         return Table.create(
             paths, self.num_embeddings, self.embedding_dim, dtype, values=values, states=states, updatable=updatable, **memory
         )
 
     @classmethod
-    def _from_pretrained(
-        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool, path: AnyPath | Sequence[AnyPath] | None, name: str | None,
-        optimizer: OptimizerFactory | None, memory: TableMemory, **more: Any,
+    def from_pretrained(
+        cls, embeddings: torch.Tensor | Table, freeze: bool = True, *, path: AnyPath | Sequence[AnyPath] | None = None,
+        optimizer: OptimizerFactory | None = None, **more: Any,
     ) -> Self:  # fmt: skip
-        """Return a module for existing rows. ``more``: further arguments of the class's constructor."""
+        """Return a module for existing rows.
+
+        Args:
+            embeddings: A tensor of two dimensions, or a :class:`Table`, which is used in place without ``path``.
+            freeze: Whether the rows stay as they are. With False, they are trained, and ``optimizer`` is needed.
+            path: A directory, or several, for a copy of the rows. Needed for tensors. If there is a table already, it is
+                opened, and ``embeddings`` is not copied.
+            optimizer: What will train the rows, as for the class.
+            **more: Other arguments of the class. The row ``padding_idx`` keeps its values.
+        """
         if not freeze and optimizer is None:
             raise ValueError("rows that are trained (freeze=False) need optimizer=, whose states are kept beside them")
-        opened: Table | None = None
-        if isinstance(embeddings, torch.Tensor):
-            if path is None:
-                raise ValueError("path= is needed: a directory for the rows of the tensor")
-            source: torch.Tensor | Table = embeddings.detach()
-        elif isinstance(embeddings, Table):
-            source = embeddings
-        else:
-            writable = path is None and optimizer is not None
-            source = opened = Table.open(embeddings, name, writable=writable, **memory)
+        if not isinstance(embeddings, torch.Tensor | Table):
+            raise TypeError(f"embeddings must be a tensor or a Table, got {embeddings!r}: give Table.open(...)")
+        if path is None and isinstance(embeddings, torch.Tensor):
+            raise ValueError("path= is needed: a directory for the rows of the tensor")
+        if len(embeddings.shape) != 2:
+            raise ValueError(f"embeddings must have two dimensions, got the shape {tuple(embeddings.shape)}")
 
         def values(begin: int, end: int) -> torch.Tensor:
-            """Return rows ``begin`` to ``end`` of the source."""
-            return source[begin:end].cpu() if isinstance(source, torch.Tensor) else _read_range(source, begin, end)
+            """Return rows ``begin`` to ``end``."""
+            if isinstance(embeddings, Table):
+                return embeddings.read(torch.arange(begin, end))
+            return embeddings.detach()[begin:end].cpu()
 
-        try:
-            if len(source.shape) != 2:
-                raise ValueError(f"embeddings must have two dimensions, got the shape {tuple(source.shape)}")
-            target: Any = source if path is None else path
-            new: Any = cls  # the subclass, whose arguments are others
-            found: Self = new(
-                *source.shape, path=target, dtype=source.dtype, optimizer=optimizer, values=values, **more, **memory
-            )
-            if path is None:
-                opened = None  # the module has it
-        finally:
-            if opened is not None:
-                opened.close()
+        new: Any = cls  # the subclass, whose arguments are others
+        found: Self = new(
+            *embeddings.shape, path=embeddings if path is None else path, dtype=embeddings.dtype, optimizer=optimizer,
+            values=values, **more,
+        )  # fmt: skip
         return found.requires_grad_(not freeze)
 
     # -- what is trained
@@ -170,7 +146,7 @@ class RowsOnDisk(nn.Module):
     @property
     def trained(self) -> bool:
         """Whether a backward gives the rows gradients."""
-        return self.gradient_holder.requires_grad
+        return self.gradient_holder.requires_grad and self.table.writable
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set whether the rows are trained, and return the module.
@@ -203,8 +179,13 @@ class RowsOnDisk(nn.Module):
             checked_ids(ids, self.num_embeddings)  # raises with the position in ids
         return rows, positions
 
-    def _gather(self, ids: torch.Tensor) -> _Gathered:
-        """Read the distinct rows of ``ids``. Blocks. Raises what :meth:`Table.read` does."""
+    def _gather(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """Read the distinct rows of ``ids``. Blocks. Raises what :meth:`Table.read` does.
+
+        Returns:
+            The values of the distinct rows, ascending by row number, and one more row of zeros if the padding row is not among
+            the ids; the index of each id's row in them; and that of the padding row, None without ``padding_idx``.
+        """
         rows, positions = self._unique(ids)
         padding, count = None, len(rows)
         if self.padding_idx is not None:
@@ -218,10 +199,10 @@ class RowsOnDisk(nn.Module):
         if training:  # with their states, which the step will need: they stay in memory meanwhile
             weight[:count] = self.table.read_records(rows)["values"]
             self._move_holder(ids.device)
-            weight = _RowGradients.apply(self.gradient_holder, rows.long(), self.padding_idx, weight)  # type: ignore[no-untyped-call]
+            weight = _RowGradients.apply(self.gradient_holder, rows.long(), weight)  # type: ignore[no-untyped-call]
         else:
             self.table.read(rows, out=weight[:count])
-        return _Gathered(weight, positions.to(ids.dtype), padding)
+        return weight, positions.to(ids.dtype), padding
 
     def _move_holder(self, device: torch.device) -> None:
         """Move the gradient holder to the device of the ids. Raises ValueError if its gradient is on another device."""
@@ -233,36 +214,15 @@ class RowsOnDisk(nn.Module):
                 )
             holder.data = _holder(self.table, device)
 
-    # -- copies
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy that is not trained, and reads the same table: its last commit, and later ones."""
-        if self.table.writable:
-            warnings.warn(
-                f"the copy of {type(self).__name__} reads the last commit of {self.table}, and each one after it: it has no"
-                " rows of its own, and is not trained. For rows of its own, use from_pretrained(module.table, path=...)",
-                stacklevel=2,
-            )
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "gradient_holder"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.gradient_holder = _holder(self.table, torch.device("cpu"))  # without gradients: others have the table to change it
-
     # -- state dicts, in torch's form
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Add the rows to ``destination`` as one tensor, mapped from an unnamed temporary file in the table's directory."""
         table = self.table
-        destination[prefix + "weight"] = mapped_tensors(
-            table.directory, table.rows, [(table.dtype, table.row_shape)], lambda begin, end: [_read_range(table, begin, end)]
-        )[0]
+        columns = [(table.dtype, table.row_shape)]
+        (destination[prefix + "weight"],) = mapped_tensors(
+            table.directory, table.rows, columns, lambda begin, end: [table.read(torch.arange(begin, end))]
+        )
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
@@ -312,8 +272,8 @@ class EmbeddingOnDisk(RowsOnDisk):
     ``state_dict`` has the rows under the same name as torch's module, mapped from a file. ``load_state_dict`` changes the rows.
     It does not wait for a commit that has failed halfway.
 
-    A copy, made by ``copy.deepcopy`` or pickle, reads the table's last commit and later ones. It is not trained, and has
-    no rows of its own.
+    A copy, made by ``copy.deepcopy`` or pickle, opens the same table again to read it. So while the rows can be trained, no
+    copy can be made.
 
     A training step reads each row twice: in the forward, and again in the optimizer's step, where the row is in memory. So if
     the forwards found a share ``h`` of their rows in memory, ``table.stats().hit_rate`` is ``(1 + h) / 2``. ``rows_read``
@@ -325,7 +285,6 @@ class EmbeddingOnDisk(RowsOnDisk):
         padding_idx: Number of a row that is not trained; zeros in a new table.
         path: A directory, or several on different drives. A table that is there is opened; otherwise one is created, with the
             rows that ``torch.nn.Embedding`` has with the same seed. Or an open :class:`Table`, which is used as it is.
-        scale_grad_by_freq: Whether gradients are divided by how often an id occurs in the forward.
         dtype: Dtype of the rows; None for that of the existing table, or torch's default for a new one.
         optimizer: What will train the rows: a torch optimizer class, or a ``functools.partial`` of one. Its states are kept
             beside each row. None for rows that are not trained, which take half the space.
@@ -335,89 +294,47 @@ class EmbeddingOnDisk(RowsOnDisk):
     Raises:
         ValueError: If the existing table has another shape, dtype or other states, or the optimizer cannot train
             single rows.
-        TypeError: For other arguments of torch's module, such as ``max_norm`` and ``sparse``.
+        TypeError: For other arguments of torch's module, such as ``max_norm``, ``scale_grad_by_freq`` and ``sparse``.
         OSError: From the drive.
     """
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, *,
-        path: AnyPath | Sequence[AnyPath] | Table, scale_grad_by_freq: bool = False, dtype: torch.dtype | None = None,
-        optimizer: OptimizerFactory | None = None, values: Values | None = None, **memory: Unpack[TableMemory],
+        path: AnyPath | Sequence[AnyPath] | Table, dtype: torch.dtype | None = None, optimizer: OptimizerFactory | None = None,
+        values: Values | None = None, **memory: Unpack[TableMemory],
     ) -> None:  # fmt: skip
-        super().__init__(num_embeddings, embedding_dim, padding_idx, scale_grad_by_freq, path, dtype, optimizer, values, memory)
-
-    @classmethod
-    def from_pretrained(
-        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, padding_idx: int | None = None, *,
-        path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None, scale_grad_by_freq: bool = False,
-        optimizer: OptimizerFactory | None = None, **memory: Unpack[TableMemory],
-    ) -> Self:  # fmt: skip
-        """Return an embedding for existing rows. Arguments that are not listed are those of the class.
-
-        Args:
-            embeddings: A tensor of two dimensions; a :class:`Table`; or what :meth:`Table.open` opens: a table's directory, a
-                ``.npy``, ``.safetensors`` or ``.pt`` file. Without ``path``, a table or file is used in place, not copied.
-            freeze: Whether the rows stay as they are. With False, they are trained, and ``optimizer`` is needed.
-            padding_idx: Number of a row that is not trained. It keeps its values.
-            path: A directory, or several, for a copy of the rows. Needed for tensors. If there is a table already, it is
-                opened, and ``embeddings`` is not copied.
-            name: Name of the tensor, in a file that has several.
-        """
-        return cls._from_pretrained(
-            embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq
-        )
+        super().__init__(num_embeddings, embedding_dim, padding_idx, path, dtype, optimizer, values, memory)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids: ``input.shape + (embedding_dim,)``, on their device. Blocks until they are read."""
         if not (torch.is_grad_enabled() and self.trained):
             if input.device.type == "cpu":
-                rows = self.table.read(input)
-                assert isinstance(rows, torch.Tensor)
-                return rows
+                return self.table.read(input)
             out = torch.empty(*input.shape, self.embedding_dim, dtype=self.table.dtype, device=input.device)
             self.table.read(input, out=out)
             return out
-        rows_once = self._gather(input)
-        return functional.embedding(
-            rows_once.positions, rows_once.weight, rows_once.padding, scale_grad_by_freq=self.scale_grad_by_freq,
-            sparse=not self.scale_grad_by_freq,
-        )  # fmt: skip
+        weight, positions, padding = self._gather(input)
+        return functional.embedding(positions, weight, padding, sparse=True)
 
 
 class EmbeddingBagOnDisk(RowsOnDisk):
     """``torch.nn.EmbeddingBag`` whose rows are on a drive. See :class:`EmbeddingOnDisk`, also for the arguments.
 
     Args:
-        mode: "sum", "mean" or "max".
+        mode: "sum" or "mean".
         include_last_offset: Whether ``offsets`` has the end of the last bag too.
     """
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *, path: AnyPath | Sequence[AnyPath] | Table, mode: Mode = "mean",
-        padding_idx: int | None = None, scale_grad_by_freq: bool = False, include_last_offset: bool = False,
-        dtype: torch.dtype | None = None, optimizer: OptimizerFactory | None = None, values: Values | None = None,
-        **memory: Unpack[TableMemory],
+        padding_idx: int | None = None, include_last_offset: bool = False, dtype: torch.dtype | None = None,
+        optimizer: OptimizerFactory | None = None, values: Values | None = None, **memory: Unpack[TableMemory],
     ) -> None:  # fmt: skip
-        if mode not in ("sum", "mean", "max"):
-            raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
-        if mode == "max" and scale_grad_by_freq:
-            raise ValueError('scale_grad_by_freq is not supported with mode="max"')
-        super().__init__(num_embeddings, embedding_dim, padding_idx, scale_grad_by_freq, path, dtype, optimizer, values, memory)
+        if mode not in ("sum", "mean"):
+            raise ValueError(f'mode must be "sum" or "mean", for which there are sparse gradients, got {mode!r}')
+        super().__init__(num_embeddings, embedding_dim, padding_idx, path, dtype, optimizer, values, memory)
         self.mode = mode
         self.include_last_offset = include_last_offset
-
-    @classmethod
-    def from_pretrained(
-        cls, embeddings: torch.Tensor | Table | AnyPath, freeze: bool = True, *, mode: Mode = "mean",
-        padding_idx: int | None = None, path: AnyPath | Sequence[AnyPath] | None = None, name: str | None = None,
-        scale_grad_by_freq: bool = False, include_last_offset: bool = False, optimizer: OptimizerFactory | None = None,
-        **memory: Unpack[TableMemory],
-    ) -> Self:  # fmt: skip
-        """Return a module with rows that exist already: see :meth:`EmbeddingOnDisk.from_pretrained`."""
-        return cls._from_pretrained(
-            embeddings, freeze, path, name, optimizer, memory, padding_idx=padding_idx, mode=mode,
-            include_last_offset=include_last_offset, scale_grad_by_freq=scale_grad_by_freq,
-        )  # fmt: skip
 
     def forward(
         self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
@@ -429,27 +346,14 @@ class EmbeddingBagOnDisk(RowsOnDisk):
             offsets: Index in ``input`` at which each bag begins, for ids of one dimension.
             per_sample_weights: A factor for each id, with ``mode="sum"``.
         """
-        rows = self._gather(input)
-        sparse = self.mode != "max" and not self.scale_grad_by_freq
+        weight, positions, padding = self._gather(input)
         return functional.embedding_bag(
-            rows.positions, rows.weight, offsets, scale_grad_by_freq=self.scale_grad_by_freq, mode=self.mode, sparse=sparse,
-            per_sample_weights=per_sample_weights, include_last_offset=self.include_last_offset, padding_idx=rows.padding,
+            positions, weight, offsets, mode=self.mode, sparse=True, per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset, padding_idx=padding,
         )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        """Return torch's text for the module, the table, and the mode."""
-        shown = super().extra_repr()
-        return f"{shown}, mode={self.mode!r}" if shown else ""
 
 
 Batch = TypeVar("Batch")
-
-
-class Prefetching(Protocol):
-    """An embedding on a drive, or a table: its rows can be read ahead."""
-
-    def prefetch(self, ids: torch.Tensor) -> None:
-        """Start reading the rows of ids into memory; return at once."""
 
 
 class Lookahead(Generic[Batch]):
@@ -466,7 +370,7 @@ class Lookahead(Generic[Batch]):
         rows: Returns the ids that a batch needs, by embedding or table.
     """
 
-    def __init__(self, loader: Iterable[Batch], rows: Callable[[Batch], Mapping[Prefetching, torch.Tensor]]) -> None:
+    def __init__(self, loader: Iterable[Batch], rows: Callable[[Batch], Mapping[Any, torch.Tensor]]) -> None:
         self._loader, self._rows = loader, rows
 
     def __len__(self) -> int:
@@ -489,13 +393,6 @@ class Lookahead(Generic[Batch]):
 def _holder(table: Table, device: torch.device) -> torch.Tensor:
     """Return a tensor of the shape of all rows, with the memory of one element."""
     return torch.zeros((), dtype=table.dtype, device=device).expand(table.shape)
-
-
-def _read_range(table: Table, begin: int, end: int) -> torch.Tensor:
-    """Return rows ``begin`` to ``end`` of a table."""
-    rows = table.read(torch.arange(begin, end))
-    assert isinstance(rows, torch.Tensor)
-    return rows
 
 
 def _check_fits(table: Table, shape: tuple[int, int], dtype: torch.dtype | None, optimizer: OptimizerFactory | None) -> None:

@@ -80,8 +80,9 @@ def columns_of(dtype: torch.dtype, shape: Sequence[int], states: Mapping[str, St
 class Shard(NamedTuple):
     """Consecutive rows of a table in one file."""
 
-    first_row: int
-    base: int
+    path: Path
+    first_row: int = 0
+    base: int = 0
     """Bytes from the start of the file to the first record of the shard."""
 
 
@@ -89,18 +90,19 @@ class Shard(NamedTuple):
 class TableLayout:
     """Where the rows of a table are in its files. The arithmetic is that of ``csrc/tables/geometry.h``."""
 
-    files: tuple[Path, ...]
-    """The files of rows: one for each drive or, with ``shards``, one for each shard."""
+    shards: tuple[Shard, ...]
+    """The files of rows."""
     rows: int
     columns: tuple[Column, ...]
-    base: int = 0
-    """Bytes from the start of each file to its first record."""
     version_bytes: int = 0
     """Bytes of one of the two versions of a record, with header and padding; 0 if records have one version."""
-    chunk: int = 1
-    """Number of consecutive rows in one file before the rows continue in the next file."""
-    shards: tuple[Shard, ...] = ()
-    """One shard for each file, if each file has consecutive rows; empty if rows are striped. Replaces ``base``."""
+    chunk: int = 0
+    """Number of consecutive rows in one file before the rows continue in the next file; 0 if each file has consecutive rows."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the rows."""
+        return tuple(shard.path for shard in self.shards)
 
     @property
     def values(self) -> Column:
@@ -123,26 +125,14 @@ class TableLayout:
         """Whether rows can be changed: each has two versions."""
         return self.version_bytes > 0
 
-    def unit(self, sector: int) -> int:
-        """Return the bytes of a read unit: a record with all its versions if it is whole, aligned sectors, or else a sector."""
-        bases = [shard.base for shard in self.shards] or [self.base]
-        whole = self.stride % sector == 0 and all(base % self.stride == 0 for base in bases)
-        return self.stride if whole else sector
-
     def rows_in(self, volume: int) -> int:
         """Return the number of rows in a file."""
-        if self.shards:
-            ends = [*(shard.first_row for shard in self.shards[1:]), self.rows]
-            return ends[volume] - self.shards[volume].first_row
-        whole, rest = divmod(self.rows, self.chunk * len(self.files))
-        return whole * self.chunk + min(max(rest - volume * self.chunk, 0), self.chunk)
+        if self.chunk:
+            whole, rest = divmod(self.rows, self.chunk * len(self.shards))
+            return whole * self.chunk + min(max(rest - volume * self.chunk, 0), self.chunk)
+        ends = [*(shard.first_row for shard in self.shards[1:]), self.rows]
+        return ends[volume] - self.shards[volume].first_row
 
     def bytes_in(self, volume: int) -> int:
-        """Return the bytes that the file of a volume needs for its rows, without its identity."""
-        base = self.shards[volume].base if self.shards else self.base
-        return base + self.rows_in(volume) * self.stride
-
-    def offset_of(self, row: int) -> int:
-        """Return the offset in its file of a striped row's record; of the first version if there are two."""
-        turn, rest = divmod(row, self.chunk * len(self.files))
-        return self.base + (turn * self.chunk + rest % self.chunk) * self.stride
+        """Return the bytes that a file needs for its rows."""
+        return self.shards[volume].base + self.rows_in(volume) * self.stride

@@ -11,8 +11,9 @@ Each commit ends an epoch. Each row of an updatable table has two versions on th
 5. ``prepared`` is this table's part of a commit of several tables. It is in force if the first table's last commit has the
    same ``name``; the next writer of all these tables then makes it the last commit of the others. It is void once another
    writer has changed a row.
-6. The identity at the end of each file of rows is ``identity``, or one of ``previous``: see :mod:`deepnvme.tables.identity`. A
-   new identity is written to the manifest before any file. ``previous`` is empty once a commit has flushed all files.
+
+6. The first of several directories has the manifest; the others are members, see :mod:`deepnvme.files.identity`. A writer
+   takes a new identity before its first write.
 
 docs/formats.md lists the fields, and what a crash at each point leaves.
 """
@@ -20,7 +21,7 @@ docs/formats.md lists the fields, and what a crash at each point leaves.
 from __future__ import annotations
 
 import errno
-import io
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,24 +29,23 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from deepnvme.files.directory_lock import refers_to
+from deepnvme.files.identity import membership
 from deepnvme.files.manifest import read_manifest
-from deepnvme.files.replacing import replace_durably, with_filename
+from deepnvme.files.replacing import replace_durably
 from deepnvme.memory.tensor_bytes import dtype_named
 
-from .layout import Column, State, TableLayout, columns_of
+from .layout import Column, Shard, State, TableLayout, columns_of
 
 MANIFEST_NAME = "deepnvme-table.json"
 """Name of the manifest in the table's first directory."""
+MEMBERSHIP_NAME = "deepnvme-table.member.json"
+"""Name of the membership in each of the table's other directories."""
 ROWS_NAME = "rows"
 """Name of the file with rows in each of the table's directories."""
-UNFINISHED_NAME = "deepnvme-table.unfinished"
-"""Temporary name of the manifest while a table is being created."""
-_KIND = "deepnvme table 2"
+_KIND = "deepnvme table 3"
 _MOST_BYTES = 64 << 20
 """Limit of a manifest. Each crash between two commits, and each rollback, adds some 30 bytes."""
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-_Identity = Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
 _STRICT = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
 
 
@@ -82,10 +82,8 @@ class Epochs:
     """Name of the last commit, if it was made together with other tables; else ""."""
     prepared: Prepared | None = None
     """A prepared commit of several tables, which is in force if the first table has made it; None if there is none."""
-    identity: _Identity
-    """The table's identity. Each writer gives the table a new one before its first write."""
-    previous: tuple[_Identity, ...] = ()
-    """Former identities that some files may still have; none once a commit has flushed ``identity`` to all files."""
+    identity: str = ""
+    """The identity of a table in several directories."""
 
     def adopt(self, prepared: Prepared) -> Epochs:
         """Return these epochs after a prepared commit has become the last commit."""
@@ -119,7 +117,7 @@ class Epochs:
         return max(self.committed, last_abandoned) + 1
 
 
-NO_COMMITS = Epochs(committed=0, reserved=0, abandoned=(), attributes={}, identity="0" * 32)
+NO_COMMITS = Epochs(committed=0, reserved=0, abandoned=(), attributes={})
 """The epochs of a file in place, which has no manifest: its rows cannot be changed."""
 
 
@@ -129,17 +127,22 @@ class _Fields(Epochs):
 
     kind: str
     rows: _Count
-    columns: Annotated[list[tuple[str, str, list[_Count], _Count]], Field(min_length=1)]
+    columns: Annotated[list[tuple[str, str, list[_Count]]], Field(min_length=1)]
     version_bytes: Annotated[int, Field(ge=0, le=1 << 41)]
-    chunk: Annotated[int, Field(ge=1, le=1 << 40)]
-    directories: Annotated[list[str], Field(min_length=1)]
+    directories: Annotated[int, Field(ge=1, le=1 << 16)]
+    chunk: Annotated[int, Field(ge=0, le=1 << 40)]
+
+    def table_columns(self) -> tuple[Column, ...]:
+        """Return the columns of each row. Raises ValueError for columns that no row can have."""
+        values, *states = [State(dtype_named(dtype), tuple(shape)) for _, dtype, shape in self.columns]
+        return columns_of(values.dtype, values.shape, dict(zip([name for name, _, _ in self.columns[1:]], states, strict=True)))
 
 
 _FILE = TypeAdapter(_Fields)
 
 
-def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs, name: str = MANIFEST_NAME) -> None:
-    """Write the manifest into the first directory, to stable storage. Blocks.
+def save_manifest(layout: TableLayout, epochs: Epochs) -> None:
+    """Write the manifest into the table's first directory, to stable storage. Blocks.
 
     Raises:
         OSError: From the drive. Either the previous or the new manifest is in force then.
@@ -148,53 +151,44 @@ def save_manifest(directories: list[Path], layout: TableLayout, epochs: Epochs, 
     said = _Fields(
         kind=_KIND,
         rows=layout.rows,
-        columns=[(each.name, str(each.dtype).removeprefix("torch."), list(each.shape), each.offset) for each in layout.columns],
+        columns=[(each.name, str(each.dtype).removeprefix("torch."), list(each.shape)) for each in layout.columns],
         version_bytes=layout.version_bytes,
+        directories=len(layout.shards),
         chunk=layout.chunk,
-        directories=[str(each) for each in directories],
         **vars(epochs),
     )
     data = _FILE.dump_json(said, indent=1) + b"\n"
     if len(data) > _MOST_BYTES:
         raise ValueError(f"the table's manifest may have {_MOST_BYTES} bytes, and would have {len(data)}")
-    replace_durably(directories[0] / name, data)
+    replace_durably(layout.files[0].parent / MANIFEST_NAME, data)
 
 
-class ManifestWatch:
-    """Tells whether a table's manifest was replaced since this watch was made.
-
-    It keeps the manifest file open; otherwise a later manifest could get the same inode and the same time.
-
-    Raises:
-        FileNotFoundError: If there is no manifest.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / MANIFEST_NAME
-        with with_filename(self._path):
-            self._file = io.FileIO(str(self._path))
-
-    def replaced(self) -> bool:
-        """Return whether the manifest was replaced or removed. Raises OSError if the file system cannot be asked."""
-        return not refers_to(self._path, self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._file.close()
-
-
-def load_manifest(directory: Path, name: str = MANIFEST_NAME) -> tuple[TableLayout, Epochs]:
-    """Return the layout and the epochs of a table. The layout has the file paths that the manifest recorded.
+def load_manifest(directories: Sequence[Path]) -> tuple[TableLayout, Epochs]:
+    """Return the layout and the epochs of the table in these directories.
 
     Raises:
         FileNotFoundError: If there is no table in the directory.
         CorruptTable: If the manifest is damaged.
+        ValueError: If these are not all directories of one table, in its order.
     """
-    return read_manifest(directory / name, _MOST_BYTES, _parse, CorruptTable)
+    first = directories[0]
+    said = read_manifest(first / MANIFEST_NAME, _MOST_BYTES, _parse, CorruptTable)
+    if len(directories) != said.directories:
+        raise ValueError(f"the table in '{first}' has {said.directories} directories, got {len(directories)}: give all")
+    for index, directory in enumerate(directories[1:], 1):
+        member = membership(directory / MEMBERSHIP_NAME, CorruptTable)
+        if member is None or member.index != index or not member.is_of(said.identity):
+            raise ValueError(
+                f"'{directory}' is not directory {index} (from 0) of the table in '{first}' as it is now: give directories that"
+                " were copied or moved together, in the order in which the table was created"
+            )
+    shards = tuple(Shard(directory / ROWS_NAME) for directory in directories)
+    layout = TableLayout(shards, said.rows, said.table_columns(), said.version_bytes, said.chunk)
+    return layout, Epochs(**{each.name: getattr(said, each.name) for each in fields(Epochs)})
 
 
-def _parse(data: bytes) -> tuple[TableLayout, Epochs]:
-    """Parse a table's manifest into the layout of its rows and its epochs. Raises ValueError if it is damaged."""
+def _parse(data: bytes) -> _Fields:
+    """Parse a table's manifest. Raises ValueError if it is damaged."""
     try:
         said = _FILE.validate_json(data)
     except ValidationError as error:
@@ -202,18 +196,7 @@ def _parse(data: bytes) -> tuple[TableLayout, Epochs]:
         where = ".".join(map(str, first["loc"]))
         why = f"its field {where!r} is wrong, {first['msg']}" if where else f"it is no {first['msg'].removeprefix('Invalid ')}"
         raise ValueError(why) from None
-    _check(said)
-    columns = tuple(Column(name, dtype_named(dtype), tuple(shape), offset) for name, dtype, shape, offset in said.columns)
-    values, *states = columns
-    if columns != columns_of(values.dtype, values.shape, {each.name: State(each.dtype, each.shape) for each in states}):
-        raise ValueError("its columns do not follow one another")
-    files = tuple(Path(each) / ROWS_NAME for each in said.directories)
-    layout = TableLayout(files, said.rows, columns, 0, said.version_bytes, said.chunk)
-    return layout, Epochs(**{each.name: getattr(said, each.name) for each in fields(Epochs)})
-
-
-def _check(said: _Fields) -> None:
-    """Raise ValueError if fields contradict one another."""
+    said.table_columns()
     if said.kind != _KIND:
         raise ValueError(f"it is {said.kind!r}, and this version of the package reads {_KIND!r}: make the table again")
     last = 0
@@ -223,3 +206,6 @@ def _check(said: _Fields) -> None:
         last = end
     if not said.version_bytes and (said.committed or said.abandoned or said.prepared):
         raise ValueError("it has commits, and version_bytes 0, which is that of rows that cannot be changed")
+    if (said.directories > 1) != (said.chunk > 0):
+        raise ValueError(f"it has {said.directories} directories and the chunk {said.chunk}")
+    return said

@@ -16,14 +16,13 @@ from deepnvme.drives.profiles import AnyPath
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
-from .layout import Shard, TableLayout
-from .manifest import NO_COMMITS
+from .layout import TableLayout
 from .opening import tensor_layout
 from .reading import DEFAULT_STAGING_BYTES
 from .session import TableSession
 from .table import DEFAULT_MEMORY_BUDGET, Table
 
-SHARD_NAME = r"(?P<table>.+?)[._-](?:shard|part)[._-]?(?P<number>\d+)(?P<rest>\.\w+)?"
+_SHARD_NAME = r"(?P<table>.+?)[._-](?:shard|part)[._-]?(?P<number>\d+)(?P<rest>\.\w+)?"
 """Pattern of the names of a table's shards: "ngram.shard_3.weight" is the fourth shard of the table "ngram.weight"."""
 
 
@@ -31,7 +30,6 @@ def open_ngram_tables(
     path: AnyPath,
     names: str = r".*",
     *,
-    shard_name: str = SHARD_NAME,
     memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET,
     staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
     config: AioConfig | None = None,
@@ -41,8 +39,6 @@ def open_ngram_tables(
     Args:
         path: A ``.safetensors`` file, an ``index.json`` of several, or a directory with one of these.
         names: Regular expression that has to match a table's whole name. Tensors of one dimension are not tables.
-        shard_name: Regular expression for tensors that are shards of a table, with the groups ``table``, ``number`` and
-            ``rest``: the table's name is ``table`` followed by ``rest``.
         memory_budget: Bytes of memory for all tables together, shared in proportion to their sizes; or "8GB", "25%", "auto".
         staging_bytes: Bytes of pinned memory through which rows are read, for all tables together, shared equally. A table
             has at least 512 KiB, or two rows.
@@ -62,7 +58,7 @@ def open_ngram_tables(
     for name, weight in weights_in(path).items():
         if not isinstance(weight, Location) or len(weight.info.shape) < 2:
             continue
-        shard = re.fullmatch(shard_name, name)
+        shard = re.fullmatch(_SHARD_NAME, name)
         whole = name if shard is None else shard["table"] + (shard["rest"] or "")
         if re.fullmatch(names, whole):
             tables.setdefault(whole, []).append((0 if shard is None else int(shard["number"]), name, weight))
@@ -75,18 +71,17 @@ def open_ngram_tables(
     with contextlib.ExitStack() as opened:
         for name, layout in layouts.items():
             budget = memory_budget * sizes[name] // max(sum(sizes.values()), 1)
-            reopen = functools.partial(_reopened, path, name, shard_name, budget, staging, config)
-            table = Table(TableSession(layout, None, NO_COMMITS, False, budget, staging, config), reopen)
+            reopen = functools.partial(_reopened, path, name, budget, staging, config)
+            table = Table(TableSession(layout, [], False, budget, staging, config), reopen)
             found[name] = opened.enter_context(table)
         opened.pop_all()
     return found
 
 
-def _reopened(path: str, name: str, shard_name: str, memory_budget: int, staging_bytes: int, config: AioConfig | None) -> Table:
+def _reopened(path: str, name: str, memory_budget: int, staging_bytes: int, config: AioConfig | None) -> Table:
     """Open one of the tables again, in another process."""
-    return open_ngram_tables(
-        path, re.escape(name), shard_name=shard_name, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config
-    )[name]
+    tables = open_ngram_tables(path, re.escape(name), memory_budget=memory_budget, staging_bytes=staging_bytes, config=config)
+    return tables[name]
 
 
 def _layout_of(name: str, shards: Sequence[tuple[int, str, Location]]) -> TableLayout:
@@ -102,7 +97,6 @@ def _layout_of(name: str, shards: Sequence[tuple[int, str, Location]]) -> TableL
     if len({layout.columns for layout in layouts}) > 1:
         found = ", ".join(f"{shard!r} {tuple(weight.info.shape)} in {weight.info.dtype}" for _, shard, weight in shards)
         raise ValueError(f"the parts of the table {name!r} must have rows of the same shape and dtype, got {found}")
-    files = tuple(layout.files[0] for layout in layouts)
-    ends = list(itertools.accumulate(layout.rows for layout in layouts))
-    places = tuple(Shard(end - layout.rows, layout.base) for end, layout in zip(ends, layouts, strict=True))
-    return TableLayout(files, ends[-1], layouts[0].columns, shards=places)
+    begins = itertools.accumulate((layout.rows for layout in layouts), initial=0)
+    places = tuple(layout.shards[0]._replace(first_row=begin) for layout, begin in zip(layouts, begins, strict=False))
+    return TableLayout(places, sum(layout.rows for layout in layouts), layouts[0].columns)

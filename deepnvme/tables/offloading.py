@@ -40,8 +40,8 @@ def offload_embeddings(
     has a table already, that table is opened and its rows are used instead of the module's, so that training can be continued.
     For a model on the meta device, the tables must exist.
 
-    An embedding whose weight is used by another module too, or which has ``max_norm``, is left as it is, with a warning
-    that says why.
+    An embedding whose weight is used by another module too, or which has ``max_norm``, ``scale_grad_by_freq`` or the mode
+    "max", is left as it is, with a warning that says why.
 
     Args:
         model: The model, in which modules are replaced. Subclasses of torch's two classes are left as they are.
@@ -100,7 +100,9 @@ def _embeddings_to_move(model: nn.Module, min_bytes: int) -> tuple[dict[str, nn.
             continue
         assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
         others = [each for each in users[module.weight] if each != f"{name}.weight"]
-        if module.max_norm is not None:
+        if module.scale_grad_by_freq or getattr(module, "mode", "sum") == "max":
+            reasons[name] = "has scale_grad_by_freq, or the mode 'max', for which there are no sparse gradients"
+        elif module.max_norm is not None:
             reasons[name] = f"has max_norm={module.max_norm}, for which each forward would change rows"
         elif others:
             reasons[name] = f"has the same weight as {', '.join(others)}"
@@ -127,7 +129,6 @@ def _on_disk(
         raise ValueError(f"there is no table in '{directories[0]}', and the module on the meta device has no rows to make it of")
     settings: dict[str, Any] = {
         **memory, "path": directories, "optimizer": optimizer, "padding_idx": module.padding_idx,
-        "scale_grad_by_freq": module.scale_grad_by_freq,
         "freeze": optimizer is None or not weight.requires_grad,
     }  # fmt: skip
     rows = weight.detach()

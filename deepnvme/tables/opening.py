@@ -9,9 +9,10 @@ import torch
 
 from deepnvme.checkpoint.weight_locations import Location, weights_in
 from deepnvme.files.regular_files import open_regular
+from deepnvme.files.replacing import with_filename
 from deepnvme.telemetry.descriptions import shorten
 
-from .layout import TableLayout, columns_of
+from .layout import Shard, TableLayout, columns_of
 from .manifest import CorruptTable
 
 
@@ -20,40 +21,32 @@ def find_layout(
 ) -> TableLayout:  # fmt: skip
     """Return the layout of the rows in a file.
 
-    The name of the file says what it is: ``.npy``, a checkpoint (``.safetensors``, ``.pt``, ``.pth``, ``.bin``), or raw rows. A
-    checkpoint with ``dtype`` and ``shape``, and without ``name``, is read as raw rows.
+    The name of the file says what it is: ``.npy``, a checkpoint (``.safetensors``, ``.pt``, ``.pth``), or raw rows.
 
     Args:
         path: The file.
         name: Name of a tensor in a checkpoint.
-        dtype: Dtype of the values in a raw file. For other files, the expected dtype; None for any.
-        shape: Shape of one row in a raw file. For other files, the expected shape; None for any.
+        dtype: Dtype of the values in a raw file.
+        shape: Shape of one row in a raw file.
         offset: Bytes from the start of a raw file to its first row.
 
     Raises:
         FileNotFoundError: If the file is missing.
         CorruptTable: If the file's header is incomplete.
         ValueError: If the rows are not contiguous in the file; no tensor has that name, or there are several and no name is
-            given; or an argument contradicts the file.
+            given; or an argument is not for such a file.
     """
-    row_shape = (shape,) if isinstance(shape, int) else None if shape is None else tuple(shape)
-    checkpoint = path.suffix in (".safetensors", ".pt", ".pth", ".bin")
+    checkpoint = path.suffix in (".safetensors", ".pt", ".pth")
     if name is not None and not checkpoint:
         raise ValueError(f"'{path}' has no tensors with names, got name={name!r}")
-    raw_checkpoint = checkpoint and name is None and dtype is not None and row_shape is not None
-    if (path.suffix != ".npy" and not checkpoint) or raw_checkpoint:
+    if not checkpoint and path.suffix != ".npy":
         path.stat()  # raises FileNotFoundError
-        if dtype is None or row_shape is None:
+        if dtype is None or shape is None:
             raise ValueError(f"'{path}' is read as a raw file: give dtype, and the shape of one row")
-        return _raw(path, dtype, row_shape, offset)
-    if offset:
-        raise ValueError(f"'{path}' says itself where its rows are: give offset for raw files only")
-    layout = _tensor(path, name) if checkpoint else _numpy(path)
-    found = layout.values.dtype, layout.values.shape
-    wanted = dtype or found[0], found[1] if row_shape is None else row_shape
-    if found != wanted:
-        raise ValueError(f"'{path}' has rows of the shape {found[1]} in {found[0]}, and {wanted[1]} in {wanted[0]} is wanted")
-    return layout
+        return _raw(path, dtype, (shape,) if isinstance(shape, int) else tuple(shape), offset)
+    if dtype is not None or shape is not None or offset:
+        raise ValueError(f"'{path}' says itself what its rows are: give dtype, shape and offset for raw files only")
+    return _tensor(path, name) if checkpoint else _numpy(path)
 
 
 def _raw(path: Path, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> TableLayout:
@@ -66,7 +59,7 @@ def _raw(path: Path, dtype: torch.dtype, shape: tuple[int, ...], offset: int) ->
         raise ValueError(
             f"'{path}' has {size} bytes from offset {offset} on, which is no whole number of rows of {columns[0].nbytes} bytes"
         )
-    return TableLayout((path,), rows, columns, offset)
+    return TableLayout((Shard(path, base=offset),), rows, columns)
 
 
 def _numpy(path: Path) -> TableLayout:
@@ -74,33 +67,27 @@ def _numpy(path: Path) -> TableLayout:
         import numpy
     except ImportError as error:
         raise RuntimeError("numpy is needed to open .npy files: pip install numpy") from error
-    with open_regular(path) as file:
+    open_regular(path).close()  # a FIFO would be waited for
+    with with_filename(path):
         try:
-            version = numpy.lib.format.read_magic(file)
-            # Version 3 is for structures whose fields have names beyond latin-1: no tensor can have these.
-            read_header = {1: numpy.lib.format.read_array_header_1_0, 2: numpy.lib.format.read_array_header_2_0}[version[0]]
-            shape, fortran_order, numpy_dtype = read_header(file)
-        except KeyError:
-            raise ValueError(f"'{path}' is of version {version[0]} of the format, and 1 and 2 can be read") from None
-        except ValueError as error:
+            array = numpy.load(path, mmap_mode="r")
+        except (ValueError, OverflowError, EOFError) as error:
             raise CorruptTable(path, str(error)) from error
-        begin = file.tell()
-    if any(size < 0 for size in shape):
-        raise CorruptTable(path, f"its header says that its shape is {shape}")
+    shape = array.shape
     if not shape:
         raise ValueError(f"'{path}' has one value, and no rows")
-    if fortran_order and sum(each > 1 for each in shape) > 1:
+    if not array.flags.c_contiguous:
         raise ValueError(
             f"'{path}' is in Fortran order, in which the values of a row are not next to one another: save it again by"
             " numpy.save(path, numpy.ascontiguousarray(array))"
         )
-    if numpy_dtype.byteorder == ">":
-        raise ValueError(f"'{path}' has big-endian values ({numpy_dtype}): save it again in the machine's order")
+    if array.dtype.byteorder == ">":
+        raise ValueError(f"'{path}' has big-endian values ({array.dtype}): save it again in the machine's order")
     try:
-        dtype = torch.from_numpy(numpy.empty(0, numpy_dtype)).dtype
+        dtype = torch.from_numpy(numpy.empty(0, array.dtype)).dtype
     except TypeError as error:
-        raise ValueError(f"'{path}' has values of {numpy_dtype}, which no tensor can have") from error
-    return TableLayout((path,), shape[0], columns_of(dtype, shape[1:]), begin)
+        raise ValueError(f"'{path}' has values of {array.dtype}, which no tensor can have") from error
+    return TableLayout((Shard(path, base=array.offset),), shape[0], columns_of(dtype, shape[1:]))
 
 
 def _tensor(path: Path, name: str | None) -> TableLayout:
@@ -123,4 +110,4 @@ def tensor_layout(path: Path, name: str, weight: Location | torch.Tensor) -> Tab
     shape = weight.info.shape
     if not shape:
         raise ValueError(f"{name!r} in '{path}' has one value, and no rows")
-    return TableLayout((Path(weight.path),), shape[0], columns_of(weight.info.dtype, shape[1:]), weight.offset)
+    return TableLayout((Shard(Path(weight.path), base=weight.offset),), shape[0], columns_of(weight.info.dtype, shape[1:]))

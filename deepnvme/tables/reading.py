@@ -78,8 +78,6 @@ class _Part:
     units: torch.Tensor
     """Numbers of the read units in their file, in native memory that the read owns."""
     staging: torch.Tensor
-    awaited: bool
-    """Whether a caller waits for the part. False for a part of a prefetch until a caller asks for one of its rows."""
     delivered: bool = False
 
 
@@ -179,7 +177,7 @@ class RowReader:
             self.misses += native.numbers - native.hits
             self.rows_read += native.missing
             for number, part in enumerate(native.parts):
-                self._start_part(read, number, part, awaited=True)
+                self._start_part(read, number, part)
         except BaseException:
             read.abandon()
             raise
@@ -236,14 +234,9 @@ class RowReader:
             The read to wait for before the next call; None if no prefetch is left.
         """
         try:
-            for read in self._prefetches:
-                for part in read.parts:
-                    if part.future.done():
-                        self._deliver(part)
-                        break  # one at a time: others wait for the lock
-                else:
-                    continue
-                break
+            arrived = [part for each in self._prefetches for part in each.parts if part.future.done()]
+            for part in arrived[:1]:  # one at a time: others wait for the lock
+                self._deliver(part)
             self._prefetches = [read for read in self._prefetches if not read.delivered]
             self._start_prefetches()
         except (OSError, ValueError):  # a read of the same rows raises the error
@@ -265,13 +258,13 @@ class RowReader:
             while read.unstarted:
                 if self._staging.free <= self._kept_for_callers:
                     return
-                self._start_planned(read, next(iter(read.unstarted)), awaited=False)
+                self._start_planned(read, next(iter(read.unstarted)))
 
-    def _start_planned(self, read: RowRead, number: int, awaited: bool) -> None:
+    def _start_planned(self, read: RowRead, number: int) -> None:
         self._make_room()  # it may wait for the drive: interrupts are let through
         with defer_interrupts():
             try:
-                self._start_part(read, number, read.unstarted[number], awaited)
+                self._start_part(read, number, read.unstarted[number])
             finally:
                 read.unstarted.pop(number, None)
 
@@ -279,18 +272,15 @@ class RowReader:
         """Wait for the parts of prefetches that contain missing rows of a read. Returns whether there were any."""
         awaited = [(read, number) for read in self._prefetches for number in native.awaited_parts(read.native)]
         for read, number in awaited:
-            for part in read.parts:
-                part.awaited = part.awaited or part.number == number
-        for read, number in awaited:
             if number in read.unstarted:
-                self._start_planned(read, number, awaited=True)
+                self._start_planned(read, number)
         for read, number in awaited:
             for part in [each for each in read.parts if each.number == number]:
                 self._deliver(part)
         self._prefetches = [read for read in self._prefetches if not read.delivered]
         return bool(awaited)
 
-    def _start_part(self, read: RowRead, number: int, part: _PlannedPart, awaited: bool) -> None:
+    def _start_part(self, read: RowRead, number: int, part: _PlannedPart) -> None:
         volume, address, count = part
         units = int64_at(address, count)
         self._make_room()
@@ -309,25 +299,15 @@ class RowReader:
                 if isinstance(error, ValueError) and hasattr(error, "file_size"):
                     raise self._changed_size(volume, error.file_size) from error
                 raise
-            started = _Part(read, number, volume, future, units, staging, awaited)
+            started = _Part(read, number, volume, future, units, staging)
             read.parts.append(started)
             self._under_way.append(started)
         self.bytes_read += wanted.nbytes
 
     def _make_room(self) -> None:
-        """Wait until a part of staging memory is free."""
+        """Wait until a part of staging memory is free: for one that has been read, or else the oldest."""
         while not self._staging.free:
-            self._deliver(self._next_to_free())
-
-    def _next_to_free(self) -> _Part:
-        """Return the part to wait for when staging memory is needed.
-
-        That is a part that has been read; if there is none, the oldest that a caller waits for; else the oldest of a prefetch.
-        """
-        for part in self._under_way:
-            if part.future.done():
-                return part
-        return next((part for part in self._under_way if part.awaited), self._under_way[0])
+            self._deliver(next((part for part in self._under_way if part.future.done()), self._under_way[0]))
 
     def _changed_size(self, volume: int, size: int) -> OSError:
         file = self._files[volume]
@@ -342,9 +322,9 @@ class RowReader:
             error = part.future.exception()
         failed: list[int] = []
         if error is not None:
-            failed, error = self._read_singly(part, getattr(error, "indices", None) or list(range(len(part.units))), error)
+            failed = list(getattr(error, "indices", None) or range(len(part.units)))
         with defer_interrupts():
-            if failed and error is not None:
+            if error is not None:
                 part.read.errors.append(error)
             if not part.read.abandoned:
                 part.read.native.deliver(part.number, part.staging.data_ptr(), failed)
@@ -352,23 +332,6 @@ class RowReader:
             part.read.parts.remove(part)
             self._under_way.remove(part)
             self._staging.give_back(part.staging)
-
-    def _read_singly(self, part: _Part, failed: Sequence[int], error: OSError) -> tuple[list[int], OSError]:
-        """Read failed units again, one by one, so that a broken page costs only the rows on it.
-
-        Returns the units that cannot be read, and the error of the first.
-        """
-        futures: list[tuple[int, Future]] = []
-        broken: list[tuple[int, OSError]] = []
-        for index in failed:
-            unit = part.staging[index * self.unit : (index + 1) * self.unit]
-            try:
-                futures.append((index, self._engine.read(unit, self._files[part.volume], int(part.units[index]) * self.unit)))
-            except (OSError, ValueError) as refused:  # ValueError: the file has become shorter
-                broken.append((index, refused if isinstance(refused, OSError) else error))
-        broken += [(index, reason) for index, future in futures if (reason := future.exception()) is not None]
-        broken.sort(key=lambda each: each[0])
-        return [index for index, _ in broken], broken[0][1] if broken else error
 
     def collect(self) -> None:
         """Deliver all parts that have been read by now, of all reads and prefetches, and start further parts of prefetches."""
@@ -416,8 +379,13 @@ class RowReader:
 
 
 def unit_of(layout: TableLayout, files: Sequence[File]) -> int:
-    """Return the bytes of a unit: reads of a table's files begin and end at multiples of it."""
-    return layout.unit(max(512, *(file.sector_size for file in files)))
+    """Return the bytes of a unit: reads of a table's files begin and end at multiples of it.
+
+    A unit is a record with all its versions if it is whole, aligned sectors, or else a sector.
+    """
+    sector = max(512, *(file.sector_size for file in files))
+    whole = layout.stride % sector == 0 and all(shard.base % layout.stride == 0 for shard in layout.shards)
+    return layout.stride if whole else sector
 
 
 class StagingPool:

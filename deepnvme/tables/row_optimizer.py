@@ -1,25 +1,110 @@
-"""An optimizer for rows on a drive, which steps them by torch's optimizers."""
+"""An optimizer for rows on a drive, which steps them by torch's optimizers, and commits their tables together."""
 
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import TensorWeakRef
 
-from .common_commits import CommonCommits, commit_name
 from .embedding import RowsOnDisk
 from .mapped_tensors import mapped_tensors, parts_of
-from .row_states import OptimizerFactory, OptimizerStates, as_number, check_states, copied, optimizer_name
+from .row_states import OptimizerFactory, OptimizerStates, check_states, copied, optimizer_name
+from .session import TableSession
 from .table import Table
 
 _ATTRIBUTE = "optimizer"
 """Name of the table's attribute that stores optimizer states of the whole table, such as the number of steps."""
+
+
+class CommonCommits:
+    """Commits several tables together, atomically.
+
+    First each table is prepared: its changes are on the drive, and its manifest says so. Then the tables are committed, the
+    first table first: its commit decides for all. A crash before this decision leaves each table at its last commit. After a
+    later crash, the next CommonCommits object for these tables finishes the remaining commits: it recognises them by the name
+    of the first table's commit. The constructor does that.
+
+    Args:
+        tables: Opened ``writable``, with no row changed since then. The first table decides.
+
+    Raises:
+        OSError: From the drive.
+    """
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self._sessions = [table.session for table in tables]
+        self._unfinished: tuple[str, list[dict[str, Any]]] | None = None
+        if len(tables) > 1:
+            names = {commit_name(session) for session in self._sessions} - {""}
+            for session in self._sessions:
+                with session.lock:
+                    writer = session.writer_here()
+                    if writer.prepared is not None and writer.prepared.name in names:
+                        writer.adopt_prepared()
+
+    def commit(self, attributes: Sequence[Mapping[str, Any]]) -> None:
+        """Commit all tables. Blocks until they are on stable storage.
+
+        Args:
+            attributes: One mapping for each table, as for :meth:`Table.commit`.
+
+        Raises:
+            OSError: From the drive. commit() may be called again.
+        """
+        self.finish()
+        name, noted = secrets.token_hex(8), [dict(each) for each in attributes]
+        if len(self._sessions) == 1:
+            name = ""
+        else:
+            for session, each in zip(self._sessions, noted, strict=True):
+                with session.lock:
+                    session.writer_here().prepare(name, each)
+            self._unfinished = name, noted
+        self._commit(name, noted)
+
+    def finish(self) -> None:
+        """Finish a commit that failed or was interrupted after all tables were prepared. Blocks.
+
+        Must be called before rows are changed. The commit may be in force in some of the tables already. Does nothing if no
+        commit is unfinished.
+
+        Raises:
+            OSError: From the drive. Call finish() again, or :meth:`rollback`.
+        """
+        if self._unfinished is not None:
+            self._commit(*self._unfinished)
+
+    def rollback(self) -> None:
+        """Undo the changes of all tables since the last commit. Blocks.
+
+        If the first table has made an unfinished commit, that commit is finished first and is then the last commit.
+
+        Raises:
+            OSError: From the drive. rollback() may be called again.
+        """
+        if self._unfinished is not None and commit_name(self._sessions[0]) == self._unfinished[0]:
+            self.finish()
+        for session in self._sessions:  # the first table first: then none of the others is prepared for a commit in force
+            with session.lock:
+                session.writer_here().rollback()
+        self._unfinished = None
+
+    def _commit(self, name: str, attributes: Sequence[Mapping[str, Any]]) -> None:
+        for session, each in zip(self._sessions, attributes, strict=True):
+            with session.lock:
+                session.writer_here().commit(each, name)
+        self._unfinished = None
+
+
+def commit_name(session: TableSession) -> str:
+    """Return the name of a table's last commit; "" if the table was committed alone."""
+    with session.lock:
+        return session.writer_here().epochs.name
 
 
 @dataclass(eq=False)
@@ -30,16 +115,6 @@ class _Trained:
     states: OptimizerStates
     inner: torch.optim.Optimizer
     """Torch's optimizer. It has a parameter only during a step."""
-    stepped: tuple[TensorWeakRef, int] | None = None
-    """The gradient of the last step and its ``_version``, by which a missing ``zero_grad()`` is noticed; None before a step."""
-
-    def adds_to_stepped(self) -> bool:
-        """Return whether a backward has added to the gradient of the last step, because ``zero_grad()`` was not called."""
-        gradient = self.embedding.gradient_holder.grad
-        if self.stepped is None or gradient is None:
-            return False
-        before, version = self.stepped
-        return before() is gradient and gradient._version != version
 
     @property
     def table(self) -> Table:
@@ -92,10 +167,10 @@ class RowOptimizer(torch.optim.Optimizer):
                 raise ValueError("the embedding was made without optimizer=: its rows cannot be trained")
         self._factory = functools.partial(optimizer, **settings)
         self._trained: dict[torch.Tensor, _Trained] = {}
-        self._failed = self._warned = False
+        self._failed = False
         tried = self._factory([nn.Parameter(torch.zeros(1, 1))])
         super().__init__([self._with_holders(group) for group in groups], tried.defaults)
-        self._commits = self._common_commits()
+        self._commits = CommonCommits([trained.table for trained in self._trained.values()])
         for holder in self._trained:
             self._continue(holder)
 
@@ -107,15 +182,13 @@ class RowOptimizer(torch.optim.Optimizer):
                 raise TypeError(f"RowOptimizer trains embeddings on a drive, got {type(embedding).__name__}")
             if not (embedding.table.writable and embedding.optimizer is not None):
                 raise ValueError(f"the rows of {embedding.table} cannot be trained: make the embedding with optimizer=")
-            states = check_states(embedding.table, self._factory)
+            settings = {name: value for name, value in group.items() if name != "params"}
+            states = check_states(embedding.table, functools.partial(self._factory, **settings))
             inner = self._factory([nn.Parameter(torch.zeros(1, embedding.embedding_dim, dtype=embedding.table.dtype))])
             inner.state.clear()
             self._trained[embedding.gradient_holder] = _Trained(embedding, states, inner)
             holders.append(embedding.gradient_holder)
         return {**group, "params": holders}
-
-    def _common_commits(self) -> CommonCommits:
-        return CommonCommits([trained.table for trained in self._trained.values()])
 
     def _continue(self, holder: torch.Tensor) -> None:
         """Set the optimizer's state to that of the last commit of an embedding's table. ``holder``: its gradient holder."""
@@ -127,30 +200,10 @@ class RowOptimizer(torch.optim.Optimizer):
                 self.state[holder][name] = _like(committed[name], trained.states.table.get(name))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as torch's optimizers do. Its ``params`` may be embeddings on a drive.
-
-        Embeddings in the new group continue from their last commits; the earlier embeddings keep their steps.
-
-        Raises:
-            ValueError, OSError: As the class does.
-            RuntimeError: After a step that has failed.
-        """
-        params = param_group["params"]
-        given = [params] if isinstance(params, nn.Module | torch.Tensor) else list(params)
-        later = any(isinstance(each, nn.Module) for each in given)
-        if not later:  # those of the constructor
-            super().add_param_group(param_group)
-            return
-        self._check_whole()
-        self._commits.finish()
-        commits_before = {holder: commit_name(trained.table.session) for holder, trained in self._trained.items()}
-        group = self._with_holders({**param_group, "params": given})
-        super().add_param_group(group)
-        self._commits = self._common_commits()
-        for holder, trained in self._trained.items():
-            # A table of before may have been prepared for a commit of the new tables, and is now at that one.
-            if commits_before.get(holder) != commit_name(trained.table.session) or holder not in commits_before:
-                self._continue(holder)
+        """Called by the constructor. Raises ValueError for other embeddings than those given there."""
+        if not set(param_group["params"]) <= self._trained.keys():
+            raise ValueError("the tables of a RowOptimizer are committed together: give all embeddings to its constructor")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -177,27 +230,11 @@ class RowOptimizer(torch.optim.Optimizer):
         changed = [(each, group) for group in self.param_groups for each in group["params"] if each.grad is not None]
         if not all(holder.grad.is_sparse for holder, _ in changed):
             raise RuntimeError("gradients of rows on the drive must be sparse, as their forward makes them")
-        if not self._warned and any(self._trained[holder].adds_to_stepped() for holder, _ in changed):
-            self._warned = True
-            warnings.warn(
-                "the gradients of rows on the drive have those of the step before in them, as in torch without zero_grad():"
-                " call the zero_grad() of RowOptimizer, since that of the model does not reach them",
-                stacklevel=3,  # torch wraps step()
-            )
         self._failed = True  # until all tables are changed: an interrupt between two of them would leave half a step
         for holder, group in changed:
             self._step(holder, group)
         self._failed = False
-        for holder, _ in changed:
-            assert holder.grad is not None
-            self._trained[holder].stepped = TensorWeakRef(holder.grad), holder.grad._version
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the rows, or set them to zero. ``model.zero_grad()`` does not: rows are not its parameters."""
-        super().zero_grad(set_to_none)
-        for trained in self._trained.values():
-            trained.stepped = None
 
     def _step(self, holder: torch.Tensor, group: Mapping[str, Any]) -> None:
         trained, gradient = self._trained[holder], holder.grad
@@ -266,7 +303,7 @@ class RowOptimizer(torch.optim.Optimizer):
             raise ValueError(f"attributes must not have the name {_ATTRIBUTE!r}: the number of steps is noted there")
         noted = []
         for holder, trained in self._trained.items():
-            states = {name: as_number(value) for name, value in self.state[holder].items()}
+            states = {name: torch.as_tensor(value).item() for name, value in self.state[holder].items()}
             noted.append({**(trained.table.attributes if attributes is None else attributes), _ATTRIBUTE: states})
         self._commits.commit(noted)
 
@@ -393,55 +430,3 @@ def _groups_of(embeddings: nn.Module | Iterable[nn.Module | dict[str, Any]]) -> 
 def _like(number: float, example: Any) -> Any:
     """Return a number as it is, or as a tensor like ``example`` if that is a tensor."""
     return torch.full_like(example, number) if isinstance(example, torch.Tensor) else number
-
-
-class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one accumulator per row: the sum of the mean squares of the row's gradients.
-
-    The same as FBGEMM's EXACT_ROWWISE_ADAGRAD: ``sum += mean(gradient ** 2)``, then
-    ``row -= lr * gradient / (sqrt(sum) + eps)``. Takes sparse gradients, as ``nn.Embedding(sparse=True)`` has them, and dense
-    ones. The sum is float32; float64 for float64 rows.
-
-    Args:
-        params: Parameters, whose first dimension is the row.
-        lr: Learning rate.
-        eps: Added to the denominator.
-        initial_accumulator_value: Initial value of the sums.
-    """
-
-    def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-8, initial_accumulator_value: float = 0.0) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("initial_accumulator_value", initial_accumulator_value)):
-            if not value >= 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
-        super().__init__(params, {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change the rows that have gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._change(parameter, parameter.grad, group)
-        return loss
-
-    def _change(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        if not state:
-            initial = float(group["initial_accumulator_value"])
-            state["sum"] = torch.full(parameter.shape[:1], initial, dtype=dtype, device=parameter.device)
-        if gradient.is_sparse:
-            gradient = gradient.coalesce()
-            rows, values = gradient.indices()[0], gradient.values()
-        else:
-            rows, values = torch.arange(len(parameter), device=parameter.device), gradient
-        wide = values.to(dtype)
-        sums = state["sum"].index_select(0, rows) + wide.square().flatten(1).mean(1)
-        state["sum"].index_copy_(0, rows, sums)
-        scale = (float(group["lr"]) / (sums.sqrt() + group["eps"])).view(-1, *[1] * (values.dim() - 1))
-        changed = parameter.index_select(0, rows).to(dtype) - scale * wide
-        parameter.index_copy_(0, rows, changed.to(parameter.dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,24 +13,13 @@ from deepnvme.memory.host import empty_aligned
 from deepnvme.ops import load_async_io
 
 from .layout import Column
-from .reading import FailedRow, RowRead, RowsUnreadable
+from .reading import RowRead, RowsUnreadable
 
 if TYPE_CHECKING:
     from .session import TableSession
 
 _HUGE_FROM = 4 << 20
 """Results of at least this many bytes are on huge pages: on others, 32 MiB of rows took twice as long, mostly for page faults."""
-
-
-class PartialRows(NamedTuple):
-    """Result of :meth:`Table.read` with ``errors="partial"``: the rows that could be read, and which could not."""
-
-    rows: torch.Tensor
-    """The rows, of shape ``ids.shape + row_shape``. Rows that could not be read have undefined values."""
-    failed: tuple[FailedRow, ...]
-    """Rows that could not be read, each once; empty if all could."""
-    positions: torch.Tensor
-    """Positions of the failed rows in ``ids.flatten()``, int64, ascending."""
 
 
 def check_integers(ids: torch.Tensor) -> None:
@@ -127,11 +116,6 @@ class RowsFuture:
             self._abandon()
             raise
 
-    def failed_positions(self) -> torch.Tensor:
-        """Return the positions of rows that could not be read, after :meth:`read_now`."""
-        assert self._read is not None
-        return torch.tensor(self._read.native.failed_positions(), dtype=torch.int64)
-
     def rows(self) -> torch.Tensor:
         """Copy the rows that were read to the caller's tensor, if they are not there yet, and return that tensor."""
         if not self._in_place:
@@ -140,10 +124,7 @@ class RowsFuture:
         return self._result
 
     def done(self) -> bool:
-        """Return whether all rows are in memory, so that :meth:`result` does not wait for the drive. Never blocks.
-
-        If another process commits meanwhile, :meth:`result` reads the rows once more.
-        """
+        """Return whether all rows are in memory, so that :meth:`result` does not wait for the drive. Never blocks."""
         read = self._read
         return read is None or all(part.future.done() for part in list(read.parts))
 
@@ -166,16 +147,12 @@ class RowsFuture:
         assert session is not None
         with session.lock:
             reader = session.reader_here()
-            self._generation, self._pid = session.generation, os.getpid()
+            self._pid = os.getpid()
             self._read = reader.new_read(self._numbers, self._rows, self._width, self._keep)
             reader.start(self._read)
 
     def _wait(self) -> RowsUnreadable | None:
-        """Wait for the rows, and read them again if a commit or a write may have mixed old and new bytes in them.
-
-        The manifest is checked last. If it was not replaced until then, all rows are of the commit that it describes, since no
-        writer overwrites versions of the last commit.
-        """
+        """Wait for the rows, and read them again if a write may have mixed old and new bytes in them."""
         session = self._session
         assert session is not None
         while True:
@@ -183,9 +160,7 @@ class RowsFuture:
                 assert self._read is not None
                 session.reader.finish(self._read)
                 with session.lock:
-                    if not session.closed:
-                        session.refresh()
-                    if self._generation == session.generation and not self._read.native.stale:
+                    if not self._read.native.stale:
                         return session.reader.failure_of(self._read)
             self._start()
 

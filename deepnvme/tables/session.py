@@ -1,22 +1,20 @@
 """A session: the open files of a table in one process, with the rows that are in memory.
 
-1. A directory has one writer at a time, which holds its lock. Any number of readers open the files too, without a lock.
-2. A reader shows one commit. It changes to a later one only in :meth:`TableSession.refresh`, which empties the cache first.
-3. A writer never overwrites a version of the last commit. So rows that a reader has read are valid if the manifest was not
-   replaced before the read ended; otherwise the rows are read once more.
-4. A forked child shares only the layout with its parent: it opens the files again, as a reader.
-5. All methods but :meth:`close` must be called with ``lock`` held.
+1. The rows of an updatable table are locked: by one writer, or by any number of readers.
+2. A forked child shares only the layout with its parent: it opens the files again, as a reader.
+3. All methods but :meth:`close` must be called with ``lock`` held.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import threading
 import weakref
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,21 +24,25 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine, File
-from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner
+from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner, close_in_children, unlock_and_close
+from deepnvme.files.regular_files import open_without_waiting
 from deepnvme.memory.host import huge_pages
 from deepnvme.ops import load_async_io
+from deepnvme.store.data_file import lock_data_file
 from deepnvme.telemetry.report_figures import ReportFigures
 
-from .background import BackgroundThread
-from .identity import LARGEST_SECTOR, check_identity, file_bytes
+from .creating import file_bytes
 from .layout import TableLayout
-from .manifest import NO_COMMITS, CorruptTable, Epochs, ManifestWatch, load_manifest
+from .manifest import NO_COMMITS, CorruptTable, Epochs, load_manifest
 from .reading import RowReader, unit_of
 from .writing import RowWriter
 
 if TYPE_CHECKING:
+    from deepnvme.memory.lease import Transfer
     from deepnvme.ops.aio.async_io_op.tables import RowCache
 
+_WAIT_SECONDS = 0.005
+"""Seconds that the thread waits for one transfer before it checks the other reads and writes in flight."""
 _FEWEST_SLOTS = 64
 """Least number of rows for which a writer has memory, whatever the budget."""
 _LOCKED_REMEDY = "commit() what is to be kept, and call its close() (an embedding has it as .table)"
@@ -71,8 +73,6 @@ class TableStats(ReportFigures):
     """Rows that fit into memory."""
     changed_rows: int
     """Rows that are changed in memory, and not written yet."""
-    pinned_rows: int
-    """Rows that :meth:`Table.pin` keeps in memory."""
 
     @property
     def hit_rate(self) -> float:
@@ -80,13 +80,61 @@ class TableStats(ReportFigures):
         return self.hits / max(self.hits + self.misses, 1)
 
 
+class BackgroundThread:
+    """Delivers prefetched rows as they arrive, starts further prefetch reads, and writes changed rows.
+
+    The thread runs only while there is work. It waits for the drive without holding the table's lock. It has references to
+    the table's reader and writer, but not to the table. It is a daemon thread: the interpreter does not wait for it at exit.
+
+    Args:
+        lock: The table's lock.
+        reader: Starts and delivers prefetches.
+        writer: Writes changed rows; None for a read-only table.
+    """
+
+    def __init__(self, lock: threading.RLock, reader: RowReader, writer: RowWriter | None) -> None:
+        self._lock, self._reader, self._writer = lock, reader, writer
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def wake(self) -> None:
+        """Start the thread if there is something to do. Never blocks. Called with the lock held."""
+        if self._stopped or (self._thread is not None and self._thread.is_alive()):
+            return
+        if not self._reader.prefetching and (self._writer is None or not self._writer.writing_behind):
+            return
+        with defer_interrupts():
+            self._thread = threading.Thread(target=self._run, name="deepnvme table", daemon=True)
+            # Without a thread, everything goes on with the next call of the table.
+            with contextlib.suppress(RuntimeError):
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Tell the thread to start nothing more, and to end. Returns at once. Called with the lock held."""
+        self._stopped = True
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                future: Transfer | None = None if self._stopped else self._reader.next_prefetched()
+                if future is None and self._writer is not None and not self._stopped:
+                    future = self._writer.next_written()
+                elif self._writer is not None and not self._stopped:
+                    self._writer.write_behind()
+                if future is None:
+                    self._thread = None  # the lock is held: the next wake() starts another thread
+                    return
+            with contextlib.suppress(TimeoutError):
+                future.exception(_WAIT_SECONDS)
+            del future
+
+
 class TableSession:
     """The open files of a table in one process: opens them, reopens them in a forked child, and closes them.
 
     Args:
         layout: Where the rows are.
-        directories: The table's directories; None for a file that is used as a table in place, which has no manifest.
-        epochs: Epochs from the manifest.
+        directories: The table's directories; empty for files that are used as a table in place, which have no manifest.
         writable: Whether rows will be changed.
         memory_budget: Bytes of memory for rows.
         staging_bytes: Bytes of pinned memory through which rows are read and written.
@@ -97,60 +145,60 @@ class TableSession:
     """
 
     def __init__(
-        self, layout: TableLayout, directories: list[Path] | None, epochs: Epochs, writable: bool, memory_budget: int,
-        staging_bytes: int, config: AioConfig | None,
+        self, layout: TableLayout, directories: list[Path], writable: bool, memory_budget: int, staging_bytes: int,
+        config: AioConfig | None,
     ) -> None:  # fmt: skip
         self.layout, self._directories, self._config = layout, directories, config
         self.memory_budget, self.staging_bytes = memory_budget, staging_bytes
         self.lock = threading.RLock()
         """The table's lock. Callers hold it while they call methods of the session, its reader or its writer."""
-        self.generation = 0
-        """Number of times that a reader has changed to a later commit of the writer."""
-        self.writer: RowWriter | None = None
-        self._inodes: list[tuple[int, int]] = []
-        self._locks: list[DirectoryLock] = []
-        self._manifest: ManifestWatch | None = None
         self._at_collection: weakref.finalize[Any, TableSession] | None = None
-        self._open(epochs, writable)
+        self._open(writable)
         _sessions.add(self)
 
-    def _open(self, epochs: Epochs, writable: bool) -> None:
+    def _open(self, writable: bool) -> None:
         """Open the files, with an empty cache. Closes them if that fails."""
-        layout, directories = self.layout, self._directories
+        layout = self.layout
         self._pid = os.getpid()
         self.closed = False
+        self.writer: RowWriter | None = None
+        self._locks = contextlib.ExitStack()
         self._files: list[File] = []
         self._engine: Engine = engine_for(layout.files, self._config)
         try:
-            if directories is not None and writable:
-                owner = DirectoryOwner("Table", _LOCKED_REMEDY)
-                for directory in directories:
-                    self._locks.append(DirectoryLock(directory, owner))
-                _, epochs = load_manifest(directories[0])  # the writer before may have committed meanwhile
-                epochs = epochs.begin()
-            elif directories is not None and layout.updatable:
-                self._manifest = ManifestWatch(directories[0])
-                epochs = self._newest_epochs()  # the writer may have committed meanwhile
+            self._epochs = self._lock_rows(writable) if self._directories else NO_COMMITS
             for path in layout.files:
                 self._files.append(self._engine.open(path, "r+" if writable else "r", whole_sectors=True))
-            self._inodes = [_inode(path) for path in layout.files]
-            if directories is not None:
-                epochs = self._check_identity(epochs)
             self._check_files(writable)
             self._memory, self.cache = self._new_cache(writable)
-            self._show(epochs)
+            self.cache.set_visible(self._epochs.committed, list(self._epochs.abandoned))
             self.reader = RowReader(self._engine, self._files, layout, self.cache, self.lock, self.staging_bytes * 2 // 3)
-            if directories is not None and writable:
+            if writable:
                 self.writer = RowWriter(
-                    self._engine, self._files, layout, self.cache, self.reader, directories, epochs, self.staging_bytes // 3
+                    self._engine, self._files, layout, self.cache, self.reader, self._epochs.begin(), self.staging_bytes // 3
                 )
             self.background = BackgroundThread(self.lock, self.reader, self.writer)
             self._at_collection = weakref.finalize(
-                self, _release_collected, self._pid, self.lock, self.background, self.writer, list(self._locks)
+                self, _release_collected, self._pid, self.lock, self.background, self.writer, self._locks
             )
         except BaseException:
             self._release()
             raise
+
+    def _lock_rows(self, writable: bool) -> Epochs:
+        """Lock the rows of a table, unless nobody can change them, and return the epochs of the last commit."""
+        owner = DirectoryOwner("Table", _LOCKED_REMEDY)
+        for path in self.layout.files if self.layout.updatable else ():
+            if writable:  # which also tells others who the writer is
+                self._locks.callback(DirectoryLock(path.parent, owner).release)
+            file = io.FileIO(str(path), "r+" if writable else "r", opener=open_without_waiting)
+            self._locks.callback(unlock_and_close, file, path)
+            close_in_children(file)
+            lock_data_file(file, owner, read_only=not writable, path=path)
+        layout, epochs = load_manifest(self._directories)  # nobody replaces it from now on
+        if layout != self.layout:
+            raise OSError(errno.ESTALE, "the table was replaced by another one", str(self._directories[0]))
+        return epochs
 
     def _check_files(self, writable: bool) -> None:
         """Check sizes, and raise CorruptTable or ValueError.
@@ -164,32 +212,13 @@ class TableSession:
             raise CorruptTable(layout.files[0], f"a row does not fit into the {version} bytes of a version")
         for volume, (path, file) in enumerate(zip(layout.files, self._files, strict=True)):
             size, wanted = file.size(), layout.bytes_in(volume)
-            if size < wanted or (self._directories is not None and size > file_bytes(layout, volume) + LARGEST_SECTOR):
+            if size < wanted or (self._directories and size != file_bytes(layout, volume)):
                 raise CorruptTable(path, f"it has {size} bytes, and {layout.rows_in(volume)} rows need {wanted}")
             if writable and version % file.sector_size:
                 raise ValueError(
                     f"'{path}' is on a drive with sectors of {file.sector_size} bytes, and versions of rows have"
                     f" {version}: make a copy by Table.create"
                 )
-
-    def _check_identity(self, epochs: Epochs) -> Epochs:
-        """Check that the files belong to the manifest's table, and return the manifest's epochs.
-
-        If a writer has replaced the manifest meanwhile, the new one is read and checked. Raises ValueError if the files belong
-        to another table.
-        """
-        while True:
-            try:
-                check_identity(self.layout, epochs)
-                return epochs
-            except ValueError:
-                if self._manifest is None or not self._manifest.replaced():
-                    raise
-            # A writer has given the table a new identity meanwhile.
-            assert self._directories is not None
-            self._manifest.close()
-            self._manifest = ManifestWatch(self._directories[0])
-            epochs = self._newest_epochs()
 
     def _new_cache(self, writable: bool) -> tuple[torch.Tensor, RowCache]:
         """Return the memory of a row cache within the budget, and the cache. csrc/tables/row_cache.cpp evicts rows."""
@@ -201,23 +230,24 @@ class TableSession:
         )
         if writable:
             slots = max(slots, min(_FEWEST_SLOTS, layout.rows))
-        memory = huge_pages(max(slots * slot, 1))
+        memory, shards = huge_pages(max(slots * slot, 1)), layout.shards
+        striped = layout.chunk > 0 or len(shards) == 1
         cache = native.RowCache(
-            rows=layout.rows, record_bytes=layout.record_bytes, base=layout.base, stride=layout.stride,
-            unit=unit_of(layout, self._files), version_bytes=layout.version_bytes, volumes=len(layout.files), chunk=layout.chunk,
-            shards=list(layout.shards), slots=slots, memory=memory.data_ptr(),
+            rows=layout.rows, record_bytes=layout.record_bytes, base=shards[0].base, stride=layout.stride,
+            unit=unit_of(layout, self._files), version_bytes=layout.version_bytes, volumes=len(shards),
+            chunk=max(layout.chunk, 1), shards=[] if striped else [(each.first_row, each.base) for each in shards],
+            slots=slots, memory=memory.data_ptr(),
         )  # fmt: skip
         return memory, cache
 
     def reader_here(self) -> RowReader:
-        """Return this process's reader, at the writer's last commit. In a forked child, opens the files again first.
+        """Return this process's reader. In a forked child, opens the files again first.
 
         Raises:
             ValueError: After :meth:`close`.
             OSError: From the drive.
         """
         self._check_usable()
-        self.refresh()
         return self.reader
 
     def writer_here(self) -> RowWriter:
@@ -230,47 +260,9 @@ class TableSession:
 
     @property
     def epochs(self) -> Epochs:
-        """The epochs of the commit that this session reads; for a writer, of its last commit."""
+        """The epochs of the last commit."""
         self._check_usable()
-        self.refresh()
         return self._epochs if self.writer is None else self.writer.epochs
-
-    def refresh(self) -> None:
-        """Change to the writer's last commit, if this is a reader and there is a newer commit. Raises OSError."""
-        if self._manifest is None or not self._manifest.replaced():
-            return
-        assert self._directories is not None
-        newer = ManifestWatch(self._directories[0])
-        try:
-            epochs = self._newest_epochs()
-            # A writer replaces the manifest also before its first write, and to prepare a commit: rows stay valid then.
-            committed = (epochs.committed, epochs.abandoned) != (self._epochs.committed, self._epochs.abandoned)
-            if committed:
-                self.reader.finish_all()
-        except BaseException:
-            newer.close()
-            raise
-        with defer_interrupts():
-            if committed:
-                self.cache.clear()
-                self.generation += 1
-            self._show(epochs)
-            self._manifest.close()
-            self._manifest = newer
-
-    def _newest_epochs(self) -> Epochs:
-        """Return the epochs in the current manifest. Raises OSError (ESTALE) if the table was replaced by another one."""
-        assert self._directories is not None
-        layout, epochs = load_manifest(self._directories[0])
-        # A table that was made again, or restored from a backup, may have the same layout, and has other files.
-        inodes = [_inode(path) for path in self.layout.files] if self._files else self._inodes
-        if replace(layout, files=self.layout.files) != self.layout or inodes != self._inodes:
-            raise OSError(errno.ESTALE, "the table was replaced by another one", str(self._directories[0]))
-        return epochs
-
-    def _show(self, epochs: Epochs) -> None:
-        self._epochs = epochs
-        self.cache.set_visible(epochs.committed, list(epochs.abandoned))
 
     def stats(self) -> TableStats:
         """Return the counters since the files were opened in this process."""
@@ -286,7 +278,6 @@ class TableSession:
             cached_rows=cache.used,
             cache_capacity=cache.slots,
             changed_rows=cache.changed + cache.writing,
-            pinned_rows=cache.pinned,
         )
 
     def _check_usable(self) -> None:
@@ -296,8 +287,7 @@ class TableSession:
         if os.getpid() != self._pid:
             if self._at_collection is not None:
                 self._at_collection.detach()
-            self.writer, self._locks, self._manifest = None, [], None
-            self._open(NO_COMMITS if self._directories is None else self._newest_epochs(), writable=False)
+            self._open(writable=False)
 
     def close(self) -> None:
         """Close the files, whatever fails. Uncommitted changes are lost. Idempotent. Raises OSError."""
@@ -320,20 +310,10 @@ class TableSession:
                 return
             if self._at_collection is not None:
                 self._at_collection.detach()
-            with contextlib.ExitStack() as stack:
-                for lock in self._locks:
-                    stack.callback(lock.release)
-                if self._manifest is not None:
-                    stack.callback(self._manifest.close)
+            with self._locks as stack:
                 stack.callback(self._engine.close)
                 for file in self._files:
                     stack.callback(file.close)
-
-
-def _inode(path: Path) -> tuple[int, int]:
-    """Return what identifies the file at a path: device and inode. Raises OSError."""
-    found = path.stat()
-    return found.st_dev, found.st_ino
 
 
 _sessions: weakref.WeakSet[TableSession] = weakref.WeakSet()
@@ -349,7 +329,7 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _release_collected(
-    pid: int, lock: threading.RLock, background: BackgroundThread, writer: RowWriter | None, locks: list[DirectoryLock]
+    pid: int, lock: threading.RLock, background: BackgroundThread, writer: RowWriter | None, locks: contextlib.ExitStack
 ) -> None:
     """Unlock the directories of a session that was collected without being closed, once no write is under way."""
     if os.getpid() != pid:
@@ -358,6 +338,5 @@ def _release_collected(
         background.stop()
         if writer is not None:
             writer.finish_writes()
-        for each in locks:
-            with contextlib.suppress(OSError):
-                each.release()
+        with contextlib.suppress(OSError):
+            locks.close()

@@ -7,9 +7,8 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -20,19 +19,15 @@ from deepnvme.telemetry.descriptions import path_list, representation, size_for_
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .creating import create_files
-from .identity import check_identity, directories_of
 from .layout import State, columns_of
-from .manifest import NO_COMMITS, ROWS_NAME, load_manifest
+from .manifest import load_manifest
 from .opening import find_layout
 from .reading import DEFAULT_STAGING_BYTES
-from .rows_future import PartialRows, RowsFuture, checked_ids, values_for
+from .rows_future import RowsFuture, checked_ids, values_for
 from .session import TableSession, TableStats
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-Errors = Literal["raise", "partial"]
-"""What to do if rows cannot be read: "raise" an exception, or return the other rows ("partial")."""
 
 DEFAULT_MEMORY_BUDGET = 64 << 20
 
@@ -46,18 +41,14 @@ class TableMemory(TypedDict, total=False):
 
 
 def as_paths(paths: AnyPath | Iterable[AnyPath]) -> list[Path]:
-    """Return one path, or several, as a list of Path. Paths given as bytes are decoded with the file system's encoding."""
+    """Return one path, or several, as absolute paths, those given as bytes decoded with the file system's encoding.
+
+    Raises ValueError if there is none, or one is given twice.
+    """
     given = [paths] if isinstance(paths, str | bytes | os.PathLike) else list(paths)
-    return [Path(os.fsdecode(each)) for each in given]
-
-
-def _as_directories(paths: AnyPath | Iterable[AnyPath]) -> list[Path]:
-    """Return one directory, or several, as absolute paths. Raises ValueError if there is none, or one is given twice."""
-    found = [Path(os.path.abspath(each)) for each in as_paths(paths)]
-    if not found:
-        raise ValueError("a table needs a directory, got none")
-    if len(set(found)) < len(found):
-        raise ValueError(f"a directory is given twice: {', '.join(map(str, found))}")
+    found = [Path(os.path.abspath(os.fsdecode(each))) for each in given]
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"a table needs a directory, or several different ones, got {', '.join(map(str, found)) or 'none'}")
     return found
 
 
@@ -121,19 +112,19 @@ class Table:
             config: Settings of the engine; None for the profile of the drive.
 
         Raises:
-            FileExistsError: If there is a table already.
+            FileExistsError: If there is a table already, or a killed process has left the rows of one.
             ValueError: For a row shape without bytes, or if ``values`` returns another shape or dtype.
             OSError: From the drive; ENOSPC before anything is written if there is too little space. All files are removed then.
         """
         memory_budget = budget_bytes(memory_budget, "memory_budget")
         staging_bytes = byte_count(staging_bytes, "staging_bytes")
         columns = columns_of(dtype, (shape,) if isinstance(shape, int) else shape, states)
-        directories = _as_directories(paths)
+        directories = as_paths(paths)
         if operator.index(rows) < 0:
             raise ValueError(f"rows must not be negative, got {rows}")
         initial = {name: state.initial for name, state in (states or {}).items()}
         create_files(directories, rows, columns, values, initial, updatable, config)
-        return cls.open(paths, writable=updatable, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config)
+        return cls.open(directories, writable=updatable, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config)
 
     @classmethod
     def from_tensor(
@@ -167,15 +158,14 @@ class Table:
         """Open a table, or a file whose rows can be read in place, without a copy.
 
         Args:
-            paths: The directory of a table. For a table over several drives, its first directory; if it was copied or
-                moved, all its directories, in the order in which it was created. Or a ``.npy``, ``.safetensors`` or
-                ``.pt`` file; or any other file of raw rows, as ``dtype`` and ``shape`` describe them.
+            paths: The directory of a table, or all its directories, in the order in which it was created. Or a ``.npy``,
+                ``.safetensors`` or ``.pt`` file; or any other file of raw rows, as ``dtype`` and ``shape`` describe them.
             name: Name of the tensor in a ``.safetensors`` or ``.pt`` file that has several.
             dtype: Dtype of the values in a raw file.
             shape: Shape of one row in a raw file.
             offset: Bytes from the start of a raw file to its first row.
-            writable: Whether rows will be changed; only for a table that was created ``updatable``. A table has one writer at a
-                time. Any number of readers may have it open too; they see the writer's last commit.
+            writable: Whether rows will be changed; only for a table that was created ``updatable``. Such a table is open to one
+                writer, or to any number of readers.
             memory_budget: Bytes of memory for rows that stay in memory, including the index to find them; or "8GB", "25%",
                 "auto": see :data:`deepnvme.memory.MemoryBudget`. No more is used than the table has rows for.
             staging_bytes: Bytes of pinned memory, in addition to ``memory_budget``, through which rows are read and
@@ -186,36 +176,31 @@ class Table:
 
         Raises:
             FileNotFoundError: If there is no such file or table.
-            StoreLocked: If another writer has the table open; the message names it. A writer that is no longer referenced is
-                garbage-collected first.
+            StoreLocked: If a writer has the table open, which the message names; or with ``writable``, if readers have. Tables
+                that are no longer referenced are garbage-collected first.
             CorruptTable: If the table is damaged, or one of its files too short.
-            ValueError: For directories that do not belong together, or not in this order; a file whose rows are not contiguous;
-                a raw file without ``dtype`` and ``shape``; or ``writable`` for anything but an updatable table.
+            ValueError: For directories that are not those of one table, in its order; a file whose rows are not contiguous; a
+                raw file without ``dtype`` and ``shape``; or ``writable`` for anything but an updatable table.
             OSError: From opening the files.
         """
         memory_budget = budget_bytes(memory_budget, "memory_budget")
         staging_bytes = byte_count(staging_bytes, "staging_bytes")
-        given = _as_directories(paths)
-        first = given[0]
+        given = as_paths(paths)
+        path = given[0]
         reopen = functools.partial(
             cls.open, given, name, dtype=dtype, shape=shape, offset=offset, memory_budget=memory_budget,
             staging_bytes=staging_bytes, config=config,
         )  # fmt: skip
-        directories, epochs = None, NO_COMMITS
-        if first.is_dir():
-            layout, epochs = load_manifest(first)
-            directories = directories_of(given, layout, epochs)
-            layout = replace(layout, files=tuple(each / ROWS_NAME for each in directories))
+        if path.is_dir():
+            layout, _ = load_manifest(given)
             if writable and not layout.updatable:
-                check_identity(layout, epochs)  # else version_bytes is damaged
-                raise ValueError(f"the rows of '{first}' cannot be changed: make a copy by Table.create(..., updatable=True)")
-        elif writable:
-            raise ValueError(f"'{first}' is no table whose rows can be changed: make one by Table.create")
-        elif len(given) > 1:
-            raise ValueError(f"'{first}' is no table's directory: give one file, got {len(given)}")
+                raise ValueError(f"the rows of '{path}' cannot be changed: make a copy by Table.create(..., updatable=True)")
+        elif writable or len(given) > 1:
+            raise ValueError(f"'{path}' is no table whose rows can be changed: make one by Table.create")
         else:
-            layout = find_layout(first, name, dtype, shape, offset)
-        return cls(TableSession(layout, directories, epochs, writable, memory_budget, staging_bytes, config), reopen)
+            layout = find_layout(path, name, dtype, shape, offset)
+        directories = given if path.is_dir() else []
+        return cls(TableSession(layout, directories, writable, memory_budget, staging_bytes, config), reopen)
 
     # -- what it is
 
@@ -275,37 +260,30 @@ class Table:
 
     # -- reading
 
-    def read(self, ids: torch.Tensor, out: torch.Tensor | None = None, *, errors: Errors = "raise") -> torch.Tensor | PartialRows:
+    def read(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows by their numbers. Blocks.
-
-        If another process commits during a read, the rows are read once more. So a read beside a writer only ends if it
-        takes less time than passes between two commits.
 
         Args:
             ids: Row numbers: integers of any shape, in any order; a number may occur several times.
             out: A tensor of shape ``ids.shape + row_shape`` and the table's dtype for the rows, on any device. None for a new
                 tensor.
-            errors: "raise", or "partial" to return the rows that can be read although others cannot.
 
         Returns:
-            The rows, of shape ``ids.shape + row_shape``; with ``errors="partial"`` a :class:`PartialRows`.
+            The rows, of shape ``ids.shape + row_shape``.
 
         Raises:
             IndexError: If a number is not that of a row; nothing is read then.
             TypeError: If ``ids`` are not integers, or ``out`` has another dtype.
             ValueError: If ``out`` has another shape; after :meth:`close`.
-            RowsUnreadable: If some rows cannot be read. The other rows are in ``out`` nevertheless.
+            RowsUnreadable: If some rows cannot be read; its ``failed`` names them. The other rows are in ``out`` nevertheless.
             OSError: If no row can be read, because the file was replaced or has changed its size.
         """
-        if errors not in ("raise", "partial"):
-            raise ValueError(f'errors must be "raise" or "partial", got {errors!r}')
         future = _values_of(self.session, checked_ids(ids, self.rows), out)
         failure = future.read_now()
-        if errors == "partial":
-            return PartialRows(future.rows(), () if failure is None else failure.failed, future.failed_positions())
+        rows = future.rows()
         if failure is not None:
             raise failure
-        return future.rows()
+        return rows
 
     def read_async(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> RowsFuture:
         """Start reading rows, and return a future once all reads are in flight.
@@ -318,7 +296,7 @@ class Table:
             resized. If ``out`` is contiguous and on the CPU, the rows are read into the storage that it has at the call.
         """
         numbers = checked_ids(ids, self.rows)
-        if self._layout.updatable:
+        if self.writable:
             numbers = numbers.clone()  # for a second read, when the caller may have changed them
         future = _values_of(self.session, numbers, out)
         future.start()
@@ -340,33 +318,6 @@ class Table:
             if session.cache.slots:
                 reader.prefetch(numbers.flatten())
                 session.background.wake()
-
-    def pin(self, ids: torch.Tensor) -> int:
-        """Keep rows in memory, for example rows that are known to be used most. Blocks until they are read.
-
-        At most nine tenths of the rows that fit into memory can be pinned: the first of ``ids``. If pinned rows have to be
-        read again, because another process has committed or after :meth:`rollback`, they are in memory from the next time
-        they are read.
-
-        Returns:
-            How many rows are pinned now.
-
-        Raises:
-            IndexError, TypeError, ValueError, OSError: As :meth:`read` does.
-        """
-        numbers = checked_ids(ids, self.rows).flatten()
-        session = self.session
-        with session.lock:
-            reader, cache = session.reader_here(), session.cache
-            absent = cache.pin(numbers.data_ptr(), numbers.numel(), cache.slots * 9 // 10)
-            reader.load(numbers[torch.tensor(absent, dtype=torch.int64)])
-            return cache.pinned
-
-    def unpin(self) -> None:
-        """Unpin all rows: each may be evicted from memory again."""
-        with self.session.lock:
-            self.session.reader_here()
-            self.session.cache.unpin_all()
 
     # -- changing
 

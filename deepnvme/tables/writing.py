@@ -7,19 +7,18 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine, File
+from deepnvme.files.identity import join
 from deepnvme.ops import load_async_io
 from deepnvme.transfer.gather import Transfers
 
-from .identity import write_identity
 from .layout import TableLayout
-from .manifest import Epochs, Prepared, save_manifest
+from .manifest import MEMBERSHIP_NAME, Epochs, Prepared, save_manifest
 from .reading import RowReader, StagingPool, int64_at
 
 if TYPE_CHECKING:
@@ -53,29 +52,20 @@ class RowWriter:
         layout: Where the rows are.
         cache: The rows that are in memory.
         reader: Reads rows that are not in memory.
-        directories: The table's directories; the first has the manifest.
         epochs: Epochs from the manifest, as :meth:`Epochs.begin` returns them for a new writer.
         staging_bytes: Bytes of memory for rows that are being written.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        files: Sequence[File],
-        layout: TableLayout,
-        cache: RowCache,
-        reader: RowReader,
-        directories: list[Path],
-        epochs: Epochs,
+        self, engine: Engine, files: Sequence[File], layout: TableLayout, cache: RowCache, reader: RowReader, epochs: Epochs,
         staging_bytes: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._engine, self._files, self._layout, self._cache, self._reader = engine, files, layout, cache, reader
-        self._directories = directories
         self.epochs = replace(epochs, prepared=None)
         self.prepared = epochs.prepared
         """The commit of several tables that the previous writer prepared; None without one, or once a row was changed."""
         self._written_in_epoch = False
-        self._identity_written = False  # not flushed before a commit
+        self._identity_is_own = len(files) == 1
         self._manifest_uncertain = False  # a commit failed or was interrupted, and may be in force nevertheless
         self._flush_error: BaseException | None = None
         self._flushed = False  # nothing was changed since the last flush
@@ -91,8 +81,8 @@ class RowWriter:
 
     @property
     def rows_at_a_time(self) -> int:
-        """Most rows that one call of :meth:`change` takes: a quarter of the cache that is not pinned."""
-        return max((self._cache.slots - self._cache.pinned) // 4, 1)
+        """Most rows that one call of :meth:`change` takes: a quarter of the cache."""
+        return max(self._cache.slots // 4, 1)
 
     def change(self, rows: torch.Tensor, records: torch.Tensor) -> None:
         """Replace the records of rows in the cache. Blocks while the cache is full of changed rows.
@@ -126,18 +116,15 @@ class RowWriter:
         """
         return self._error is None and self._cache.changed > 0 and self._cache.changed >= self._cache.slots // 4
 
-    def write_behind(self, parts: int | None = None) -> None:
+    def write_behind(self) -> None:
         """Start writing if at least a quarter of the cache is changed, as far as there is staging memory.
 
         Does not wait for writes of rows. The next change or commit raises errors.
-
-        Args:
-            parts: Most parts to start; None for no limit.
         """
         try:
             self._collect()
             if self._above_dirty_threshold():
-                self._write_some(parts)
+                self._write_some()
         except OSError as error:
             self._error = error
 
@@ -152,7 +139,7 @@ class RowWriter:
 
     def _make_room(self, rows: int) -> None:
         """Wait until the cache has room for this number of changed rows."""
-        most = self._cache.slots - self._cache.pinned - rows
+        most = self._cache.slots - rows
         while self._cache.changed + self._cache.writing > most:
             if not self._write_some(1):
                 if not self._under_way:
@@ -179,22 +166,23 @@ class RowWriter:
     def _begin_epoch(self) -> None:
         """Reserve the present epoch in the manifest before its first version is written. Blocks.
 
-        Before this writer's first version, also give the table a new identity, which tells its files from those of a copy.
+        Before this writer's first version, also give a table in several directories a new identity.
         """
         reserving = self.epochs
         if reserving.present > reserving.reserved:
             reserving = replace(reserving, reserved=reserving.present + _RESERVED_EPOCHS)
-        if not self._identity_written:
-            former = (*reserving.previous, reserving.identity)
-            reserving = replace(reserving, identity=uuid.uuid4().hex, previous=former)
+        directories = [path.parent for path in self._layout.files]
+        if not self._identity_is_own:
+            reserving = replace(reserving, identity=uuid.uuid4().hex)
+            join(directories, MEMBERSHIP_NAME, reserving.identity, self.epochs.identity)
         if reserving is not self.epochs or self._manifest_uncertain:
-            save_manifest(self._directories, self._layout, reserving)
+            save_manifest(self._layout, reserving)
             with defer_interrupts():
                 self.epochs = reserving
                 self._manifest_uncertain = False
-        if not self._identity_written:
-            Transfers(write_identity(self._engine, self._files, self._layout, self.epochs.identity)).result()
-            self._identity_written = True
+        if not self._identity_is_own:
+            join(directories, MEMBERSHIP_NAME, reserving.identity)
+            self._identity_is_own = True
         self._written_in_epoch = True
 
     def _write_part(self) -> bool:
@@ -277,7 +265,7 @@ class RowWriter:
         self.flush()
         prepared = Prepared(epoch=self.epochs.present, name=name, attributes=dict(attributes))
         self._manifest_uncertain = True
-        save_manifest(self._directories, self._layout, replace(self.epochs, prepared=prepared))
+        save_manifest(self._layout, replace(self.epochs, prepared=prepared))
 
     def commit(self, attributes: Mapping[str, Any] | None = None, name: str = "") -> int:
         """Commit all changes so far. Blocks until they are on stable storage.
@@ -298,10 +286,8 @@ class RowWriter:
         attributes = self.epochs.attributes if attributes is None else copy.deepcopy(dict(attributes))
         if self._written_in_epoch or attributes != self.epochs.attributes or name not in ("", self.epochs.name):
             committed = replace(self.epochs, committed=self.epochs.present, attributes=attributes, name=name)
-            if self._written_in_epoch:  # and flushed, with the identity
-                committed = replace(committed, previous=())
             self._manifest_uncertain = True
-            save_manifest(self._directories, self._layout, committed)
+            save_manifest(self._layout, committed)
             with defer_interrupts():
                 self._manifest_uncertain = False
                 self.epochs = committed
@@ -315,7 +301,7 @@ class RowWriter:
         assert self.prepared is not None
         self._reader.finish_all()
         adopted = self.epochs.adopt(self.prepared)
-        save_manifest(self._directories, self._layout, adopted)
+        save_manifest(self._layout, adopted)
         with defer_interrupts():
             self._cache.clear()
             self.epochs = adopted
@@ -329,12 +315,12 @@ class RowWriter:
         self._error = None
         if self._written_in_epoch or self._manifest_uncertain:
             epochs = replace(self.epochs, reserved=self.epochs.present).begin()
-            save_manifest(self._directories, self._layout, epochs)
+            save_manifest(self._layout, epochs)
             present = self.epochs.present
             with defer_interrupts():
                 self._cache.drop_changed(present)
                 self.epochs = epochs
-                self._written_in_epoch = self._manifest_uncertain = self._identity_written = False
+                self._written_in_epoch = self._manifest_uncertain = False
                 self._flush_error = None
                 self._show()
         else:
@@ -350,4 +336,4 @@ class RowWriter:
         self.finish_writes()
         unchanged = not self._written_in_epoch and not self._manifest_uncertain
         if unchanged and self.epochs.reserved > self.epochs.committed >= self.epochs.present - 1:
-            save_manifest(self._directories, self._layout, replace(self.epochs, reserved=self.epochs.committed))
+            save_manifest(self._layout, replace(self.epochs, reserved=self.epochs.committed))

@@ -68,12 +68,6 @@ def test_what_was_never_committed_is_refused(drive, engine, interpreters):
         TensorStore(drive, read_only=True, engine=engine)
 
 
-def test_many_read_at_once_here_and_elsewhere(persisted, engine, interpreters):
-    with TensorStore(persisted, read_only=True, engine=engine) as one, TensorStore(persisted, read_only=True) as other:
-        assert interpreters.run(READER.format(path=str(persisted), then="")).check() == "reads 49995000\n"
-        assert torch.equal(one.get("there").result(), other.get("there").result())
-
-
 def test_a_writer_is_kept_out_by_readers_and_they_by_a_writer(persisted, engine):
     with TensorStore(persisted, read_only=True, engine=engine):
         with pytest.raises(StoreLocked, match="open for reading") as refused:
@@ -98,16 +92,6 @@ def test_a_reader_that_was_killed_keeps_nobody_out(persisted, engine, interprete
         os.kill(child, signal.SIGKILL)
         interpreters.wait(child)
     TensorStore(persisted, persist=True, engine=engine).close()
-
-
-def test_a_child_forked_meanwhile_does_not_share_the_lock(persisted, engine, interpreters):
-    then = "child = os.fork()\nif child == 0: time.sleep(3600)\nprint(child, flush=True)\nos._exit(0)"
-    said = interpreters.run(READER.format(path=str(persisted), then=then)).check()
-    child = int(said.split()[-1])
-    try:
-        TensorStore(persisted, persist=True, engine=engine).close()
-    finally:
-        os.kill(child, signal.SIGKILL)
 
 
 def test_several_directories_are_found_in_any_order(drive, engine):

@@ -12,7 +12,6 @@ import numpy
 import pytest
 import torch
 
-from deepnvme.files.directory_lock import StoreLocked
 from deepnvme.tables import CorruptTable, State, Table
 
 from ..support.disks import Disk
@@ -38,7 +37,7 @@ def table(drive: Path) -> Iterator[Table]:
 )
 def test_the_first_id_out_of_range_is_named(table: Table, ids: torch.Tensor, message: str) -> None:
     rows = torch.zeros(*ids.shape, 3)
-    for use in (table.read, table.read_async, table.prefetch, table.pin, lambda ids: table.write(ids, rows)):
+    for use in (table.read, table.read_async, table.prefetch, lambda ids: table.write(ids, rows)):
         with pytest.raises(IndexError, match=message):
             use(ids)
     assert table.stats().bytes_read == 0
@@ -74,8 +73,6 @@ def test_rows_of_another_shape_or_dtype_are_not_written(table: Table) -> None:
         table.write_records(ids, {"momentum": torch.zeros(2, 3)})
     with pytest.raises(ValueError, match="one dimension"):
         table.write_records(ids.view(1, 2), {"values": torch.zeros(1, 2, 3)})
-    with pytest.raises(ValueError, match="errors must be"):
-        table.read(ids, errors="ignore")  # type: ignore[arg-type]
     assert torch.equal(table.read(ids), VALUES[ids])
 
 
@@ -84,49 +81,16 @@ def test_values_of_another_shape_leave_nothing(drive: Path) -> None:
         Table.create(drive / "table", 10, (3,), torch.float32, values=lambda begin, end: torch.zeros(end - begin, 4))
     assert not (drive / "table").exists()
     with pytest.raises(ZeroDivisionError):
-        Table.create([drive / "a", drive / "b"], 10, (3,), torch.float32, values=lambda begin, end: torch.zeros(1 // 0))
+        Table.create(drive / "table", 10, (3,), torch.float32, values=lambda begin, end: torch.zeros(1 // 0))
     assert os.listdir(drive) == []
 
 
 def test_a_table_is_not_made_over_another(drive: Path) -> None:
-    Table.from_tensor([drive / "a", drive / "b"], VALUES).close()
-    for directories in ([drive / "a"], [drive / "b"], [drive / "c", drive / "b"], [drive / "c", drive / "a"]):
-        with pytest.raises(FileExistsError):
-            Table.create(directories, 5, (3,), torch.float32)
+    Table.from_tensor(drive / "a", VALUES).close()
+    with pytest.raises(FileExistsError, match="there is a table already"):
+        Table.create(drive / "a", 5, (3,), torch.float32)
     with Table.open(drive / "a") as table:
         assert torch.equal(table.read(torch.arange(200)), VALUES)
-
-
-def test_what_an_unfinished_table_has_left_is_replaced(drive: Path) -> None:
-    (drive / "table").mkdir()
-    (drive / "table" / "rows.new").write_bytes(b"killed")
-    with Table.from_tensor(drive / "table", VALUES) as table:
-        assert torch.equal(table.read(torch.arange(200)), VALUES)
-    assert sorted(os.listdir(drive / "table")) == ["deepnvme-table.json", "rows"]
-
-
-def test_directories_are_those_of_the_table(drive: Path) -> None:
-    directories = [drive / name for name in "abc"]
-    values = torch.arange(100_000).view(-1, 10)
-    Table.from_tensor(directories, values).close()
-    with Table.open([directories[0], directories[2], directories[1]]) as table:  # the manifest knows better
-        assert torch.equal(table.read(torch.arange(10_000)), values)
-    with pytest.raises(ValueError, match="3 directories, got 2"):
-        Table.open(directories[:2])
-    with pytest.raises(ValueError, match="twice"):
-        Table.create([drive / "d", drive / "d"], 5, (3,), torch.float32)
-    moved = [drive / f"moved {name}" for name in "abc"]
-    for before, after in zip(directories, moved, strict=True):
-        before.rename(after)
-    with Table.open(moved) as table:
-        assert torch.equal(table.read(torch.arange(10_000)), values)
-
-
-def test_there_is_one_writer(drive: Path, table: Table) -> None:
-    with pytest.raises(StoreLocked, match=str(os.getpid())):
-        Table.open(drive / "table", writable=True)
-    table.close()
-    Table.open(drive / "table", writable=True).close()
 
 
 def test_tables_that_are_not_updatable_have_no_writer(drive: Path) -> None:
@@ -136,6 +100,7 @@ def test_tables_that_are_not_updatable_have_no_writer(drive: Path) -> None:
 
 
 def test_a_reader_changes_nothing(drive: Path, table: Table) -> None:
+    table.close()
     with Table.open(drive / "table") as reader:
         for change in (lambda: reader.write(torch.tensor([0]), VALUES[:1]), reader.commit, reader.rollback):
             with pytest.raises(PermissionError, match="writable=True"):
@@ -147,7 +112,7 @@ def test_after_close_everything_is_refused(table: Table) -> None:
     table.close()
     ids = torch.tensor([0])
     for use in (
-        lambda: table.read(ids), lambda: table.read_async(ids), lambda: table.prefetch(ids), lambda: table.pin(ids), table.unpin,
+        lambda: table.read(ids), lambda: table.read_async(ids), lambda: table.prefetch(ids),
         lambda: table.write(ids, VALUES[:1]), table.commit, table.rollback, lambda: table.attributes,
         lambda: table.read_records(ids), lambda: table.write_records(ids, {"values": VALUES[:1]}),
     ):  # fmt: skip
@@ -167,12 +132,9 @@ def test_a_truncated_table_is_refused(drive: Path, updatable: bool) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"kind": "deepnvme table 1"}, "it is 'deepnvme table 1', and this version of the package reads 'deepnvme table 2'"),
+        ({"kind": "deepnvme table 1"}, "it is 'deepnvme table 1', and this version of the package reads 'deepnvme table 3'"),
         ({"rows": -1}, "its field 'rows' is wrong, Input should be greater than or equal to 0: '"),
         ({"rows": 1 << 70}, "'rows'"),
-        ({"chunk": 0}, "'chunk'"),
-        ({"chunk": (1 << 64) - 1}, "'chunk'"),
-        ({"directories": []}, "'directories'"),
         ({"committed": "5"}, "'committed'"),
         ({"committed": 1 << 70}, "'committed'"),
         ({"reserved": 1 << 64}, "'reserved'"),
@@ -181,18 +143,16 @@ def test_a_truncated_table_is_refused(drive: Path, updatable: bool) -> None:
         ({"abandoned": [[2, 4], [4, 6]], "reserved": 9}, "the abandoned epochs 4 to 6 overlap"),
         ({"abandoned": [[2, 4]], "committed": 3, "reserved": 9}, "2 to 4 overlap, or have the last commit, 3"),
         ({"more": 1}, "'more'"),
-        ({"identity": "x"}, "'identity'"),
-        ({"identity": ""}, "'identity'"),
+        ({"chunk": 5}, "1 directories and the chunk 5"),
+        ({"directories": 0}, "'directories'"),
         ({"version_bytes": 1 << 70}, "'version_bytes'"),
-        ({"version_bytes": 0}, "version_bytes 0|0 in the manifest|and 200 rows need"),
-        ({"version_bytes": 16}, "in the manifest"),
+        ({"version_bytes": 0}, "version_bytes 0|no whole|row does not fit|and 200 rows need"),
+        ({"version_bytes": 16}, "row does not fit"),
         ({"columns": []}, "'columns'"),
-        ({"columns": [["values", "quint8", [3], 0]]}, "not quantized"),
-        ({"columns": [["values", "float32", [1 << 62], 0]]}, "columns"),
-        ({"columns": [["values", "float32", [0], 0]]}, "at least one byte"),
-        ({"columns": [["values", "float32", [3], 0], ["sum", "float32", [2], 4]]}, "do not follow"),
-        ({"columns": [["values", "float32", [3], 0], ["sum", "float32", [2], 1 << 40]]}, "do not follow"),
-        ({"columns": [["values", "float32", [3], 0], ["values", "float32", [2], 12]]}, "must not have the name"),
+        ({"columns": [["values", "quint8", [3]]]}, "not quantized"),
+        ({"columns": [["values", "float32", [1 << 62]]]}, "columns"),
+        ({"columns": [["values", "float32", [0]]]}, "at least one byte"),
+        ({"columns": [["values", "float32", [3]], ["values", "float32", [2]]]}, "must not have the name"),
         (b"", "it is no JSON: "),
         (b"{", "it is no JSON: "),
         (b"null", "an object"),
@@ -219,7 +179,7 @@ def test_negative_sizes_in_a_header_of_numpy_are_refused(drive: Path, shape: str
     assert dictionary + padding in content
     damaged = f"{shape}, }}".encode().ljust(len(dictionary + padding))
     (drive / "x.npy").write_bytes(content.replace(dictionary + padding, damaged))
-    with pytest.raises(CorruptTable, match="shape"):
+    with pytest.raises(CorruptTable, match=r"negative|must be positive"):
         Table.open(drive / "x.npy")
 
 
@@ -234,23 +194,6 @@ def test_sizes_that_no_row_can_have_are_refused(drive: Path, shape: int | tuple[
         with pytest.raises(ValueError, match=r"negative sizes|may have"):
             attempt()
     assert not (drive / "table").exists()
-
-
-@pytest.mark.parametrize("rows", [5, 10])
-def test_a_reader_says_that_its_table_was_replaced_by_another(drive: Path, rows: int) -> None:
-    table = Table.create(drive / "table", 10, (3,), torch.float32)
-    table.write(torch.arange(10), torch.ones(10, 3))
-    table.commit()
-    reader = Table.open(drive / "table")
-    table.close()
-    for path in (drive / "table").iterdir():
-        path.unlink()
-    with Table.create(drive / "table", rows, (3,), torch.float32) as other:
-        other.commit()
-    with pytest.raises(OSError, match="replaced") as caught:
-        reader.read(torch.tensor([0]))
-    assert caught.value.errno == errno.ESTALE
-    reader.close()
 
 
 @pytest.mark.root

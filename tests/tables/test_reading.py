@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import gc
-import random
 import shutil
 import tempfile
 import weakref
@@ -108,12 +106,6 @@ def table(drive: Path, values: torch.Tensor) -> Any:
         yield table
 
 
-def test_what_a_table_is_can_be_asked(table: Table) -> None:
-    assert (table.rows, len(table), table.shape, table.row_shape, table.dtype) == (2000, 2000, (2000, 75), (75,), torch.float32)
-    assert table.nbytes == 2000 * 300
-    assert not table.writable
-
-
 def test_out_of_another_shape_or_dtype_is_refused(table: Table) -> None:
     ids = torch.arange(4)
     with pytest.raises(ValueError, match=r"\(4, 75\)"):
@@ -121,13 +113,6 @@ def test_out_of_another_shape_or_dtype_is_refused(table: Table) -> None:
     with pytest.raises(TypeError, match="float32"):
         table.read(ids, torch.empty(4, 75, dtype=torch.float64))
     assert table.stats().misses == 0
-
-
-def test_out_that_is_to_be_conjugated_has_the_values(drive: Path) -> None:
-    values = values_of(50, (6,), torch.complex64)
-    with Table.from_tensor(drive / "table", values.nan_to_num()) as table:
-        out = torch.empty(20, 6, dtype=torch.complex64).conj()
-        assert torch.equal(table.read(torch.arange(20), out).resolve_conj(), values.nan_to_num()[:20])
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
@@ -150,26 +135,11 @@ def test_rows_are_read_into_the_memory_that_out_had_at_the_call(
     assert memory() is None
 
 
-def test_duplicates_are_read_once(table: Table) -> None:
-    table.read(torch.tensor([5, 5, 900, 5, 900]))
-    assert table.stats().rows_read == 2
-
-
 def test_neighbours_are_read_together(drive: Path) -> None:
     values = values_of(1000, (128,), torch.float32)
     with Table.from_tensor(drive / "table", values, memory_budget=0) as table:
         table.read(torch.arange(8))
         assert table.stats().bytes_read == 8 * 512
-
-
-def test_rows_used_again_come_from_memory(table: Table, values: torch.Tensor) -> None:
-    ids = torch.arange(50)
-    table.read(ids)
-    before = table.stats()
-    assert same(table.read(ids), values[:50])
-    assert table.stats().bytes_read == before.bytes_read
-    assert table.stats().hits == 50
-    assert table.stats().hit_rate == 0.5
 
 
 def test_without_a_budget_nothing_stays_in_memory(drive: Path, values: torch.Tensor) -> None:
@@ -192,18 +162,6 @@ def test_rows_that_were_prefetched_count_as_hits(table: Table, values: torch.Ten
     assert stats.hits + stats.misses == 100, "a prefetch is not asked for by anybody"
 
 
-def test_futures_can_be_asked_in_any_order_more_than_once(table: Table, values: torch.Tensor) -> None:
-    generator = random.Random(3)
-    ids = [torch.randint(0, 2000, (generator.randrange(200),)) for _ in range(60)]
-    futures = [(numbers, table.read_async(numbers)) for numbers in ids]
-    generator.shuffle(futures)
-    for numbers, future in futures:
-        rows = future.result()
-        assert same(rows, values[numbers])
-        assert future.done()
-        assert future.result() is rows
-
-
 def test_ids_may_be_changed_once_a_read_has_begun(drive: Path, values: torch.Tensor) -> None:
     with Table.from_tensor(drive / "table", values, updatable=True) as table:
         ids = torch.arange(100)
@@ -212,37 +170,11 @@ def test_ids_may_be_changed_once_a_read_has_begun(drive: Path, values: torch.Ten
         assert same(future.result(), values[:100])
 
 
-def test_futures_that_nobody_asks_use_nothing_up(table: Table, values: torch.Tensor) -> None:
-    for begin in range(200):
-        table.read_async(torch.arange(begin, begin + 1500, 7))
-    ids = torch.arange(1000)
-    assert same(table.read(ids), values[:1000])
-
-
 def test_a_future_may_be_asked_after_its_table_is_closed(drive: Path, values: torch.Tensor) -> None:
     table = Table.from_tensor(drive / "table", values)
     future = table.read_async(torch.arange(500))
     table.close()
     assert same(future.result(), values[:500])
-
-
-def test_what_was_read_is_let_go_of_with_its_last_reference(table: Table) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        rows = [table.read(torch.arange(1000)), table.read_async(torch.arange(500, 1500)).result()]
-        kept = [weakref.ref(each) for each in rows]
-        del rows
-        assert [each() for each in kept] == [None, None]
-    finally:
-        gc.enable()
-
-
-def test_reads_larger_than_what_may_be_under_way_are_whole(drive: Path) -> None:
-    values = values_of(40_000, (1500,), torch.uint8)  # 60 MB, twice the staging memory
-    with Table.from_tensor([drive / "a", drive / "b"], values, memory_budget=1 << 20) as table:
-        ids = torch.randperm(40_000)
-        assert same(table.read(ids), values[ids])
 
 
 @pytest.mark.parametrize("budget", [0, 64 << 10])
@@ -264,32 +196,7 @@ def test_threads_read_at_a_time(drive: Path, values: torch.Tensor, budget: int) 
             assert all(threads.map(read, range(6)))
 
 
-def test_pinned_rows_stay_whatever_else_is_read(table: Table, values: torch.Tensor) -> None:
-    table.read(torch.arange(2000))
-    capacity = table.stats().cache_capacity
-    pinned = torch.arange(1999, -1, -3)[: capacity * 9 // 10]
-    assert table.pin(pinned) == len(pinned) == table.stats().pinned_rows
-    for _ in range(20):
-        table.read(torch.arange(0, 1000))
-    before = table.stats().bytes_read
-    assert same(table.read(pinned), values[pinned])
-    assert table.stats().bytes_read == before, "a pinned row was read from the drive"
-
-
-def test_pinned_are_the_first_of_the_ids_as_far_as_there_is_room(table: Table) -> None:
-    room = table.stats().cache_capacity * 9 // 10
-    ids = torch.arange(1999, -1, -1)
-    assert table.pin(ids[:10]) == 10
-    assert table.pin(ids) == room
-    before = table.stats().bytes_read
-    table.read(ids[:room])
-    assert table.stats().bytes_read == before
-    table.unpin()
-    assert table.stats().pinned_rows == 0
-    assert table.pin(torch.tensor([7, 7, 7])) == 1
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 437, 438, 875, 876, 1313])
+@pytest.mark.parametrize("rows", [1, 3, 437, 438, 875, 1313])
 def test_rows_are_striped_unevenly(drive: Path, rows: int) -> None:
     values = values_of(rows, (300,), torch.uint8)  # 218 rows are next to one another in each directory
     with Table.from_tensor([drive / "a", drive / "b", drive / "c"], values) as table:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,16 @@ import pytest
 import torch
 
 from deepnvme import Engine
-from deepnvme.tables import FailedRow, PartialRows, RowsUnreadable, Table
+from deepnvme.tables import FailedRow, RowsUnreadable, Table
 
-from ..support.engines import transfers_are
 from ..support.faulty_filesystem import FaultyFilesystem
 
 VALUES = torch.arange(4000 * 100, dtype=torch.int32).view(4000, 100)  # rows of 400 bytes
-BROKEN_PAGE = 8192, 12288
-BROKEN_ROWS = range(8192 // 400, -(-12288 // 400))  # those with a byte in it
 EVERY_ROW = torch.arange(4000)
 
 
-class BrokenPage:
-    """The future of a transfer of units, some of which are on the broken page."""
+class BrokenUnits:
+    """The future of a transfer of units, some of which cannot be read."""
 
     def __init__(self, future: Any, path: str, failed: list[int]) -> None:
         self._future, self._path, self._failed = future, path, failed
@@ -34,51 +30,34 @@ class BrokenPage:
         return bool(self._future.done())
 
     def exception(self, timeout: float | None = None) -> OSError | None:
-        if not self._failed:
-            return self._future.exception(timeout)  # type: ignore[no-any-return]
         self._future.exception(timeout)
         error = OSError(errno.EIO, "Input/output error", self._path)
         error.indices = self._failed  # type: ignore[attr-defined]
-        return error
+        return error if self._failed else None
 
 
 @pytest.fixture
-def broken_page(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Reads of it fail in the file "rows": with all that the drive reads with it, 16 KiB at a time, as a kernel reads."""
+def broken_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units of 512 bytes in the second page of the file cannot be read: rows 10 to 20 are in it, of 400 bytes."""
     sound = Engine.gather
 
     def gather(self: Engine, source: Any, ids: torch.Tensor, out: torch.Tensor, **more: Any) -> Any:
-        size = out[0].nbytes if len(out) else 1
-        failed = [index for index, unit in enumerate(ids.tolist()) if unit * size // 16384 == 0]
-        return BrokenPage(sound(self, source, ids, out, **more), source.path, failed)
-
-    def transfer(name: str, own: Any) -> Any:
-        def read(tensor: torch.Tensor, file: Any, offset: int = 0) -> Any:
-            broken = offset < BROKEN_PAGE[1] and offset + tensor.nbytes > BROKEN_PAGE[0]
-            return BrokenPage(own(tensor, file, offset), file.path, [0] if broken else [])
-
-        return read if name == "read" else own
+        failed = [index for index, unit in enumerate(ids.tolist()) if 8 <= unit < 16]
+        return BrokenUnits(sound(self, source, ids, out, **more), source.path, failed)
 
     monkeypatch.setattr(Engine, "gather", gather)
-    with transfers_are(transfer):
-        yield
 
 
 @pytest.mark.usefixtures("broken_page")
 def test_of_a_broken_page_only_its_rows_are_lost(drive: Path) -> None:
     with Table.from_tensor(drive / "table", VALUES) as table:
-        ids = torch.tensor([3999, 25, 0, 25, 40, 22, 20])
-        with pytest.raises(RowsUnreadable, match="row 20 at offset 8000, and 2 other rows") as caught:
-            table.read(ids)
+        ids = torch.tensor([3999, 12, 0, 12, 40, 20, 11])
+        out = torch.zeros(7, 100, dtype=torch.int32)
+        with pytest.raises(RowsUnreadable, match="row 11 at offset 4400, and 2 other rows") as caught:
+            table.read(ids, out)
         path = str(drive / "table" / "rows")
         assert (caught.value.errno, caught.value.filename) == (errno.EIO, path)
-        assert caught.value.failed == tuple(FailedRow(row, path, row * 400) for row in (20, 22, 25))
-        out = torch.zeros(7, 100, dtype=torch.int32)
-        found = table.read(ids, out, errors="partial")
-        assert isinstance(found, PartialRows)
-        assert found.rows is out
-        assert found.failed == caught.value.failed
-        assert found.positions.tolist() == [1, 3, 5, 6]
+        assert caught.value.failed == tuple(FailedRow(row, path, row * 400) for row in (11, 12, 20))
         assert torch.equal(out[[0, 2, 4]], VALUES[[3999, 0, 40]])
 
 
@@ -86,40 +65,12 @@ def test_of_a_broken_page_only_its_rows_are_lost(drive: Path) -> None:
 def test_prefetched_rows_raise_when_they_are_read(drive: Path) -> None:
     with Table.from_tensor(drive / "table", VALUES) as table:
         table.prefetch(EVERY_ROW[:100])
-        found = table.read(EVERY_ROW[:100], errors="partial")
-        assert isinstance(found, PartialRows)
-        assert [each.row for each in found.failed] == list(BROKEN_ROWS)
         future = table.read_async(EVERY_ROW[:100])
-        for _ in range(2):
-            with pytest.raises(RowsUnreadable):
-                future.result()
-        with pytest.raises(RowsUnreadable):
-            table.pin(EVERY_ROW[:100])
+        for read in (lambda: table.read(EVERY_ROW[:100]), future.result, future.result):
+            with pytest.raises(RowsUnreadable) as caught:
+                read()
+            assert [each.row for each in caught.value.failed] == list(range(10, 21))
         assert torch.equal(table.read(EVERY_ROW[50:]), VALUES[50:])
-
-
-def test_reads_that_failed_for_a_while_go_on(direct_disk: FaultyFilesystem) -> None:
-    with Table.from_tensor(direct_disk / "table", VALUES, memory_budget=0) as table:
-        for _ in range(3):
-            direct_disk.fail("read", times=-1, name="rows")
-            for _ in range(40):  # more than there are parts of staging memory
-                with pytest.raises(RowsUnreadable) as caught:
-                    table.read(EVERY_ROW[::500])
-                assert caught.value.errno == errno.EIO
-            caught.value.__traceback__ = None
-            direct_disk.heal()
-            assert torch.equal(table.read(EVERY_ROW), VALUES)
-    del caught
-    gc.collect()
-
-
-def test_without_failures_partial_reads_are_whole(drive: Path) -> None:
-    with Table.from_tensor(drive / "table", VALUES) as table:
-        found = table.read(EVERY_ROW.view(2, 2000), errors="partial")
-        assert isinstance(found, PartialRows)
-        assert torch.equal(found.rows, VALUES.view(2, 2000, 100))
-        assert found.failed == ()
-        assert found.positions.numel() == 0
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
@@ -144,8 +95,6 @@ def test_writes_that_fail_are_raised_and_lose_nothing(direct_disk: FaultyFilesys
             table.commit()
         found = table.read(ids)
         assert torch.equal(found[:written], VALUES[:written] + 1)
-        with Table.open(direct_disk / "table") as reader:
-            assert torch.equal(reader.read(ids), VALUES[:1000])
         direct_disk.heal()
         for _ in range(100):  # a write may still say that an earlier one has failed
             with contextlib.suppress(OSError):
@@ -178,9 +127,10 @@ def test_a_full_drive_at_commit_leaves_the_last_one_and_the_changes(direct_disk:
             table.write(ids[:100], VALUES[:100] - turn)
             expected = torch.cat([VALUES[:100] - turn, VALUES[100:200] + turn])
             table.commit({"turn": turn})
-            with Table.open(direct_disk / "table") as reader:
-                assert torch.equal(reader.read(ids), expected)
-                assert reader.attributes == {"turn": turn}
+            assert torch.equal(table.read(ids), expected)
+    with Table.open(direct_disk / "table") as reader:
+        assert torch.equal(reader.read(ids), expected)
+        assert reader.attributes == {"turn": 3}
     del caught
     gc.collect()
 
@@ -196,8 +146,6 @@ def test_a_commit_that_may_be_in_force_is_whole(direct_disk: FaultyFilesystem, t
             table.commit()
         caught.value.__traceback__ = None
         expected = VALUES[:200] + 1
-        with Table.open(direct_disk / "table") as reader:
-            assert torch.equal(reader.read(ids), expected)
         if then == "rollback":
             table.rollback()
             expected = VALUES[:200]
@@ -263,3 +211,18 @@ def test_a_table_is_closed_though_its_files_cannot_be(direct_disk: FaultyFilesys
     direct_disk.heal()
     table.close()
     Table.open(direct_disk / "table", writable=True).close()  # nobody has its lock
+
+
+def test_reads_that_failed_for_a_while_go_on(direct_disk: FaultyFilesystem) -> None:
+    with Table.from_tensor(direct_disk / "table", VALUES, memory_budget=0) as table:
+        for _ in range(3):
+            direct_disk.fail("read", times=-1, name="rows")
+            for _ in range(40):  # more than there are parts of staging memory
+                with pytest.raises(RowsUnreadable) as caught:
+                    table.read(EVERY_ROW[::500])
+                assert caught.value.errno == errno.EIO
+            caught.value.__traceback__ = None
+            direct_disk.heal()
+            assert torch.equal(table.read(EVERY_ROW), VALUES)
+    del caught
+    gc.collect()

@@ -10,38 +10,13 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from deepnvme.tables import State, Table
 
 from ..support.examples import examples
 
 VALUES = torch.arange(600.0).view(200, 3)
-
-
-def test_of_equal_ids_the_last_row_counts(drive: Path) -> None:
-    with Table.from_tensor(drive / "table", VALUES, updatable=True) as table:
-        table.write(torch.tensor([[4, 9], [4, 4]]), torch.arange(12.0).view(2, 2, 3))
-        assert torch.equal(table.read(torch.tensor([4, 9])), torch.tensor([[9.0, 10, 11], [3, 4, 5]]))
-
-
-def test_records_of_which_no_column_is_given_stay_as_they_are(drive: Path) -> None:
-    with Table.from_tensor(drive / "table", VALUES, updatable=True) as table:
-        table.write_records(torch.tensor([4, 9]), {})
-        table.commit()
-        assert torch.equal(table.read(torch.arange(200)), VALUES)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int8, torch.complex64, torch.complex128])
-def test_every_dtype_is_written(drive: Path, dtype: torch.dtype) -> None:
-    values = torch.randint(0, 2, (300, 5)).to(dtype)
-    changed = torch.randint(0, 2, (100, 5)).to(dtype)
-    with Table.from_tensor([drive / "a", drive / "b"], values, updatable=True, memory_budget=0) as table:
-        assert torch.equal(table.read(torch.arange(300)), values)
-        table.write(torch.arange(50, 150), changed)
-        table.commit()
-    with Table.open(drive / "a") as table:
-        assert torch.equal(table.read(torch.arange(300)), torch.cat([values[:50], changed, values[150:]]))
 
 
 STATES = {
@@ -129,17 +104,20 @@ class ChangedTable(RuleBasedStateMachine):
         zeros=st.booleans(),
     )
     def create(self, volumes: int, width: int, budget: int, zeros: bool) -> None:
-        self.width, self.budget, self.turn, self.futures = width, budget, 0, []
+        self.volumes, self.width, self.budget, self.turn, self.futures = volumes, width, budget, 0, []
         self.now = torch.zeros(self.rows, width, dtype=torch.int64)
         if not zeros:
             self.now += torch.arange(self.rows * width).view(self.rows, width)
-        directories = [self.place / str(number) for number in range(volumes)]
         self.table = Table.create(
-            directories, self.rows, (width,), torch.int64, values=None if zeros else lambda begin, end: self.now[begin:end],
+            self.directories(), self.rows, (width,), torch.int64,
+            values=None if zeros else lambda begin, end: self.now[begin:end],
             states={"count": State(torch.int32, ())}, memory_budget=budget,
         )  # fmt: skip
         self.counts = torch.zeros(self.rows, dtype=torch.int32)
         self.committed = self.now.clone(), self.counts.clone()
+
+    def directories(self) -> list[Path]:
+        return [self.place / str(number) for number in range(self.volumes)]
 
     ids = st.lists(st.integers(0, rows - 1), max_size=120)
 
@@ -180,17 +158,6 @@ class ChangedTable(RuleBasedStateMachine):
         assert self.table is not None
         self.table.prefetch(torch.tensor(ids, dtype=torch.int64))
 
-    @rule(ids=ids)
-    def pin(self, ids: list[int]) -> None:
-        assert self.table is not None
-        self.table.pin(torch.tensor(ids, dtype=torch.int64))
-
-    @precondition(lambda self: self.table is not None and self.table.stats().pinned_rows)
-    @rule()
-    def unpin(self) -> None:
-        assert self.table is not None
-        self.table.unpin()
-
     @rule()
     def commit(self) -> None:
         assert self.table is not None
@@ -215,16 +182,9 @@ class ChangedTable(RuleBasedStateMachine):
             shutil.rmtree(self.place)
             copy.rename(self.place)
         self.table.close()
-        self.table = Table.open(self.place / "0", writable=True, memory_budget=self.budget)
+        self.table = Table.open(self.directories(), writable=True, memory_budget=self.budget)
         self.now, self.counts = self.committed[0].clone(), self.committed[1].clone()
         assert torch.equal(self.table.read(torch.arange(self.rows)), self.now)
-
-    @rule()
-    def read_beside(self) -> None:
-        with Table.open(self.place / "0", memory_budget=self.budget) as reader:
-            found = reader.read_records(torch.arange(self.rows))
-        assert torch.equal(found["values"], self.committed[0])
-        assert torch.equal(found["count"], self.committed[1])
 
     def teardown(self) -> None:
         if self.table is not None:
@@ -243,8 +203,3 @@ def _run(io_dir: Path, tries: int, steps: int) -> None:
 
 def test_changes_are_those_of_a_tensor_in_memory(io_dir: Path) -> None:
     _run(io_dir, examples(24), 15)
-
-
-@pytest.mark.slow
-def test_long_histories_of_changes_are_those_of_a_tensor_in_memory(io_dir: Path) -> None:
-    _run(io_dir, examples(40), 40)

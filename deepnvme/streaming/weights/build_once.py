@@ -6,7 +6,7 @@ import errno
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 def opened_or_built(
-    where: Mapping[Any, float],
+    where: Sequence[Path],
     origin: Mapping[str, Any],
     build: Callable[[Path], WeightStore],
     config: AioConfig | None = None,
@@ -41,7 +41,7 @@ def opened_or_built(
     While another process or thread builds the store, waits for it, and logs a warning that names it.
 
     Args:
-        where: The store's directories, with their weights: the relative share of the data that each gets.
+        where: The store's directories.
         origin: The facts about the checkpoint that the store's origin must have, as JSON.
         build: Builds and opens the store. Its argument is a temporary directory inside the store's first one, which may contain
             files of a process that was killed.
@@ -53,7 +53,7 @@ def opened_or_built(
             names it.
         Exception: What ``build`` raises.
     """
-    first: Path = next(iter(where))
+    first = where[0]
     if (first / MANIFEST_NAME).exists():  # opening where nothing is would lock the directory against a process about to build
         try:
             store = open_existing(where, origin, config)
@@ -68,7 +68,7 @@ def opened_or_built(
         owner.release()
 
 
-def open_existing(where: Mapping[Any, float], origin: Mapping[str, Any], config: AioConfig | None = None) -> WeightStore | None:
+def open_existing(where: Sequence[Path], origin: Mapping[str, Any], config: AioConfig | None = None) -> WeightStore | None:
     """Open the weight store in the directories; return None if there is none. Arguments are those of :func:`opened_or_built`.
 
     Raises:
@@ -87,7 +87,7 @@ def open_existing(where: Mapping[Any, float], origin: Mapping[str, Any], config:
             if origin.get(key) != found.get(key)
         ]
         if wrong:
-            text = f"'{next(iter(where))}' has the store of another checkpoint, or version of it: {'; '.join(wrong)}"
+            text = f"'{where[0]}' has the store of another checkpoint, or version of it: {'; '.join(wrong)}"
             raise ValueError(f"{text}; choose another directory, or remove what is in this one")
     except BaseException:
         store.close()

@@ -6,7 +6,8 @@ import errno
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -128,7 +129,7 @@ def build(
     builders: Sequence[ExtentBuilder],
     source: Source,
     manifest: WeightManifest,
-    where: Mapping[Any, float],
+    where: Sequence[Path],
     engine: Engine,
     progress: Progress | None,
 ) -> None:
@@ -138,7 +139,7 @@ def build(
         builders: The extents, at least one.
         source: Where the weights are read from. If they are in files, the files must not change until the end.
         manifest: The manifest of the store, without the extents.
-        where: The store's directories, with their weights: the relative share of the data that each gets.
+        where: The store's directories.
         engine: Writes the extents.
         progress: Called after each extent with the bytes written so far and in all; None for no call.
 
@@ -152,7 +153,7 @@ def build(
         if len(store):
             kind = "weights" if NAME in store else f"{len(store)} tensors"
             text = f"here is a store of {kind}: open it, choose another directory, or remove its files"
-            raise FileExistsError(errno.EEXIST, text, str(next(iter(where))))
+            raise FileExistsError(errno.EEXIST, text, str(where[0]))
         planned = replace(manifest, extents={each.extent.name: each.extent for each in builders})
         store.reserve(total + padded(len(encode(planned)) + _CHECKSUM_DIGITS * len(builders)))
         extents = write_extents(builders, store, count_bytes(progress, total))

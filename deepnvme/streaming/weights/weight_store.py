@@ -26,7 +26,7 @@ from deepnvme.model.weight_differences import WeightMismatch, described, differe
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.manifest import CorruptManifest
 from deepnvme.store.tensor_store import TensorStore
-from deepnvme.store.volumes import Directory, directory_weights
+from deepnvme.store.volumes import Directory, as_directories
 from deepnvme.telemetry.descriptions import path_list, representation, shorten, size_for_people, state_text
 from deepnvme.telemetry.progress import ProgressOption, shown_progress
 
@@ -36,8 +36,8 @@ from .manifest import LARGEST, NAME, Extent, WeightManifest, decode, key_of
 if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
 
-Directories = Directory | Sequence[Directory] | Mapping[Directory, float]
-"""One or several directories of a store. A mapping gives each a weight (default 1): its share of the data."""
+Directories = Directory | Sequence[Directory]
+"""One or several directories of a store."""
 Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | Location] | Source
 """Types of ``model_or_checkpoint`` in :meth:`WeightStore.build`."""
 _VERIFIED_AT_A_TIME = 3
@@ -151,7 +151,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             raise ValueError(f"dtype must be one of floating point, got {dtype}")
         if model is not None and isinstance(model_or_checkpoint, nn.Module):
             raise ValueError("model= is for a checkpoint: a module says itself what its blocks are")
-        where = directory_weights(path)
+        where = as_directories(path)
         places = [*where, *_read_from(model_or_checkpoint)]
         with engine_for(places, config) as engine, contextlib.closing(OpenFiles(engine)) as files:
             source = source_of(model_or_checkpoint, files)
@@ -160,7 +160,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             builders = [ExtentBuilder(plan, source, names, dtype, quantize) for plan in structure.extents()]
             kind = "" if tree is None else type(tree).__name__
             manifest = WeightManifest(kind, {}, structure.needs(), structure.ties, origin)
-            with shown_progress(progress, f"building {next(iter(where))}") as report:
+            with shown_progress(progress, f"building {where[0]}") as report:
                 build(builders, source, manifest, where, engine, report)
         return cls.open(path, config=config)
 
@@ -182,13 +182,13 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             TypeError: If ``config`` is not an AioConfig.
             OSError: If the kernel refuses the backend that ``config`` names, or a directory cannot be read.
         """
-        directories = directory_weights(path)
-        engine = engine_for(list(directories), config, _IN_FLIGHT_BYTES)
+        directories = as_directories(path)
+        engine = engine_for(directories, config, _IN_FLIGHT_BYTES)
         tensors = None
         try:
             owner = DirectoryOwner("WeightStore", "call its close(), or that of the stream that has it (model.streaming)")
             tensors = TensorStore(path, read_only=True, engine=engine, owner=owner)
-            where = next(iter(directories))
+            where = directories[0]
             if NAME not in tensors:
                 raise ValueError(f"the store in '{where}' holds {len(tensors)} tensors, and no weights that were built")
             return cls(tensors, engine, where)

@@ -209,18 +209,21 @@ def _layer(value: int) -> torch.nn.Linear:
 class CommittingRows(Saving):
     """Of a table with a state beside each row. Others are written behind when it is killed, and some were rolled back before."""
 
+    most_drives = 3
     _ROWS, _WIDTH = 300, 300  # versions of several sectors, which can be torn; more of them than the least memory holds
     _table: Table | None = None
 
     def save(self, value: int) -> None:
         table = self._table
         if table is None:
-            path = self.directory / "table"
-            if (path / MANIFEST_NAME).exists():
-                table = Table.open(path, writable=True, memory_budget=0)
+            paths = self._paths()
+            if (paths[0] / MANIFEST_NAME).exists():
+                table = Table.open(paths, writable=True, memory_budget=0)
             else:
+                for path in paths:  # of a creation that was killed
+                    shutil.rmtree(path, ignore_errors=True)
                 states = {"state": State(torch.int64, ())}
-                table = Table.create(path, self._ROWS, self._WIDTH, torch.int64, states=states, memory_budget=0)
+                table = Table.create(paths, self._ROWS, self._WIDTH, torch.int64, states=states, memory_budget=0)
             self._table = table
         self._write(table, value)
         table.commit({"value": value})
@@ -228,6 +231,9 @@ class CommittingRows(Saving):
             self._write(table, -value - 1)
             table.rollback()
         self._write(table, -value - 2, step=value % 5 + 1)
+
+    def _paths(self) -> list[Path]:
+        return [directory / "table" for directory in self.directories]
 
     def _write(self, table: Table, value: int, step: int = 1) -> None:
         ids = torch.arange(0, self._ROWS, step)
@@ -241,7 +247,7 @@ class CommittingRows(Saving):
 
     def load(self) -> int:
         self.close()
-        with Table.open(self.directory / "table") as table:
+        with Table.open(self._paths()) as table:
             found = table.read_records(torch.arange(self._ROWS))
             values = {int(each) for column in found.values() for each in torch.unique(column)}
             if values != {table.attributes["value"]}:
@@ -252,6 +258,7 @@ class CommittingRows(Saving):
 class CommittingEmbeddings(Saving):
     """Of several tables that one optimizer trains: each commit has one more step of all of them, with states of rows."""
 
+    most_drives = 3
     _TABLES, _ROWS, _DIM = 3, 200, 150
     _IDS = torch.arange(0, _ROWS, 3)
     _bags: Sequence[EmbeddingOnDisk] = ()
@@ -274,8 +281,11 @@ class CommittingEmbeddings(Saving):
         torch.manual_seed(0)
         bags = []
         for number in range(self._TABLES):
-            path = self.directory / f"table{number}"
-            bags.append(EmbeddingOnDisk(self._ROWS, self._DIM, path=path, optimizer=torch.optim.SparseAdam, memory_budget=0))
+            first = number % len(self.directories)
+            paths = [each / f"table{number}" for each in (*self.directories[first:], *self.directories[:first])]
+            for path in paths if not (paths[0] / MANIFEST_NAME).exists() else ():  # of a creation that was killed
+                shutil.rmtree(path, ignore_errors=True)
+            bags.append(EmbeddingOnDisk(self._ROWS, self._DIM, path=paths, optimizer=torch.optim.SparseAdam, memory_budget=0))
         self._bags, self._optimizer = bags, RowOptimizer(torch.nn.ModuleList(bags), lr=0.01)
         return self._optimizer
 

@@ -233,12 +233,12 @@ def train(model: torch.nn.Module, optimizer: Any, steps: Iterable[int], after_ba
 
 
 def test_states_striped_over_directories(drive: Path) -> None:
-    path = {drive / "a": 3.0, drive / "b": 1.0}
+    path = [drive / "a", drive / "b"]
     with Pair(drive, shapes=[(1200, 1000)], nvme_path=path, sub_group_size=1 << 22) as pair:
         pair.step(3)
         pair.check()
         sizes = [(directory / "deepnvme-store.data").stat().st_size for directory in path]
-        assert sizes[0] >= 2 * sizes[1] > 0
+        assert min(sizes) > 0
     assert not any(directory.exists() for directory in path)
 
 
@@ -644,9 +644,9 @@ def test_an_optimizer_that_owns_files_cannot_be_copied(drive: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"nvme_path": None}, TypeError, "nvme_path must be a directory, several, or a mapping .*, got None"),
+        ({"nvme_path": None}, TypeError, "nvme_path must be a directory, or several, got None"),
         ({"nvme_path": [3]}, TypeError, "nvme_path must be a directory, .*, got 3 in it"),
-        ({"nvme_path": {"a": "1GB"}}, TypeError, "nvme_path has the weight '1GB' for 'a'"),
+        ({"nvme_path": {"a": "1GB"}}, TypeError, "nvme_path must be a directory, or several, got {'a': '1GB'}"),
         ({"nvme_path": ""}, ValueError, "nvme_path must not be empty"),
         ({"optimizer_class": "AdamW"}, TypeError, "optimizer_class must be a torch optimizer's class.* got 'AdamW'"),
         ({"sub_group_size": "1MB"}, TypeError, "sub_group_size must be a whole number of elements, got '1MB'"),

@@ -35,30 +35,30 @@ def test_one_that_builds_for_too_long_is_named(drive: Path, monkeypatch: pytest.
     monkeypatch.setattr(build_once, "BUILD_WAIT_SECONDS", 0.1)
     other = DirectoryLock(drive / BUILDING)
     with pytest.raises(StoreLocked, match=f"waited 0 s for .*{os.getpid()}.* to build the store") as late:
-        opened_or_built({drive: 1.0}, ORIGIN, never)
+        opened_or_built([drive], ORIGIN, never)
     assert late.value.filename == str(drive)
     other.release()
 
 
 def test_a_directory_that_somebody_has_for_something_else_is_not_waited_for(drive: Path) -> None:
     with TensorStore(drive, persist=True), pytest.raises(StoreLocked, match=str(os.getpid())):
-        opened_or_built({drive: 1.0}, ORIGIN, lambda _: build(drive))
-    opened_or_built({drive: 1.0}, ORIGIN, lambda _: build(drive)).close()
+        opened_or_built([drive], ORIGIN, lambda _: build(drive))
+    opened_or_built([drive], ORIGIN, lambda _: build(drive)).close()
 
 
 @pytest.mark.parametrize("origin", ["by hand", "[" * 60_000, "[1]"])
 def test_a_store_of_somebody_elses_origin_is_refused(drive: Path, origin: str) -> None:
     WeightStore.build(nn.Linear(8, 8), drive, origin=origin).close()
     with pytest.raises(ValueError, match=f"'{drive}' has the store of another checkpoint") as refused:
-        opened_or_built({drive: 1.0}, ORIGIN, never)
+        opened_or_built([drive], ORIGIN, never)
     assert len(str(refused.value)) < 1000
 
 
 def test_a_build_that_fails_leaves_nothing_and_the_next_one_builds(drive: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        opened_or_built({drive / "store": 1.0}, ORIGIN, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+        opened_or_built([drive / "store"], ORIGIN, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
     assert not any(drive.iterdir())
-    opened_or_built({drive / "store": 1.0}, ORIGIN, lambda _: build(drive / "store")).close()
+    opened_or_built([drive / "store"], ORIGIN, lambda _: build(drive / "store")).close()
 
 
 def test_whoever_waits_says_for_whom_and_opens_what_was_built(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -69,10 +69,10 @@ def test_whoever_waits_says_for_whom_and_opens_what_was_built(drive: Path, caplo
         until(lambda: caplog.records)  # the other one waits
         return build(drive)
 
-    first = threading.Thread(target=lambda: opened_or_built({drive: 1.0}, ORIGIN, slowly).close())
+    first = threading.Thread(target=lambda: opened_or_built([drive], ORIGIN, slowly).close())
     first.start()
     assert building.wait(PATIENCE)
-    with opened_or_built({drive: 1.0}, ORIGIN, never) as store:
+    with opened_or_built([drive], ORIGIN, never) as store:
         assert store.origin == json.dumps(ORIGIN)
     first.join()
     (said,) = caplog.messages
@@ -105,7 +105,7 @@ def test_of_processes_one_builds(drive: Path, interpreters: Interpreters) -> Non
             if child == 0:
                 code = 1
                 try:
-                    with opened_or_built({{drive / "store": 1.0}}, {ORIGIN}, build) as store:
+                    with opened_or_built([drive / "store"], {ORIGIN}, build) as store:
                         store.verify()
                         code = 0
                 finally:
@@ -130,7 +130,7 @@ def test_a_builder_that_is_killed_is_succeeded(drive: Path, interpreters: Interp
             print("builds", flush=True)
             time.sleep(3600)
 
-        opened_or_built({{Path({str(drive)!r}): 1.0}}, {ORIGIN}, build)
+        opened_or_built([Path({str(drive)!r})], {ORIGIN}, build)
         """
     )
     interpreters.wait_for("builds")
@@ -140,6 +140,6 @@ def test_a_builder_that_is_killed_is_succeeded(drive: Path, interpreters: Interp
         assert (directory / "half").exists(), "for the next one to remove"
         return build(drive)
 
-    with opened_or_built({drive: 1.0}, ORIGIN, succeed) as store:
+    with opened_or_built([drive], ORIGIN, succeed) as store:
         assert list(store.weights) == ["weight", "bias"]
     assert interpreters.wait(child).returncode == -signal.SIGKILL
