@@ -1,4 +1,4 @@
-"""Public names of a package: which are shown, and which are imported on first use.
+"""Public names of a package that are imported on first use.
 
 Type checkers must not see a module's ``__getattr__``, since they would take any misspelt name for one of its attributes. So a
 package whose names are imported on first use defines it below ``if not TYPE_CHECKING:``, and imports the names for type checkers
@@ -11,21 +11,6 @@ import importlib
 import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
-
-
-def public_names(package: str, packages: Collection[str] = ()) -> Callable[[], list[str]]:
-    """Return ``__dir__`` for a package or module: it lists what is in ``__all__``, and the given submodules.
-
-    Args:
-        package: Name of the package. Its ``__all__`` has the public names.
-        packages: Submodules that are public.
-    """
-
-    def names() -> list[str]:
-        """Return the public names, sorted."""
-        return sorted({*sys.modules[package].__all__, *packages})
-
-    return names
 
 
 def from_modules(
@@ -54,4 +39,8 @@ def from_modules(
         module = modules[name] if modules[name].startswith("deepnvme.") else f"{package}.{modules[name]}"
         return getattr(importlib.import_module(module), name)
 
-    return get, public_names(package, packages)
+    def names() -> list[str]:
+        """Return the public names, sorted."""
+        return sorted({*sys.modules[package].__all__, *packages})
+
+    return get, names

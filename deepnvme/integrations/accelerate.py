@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from deepnvme._lazy import public_names
 from deepnvme.checkpoint.formats.safetensors_header import read_offload_index
 from deepnvme.checkpoint.weight_locations import weights_in_index
 from deepnvme.files.regular_files import open_regular
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
 
 __all__ = ["STORE", "disable", "disk_offload", "dispatch_model", "enable"]
-
-__dir__ = public_names(__name__)
 
 STORE = "deepnvme"
 """Name of the store's directory, within the offload folder that accelerate is given."""

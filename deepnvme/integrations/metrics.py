@@ -15,12 +15,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from deepnvme._lazy import public_names
 from deepnvme.telemetry.report_figures import ReportFigures
 
 __all__ = ["PREFIX", "log_metrics", "log_with_trainer"]
-
-__dir__ = public_names(__name__)
 
 PREFIX = "deepnvme/"
 

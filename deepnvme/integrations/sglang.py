@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from deepnvme._lazy import public_names
 from deepnvme.files.preallocation import preallocate
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.streaming import Streaming, StreamReport, WeightStore, stream, streaming_of
@@ -26,8 +25,6 @@ except ImportError as error:
     raise ImportError(f"deepnvme.integrations.sglang needs SGLang 0.5 (pip install sglang): {error}") from error
 
 __all__ = ["StreamingOffloader", "enable"]
-
-__dir__ = public_names(__name__)
 
 
 class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # whatever SGLang is

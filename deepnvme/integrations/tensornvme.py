@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 
 from deepnvme._interrupts import defer_interrupts
-from deepnvme._lazy import public_names
 from deepnvme.checkpoint.file_io import shared_engine
 from deepnvme.drives.profiles import AnyPath, engine_for
 from deepnvme.engine import File, Future
@@ -37,8 +36,6 @@ from deepnvme.ops import load_async_io
 from deepnvme.store.extents import ExtentMap
 
 __all__ = ["AsyncFileWriter", "DiskOffloader", "disable", "enable", "get_backends"]
-
-__dir__ = public_names(__name__)
 
 Callback = Callable[[], object]
 _BACKENDS = {"uring": "io_uring", "aio": "libaio", "pthread": "threads"}
@@ -241,7 +238,7 @@ class DiskOffloader(_Transfers):
             try:
                 if not reading or stored is None:
                     self._forget(storages)
-                    offsets = self._extents.take_run(list(map(padded, sizes)))
+                    offsets = [self._extents.take(padded(size)) for size in sizes]
                     stored = self._stored[_key(storages)] = _Stored(offsets, sizes, list(storages))
                 else:
                     for storage, size in zip(storages, stored.sizes, strict=True):

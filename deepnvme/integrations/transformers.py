@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepnvme._lazy import public_names
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.offload import ActivationReport, save_on_disk
 from deepnvme.telemetry.sizes import ByteCount, byte_count
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     from deepnvme.drives.profiles import AnyPath
 
 __all__ = ["disable", "enable", "offload_training", "report"]
-
-__dir__ = public_names(__name__)
 
 
 class _Offload:

@@ -27,7 +27,6 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from deepnvme._lazy import public_names
 from deepnvme.offload import OffloadedTraining
 from deepnvme.states.partition import ELEMENTWISE
 
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from deepnvme.drives.profiles import AnyPath
 
 __all__ = ["offload_training"]
-
-__dir__ = public_names(__name__)
 
 _OVERRIDDEN = {
     "train": (),

@@ -1,6 +1,5 @@
 """Pinned host memory for transfers, leased from a pool with a byte budget, and helpers for alignment and host memory."""
 
-from deepnvme._lazy import public_names
 from deepnvme.telemetry.sizes import ByteCount
 
 from .budget import MemoryBudget
@@ -8,5 +7,3 @@ from .lease import Lease
 from .pool import BufferPool, OutOfBuffers, buffer_pool, set_buffer_budget
 
 __all__ = ["BufferPool", "ByteCount", "Lease", "MemoryBudget", "OutOfBuffers", "buffer_pool", "set_buffer_budget"]
-
-__dir__ = public_names(__name__)

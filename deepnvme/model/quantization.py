@@ -34,7 +34,6 @@ from typing import Literal, get_args
 
 import torch
 
-from deepnvme._lazy import public_names
 from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
 
@@ -50,8 +49,6 @@ __all__ = [
     "is_worth_quantizing",
     "quantize",
 ]
-
-__dir__ = public_names(__name__)
 
 Scheme = Literal["int8", "int4"]
 """How a weight is quantised; the module's docstring has the formulas."""

@@ -1,6 +1,5 @@
 """Training with more than fits into memory: parameters, gradients, optimizer states and activations on a drive."""
 
-from deepnvme._lazy import public_names
 from deepnvme.states import StepReport
 
 from .activations import ActivationReport, save_on_disk
@@ -13,5 +12,3 @@ __all__ = [
     "TrainingReport", "WriteEstimate", "save_on_disk", "tile_large_layers",
     "untiled_state_dict",
 ]  # fmt: skip
-
-__dir__ = public_names(__name__)

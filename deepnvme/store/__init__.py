@@ -1,6 +1,5 @@
 """Named tensors stored on drives."""
 
-from deepnvme._lazy import public_names
 from deepnvme.files.directory_lock import StoreLocked
 
 from .catalog import CorruptTensor, TensorInfo
@@ -8,5 +7,3 @@ from .manifest import CorruptManifest
 from .tensor_store import TensorStore
 
 __all__ = ["CorruptManifest", "CorruptTensor", "StoreLocked", "TensorInfo", "TensorStore"]
-
-__dir__ = public_names(__name__)

@@ -1,7 +1,5 @@
 """Tables of rows on a drive, read in thousands of small random reads at a time; rows can also be trained in place."""
 
-from deepnvme._lazy import public_names
-
 from .embedding import EmbeddingBagOnDisk, EmbeddingOnDisk, Lookahead
 from .layout import State
 from .manifest import CorruptTable
@@ -30,5 +28,3 @@ __all__ = [
     "offload_embeddings",
     "open_ngram_tables",
 ]
-
-__dir__ = public_names(__name__)

@@ -57,8 +57,6 @@ def test_a_training_report_has_the_numbers_of_its_activations() -> None:
     assert figures["terabytes_per_day"] == pytest.approx((24 + 6) / 2 * 86400 / 1e12)
 
 
-
-
 def test_the_pace_of_writing_is_that_from_step_to_step(drive: Path) -> None:
     params = parameters(shapes=[(1 << 16,)])
     with deepnvme.OffloadedOptimizer(params, torch.optim.AdamW, nvme_path=drive / "states") as optimizer:

@@ -19,8 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import deepnvme
 from deepnvme.memory.alignment import PAGE
-from deepnvme.states import partition
-from deepnvme.states.partition import ELEMENTWISE
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.swap import BufferPool, OutOfBuffers
 
@@ -98,17 +96,6 @@ def test_a_parameter_in_many_sub_groups_is_rounded_as_one(name: str, threads: in
     shapes = [(100_003,), (317, 229)]  # more than torch gives to one thread
     with Pair(drive, "float32", optimizer_class, options, shapes, sub_group_size=3 * 4096 + 5) as pair:
         pair.step(4)
-        pair.check()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, (kind, _) in OPTIMIZERS.items() if kind in ELEMENTWISE])
-def test_a_sub_group_is_stepped_in_portions_of_its_gradients(name: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which gradients are missing too, also all of a portion."""
-    monkeypatch.setattr(partition, "PORTION", 600)
-    with Pair(drive, "masters", *OPTIMIZERS[name], [(20, 20), (100,), (600,), (9,), (500,), (40, 10)]) as pair:
-        for step in range(6):
-            pair.step(1, {2: {2}, 4: {0, 1}}.get(step, set()).__contains__)
         pair.check()
 
 
@@ -603,13 +590,8 @@ def test_bytes_kept_in_memory_are_neither_read_nor_written(drive: Path) -> None:
             give_gradients(params, step)
             optimizer.step()
             report = optimizer.report()
-            # the first step, in which most errors show, is made on the drive, where it can be undone
-            assert (report.bytes_written > states) == (step == 0)
-            assert (report.bytes_read > states) == (step == 1)
-            if step > 0:
-                assert report.bytes_written == 0
-                assert report.resident_bytes > states
-        assert report.bytes_read == 0
+            assert report.bytes_read == report.bytes_written == 0
+            assert report.resident_bytes > states
 
 
 def test_closing_twice_removes_the_files_and_leaves_nothing_to_use(drive: Path) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from deepnvme._lazy import public_names
-
 from .fast_file_writer import FastFileWriter, FastFileWriterConfig
 
 __all__ = ["FastFileWriter", "FastFileWriterConfig"]
-
-__dir__ = public_names(__name__)

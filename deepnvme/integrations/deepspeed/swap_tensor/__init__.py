@@ -1,7 +1,5 @@
 """The swapper classes of DeepSpeed's ZeRO stage 3, with DeepSpeed's names and arguments, on this package's engine and buffers."""
 
-from deepnvme._lazy import public_names
-
 from .aio_config import AIO_DEFAULT_DICT
 from .optimizer_swapper import OptimizerSwapper, PartitionedOptimizerSwapper, PipelinedOptimizerSwapper
 from .partitioned_param_swapper import AsyncPartitionedParameterSwapper, PartitionedParamStatus
@@ -14,5 +12,3 @@ __all__ = [
     "PartitionedParamStatus",
     "PipelinedOptimizerSwapper",
 ]
-
-__dir__ = public_names(__name__)
