@@ -13,7 +13,7 @@ import torch
 
 import deepnvme
 from deepnvme.memory import BufferPool
-from deepnvme.offload import OffloadedTraining, save_on_disk
+from deepnvme.offload import OffloadedTraining
 from deepnvme.store import TensorStore
 from deepnvme.store.futures import StoreFuture
 from deepnvme.streaming import Streaming, WeightStore
@@ -74,7 +74,7 @@ def test_of_a_store_its_directories_and_how_many_tensors_it_has(drive: Path) -> 
 
 HALF_BUILT = [
     deepnvme.Engine, deepnvme.OffloadedOptimizer, BufferPool, TensorStore, StoreFuture,
-    OffloadedTraining, save_on_disk, WeightStore, Streaming, Table,
+    OffloadedTraining, WeightStore, Streaming, Table,
 ]  # fmt: skip
 
 

@@ -73,7 +73,6 @@ def test_an_optimizer_writes_what_it_has_estimated(drive: Path, options: dict[st
     for found in written[1:]:
         assert estimate.bytes_per_step - slack <= found <= estimate.most_bytes_per_step + slack
         assert known.bytes_per_step <= found <= known.most_bytes_per_step
-    # The first step also writes what stays in memory from then on.
     assert estimate.bytes_once == known.bytes_once == 0
 
 
