@@ -33,7 +33,10 @@ class ResidencyPolicy:
         self.dram_budget = max(0, min(self.dram_budget, free * 8 // 9 - self._in_flight_bytes(sub_groups)))
 
     def choose(self, sub_groups: Iterable[SubGroup]) -> None:
-        """Decide which sub-groups are resident: in their order, those whose states and gradients fit into the budget."""
+        """Decide which sub-groups are resident: in their order, those whose states and gradients fit into the budget.
+
+        Called when sub-groups are added. Those before them keep their decision, since the first ones come first.
+        """
         staying = self._staying(sub_groups)
         for each in sub_groups:
             each.set_residency(each in staying)

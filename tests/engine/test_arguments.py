@@ -7,12 +7,14 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import deepnvme
+from deepnvme.engine import Backend
+from deepnvme.ops.op_builder import AsyncIOBuilder
 
 from ..support.memory import page_aligned
 
@@ -43,8 +45,11 @@ def test_an_absurd_setting_is_refused_with_its_range(name: str, least: int, most
 
 
 def test_an_unknown_backend_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="backend must be one of auto, io_uring, libaio, threads, got 'posix'"):
+    with pytest.raises(ValueError, match="backend must be one of auto, io_uring, libaio, threads, got 'posix'") as error:
         deepnvme.Engine(backend="posix")  # type: ignore[arg-type]
+    names = get_args(Backend)
+    assert f"one of {', '.join(names)}, got" in str(error.value)
+    assert names == ("auto", *(each.name for each in AsyncIOBuilder().backends()), "threads")
 
 
 # Tensors
