@@ -208,4 +208,4 @@ class TestCommand:
             main(words)
         assert ended.value.code == status
         said = capsys.readouterr()
-        assert "verify" in said.out + said.err
+        assert "usage: deepnvme" in said.out + said.err

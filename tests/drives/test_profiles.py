@@ -238,7 +238,6 @@ MAKES_AN_ENGINE = {
     "engine.py",  # its example
     "drives/profiles.py",
     "integrations/deepspeed/swap_tensor/aio_config.py",  # with the settings of DeepSpeed's JSON
-    "streaming/kv/drive.py",  # for a cache in memory: it reads and writes nothing
 }
 
 

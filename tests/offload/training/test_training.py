@@ -306,7 +306,7 @@ def test_a_backward_after_the_step_is_an_error(drive: Path) -> None:
         ({"memory_budget": -1}, "memory_budget must not be negative"),
         ({"memory_budget": "much"}, "memory_budget must be a number of bytes.*'much'"),
         ({"activation_budget": "101%"}, "activation_budget must be at most 100% of the available memory"),
-        ({"activation_budget": "auto"}, "activation_budget must be a number of bytes.*'auto': it has no automatic value"),
+        ({"activation_budget": "auto"}, "activation_budget must be a number of bytes.*'auto'"),
         ({"blocks": [nn.Linear(1, 1)]}, "blocks must be modules of the model"),
     ],
 )
