@@ -111,9 +111,9 @@ class File(Protocol):
         ``with`` block closes the file too, but raises nothing if another exception is leaving the block.
 
         Raises:
-            OSError: Naming the file, if the system reports only on closing that it could not write, as network file systems
-                do. If transfers are still in progress, the future of the last one to end raises this error, unless that is a
-                read. If the file is dropped without closing it, the error is lost.
+            OSError: Naming the file, if the system reports a failed write only when the file is closed, as network file systems
+                do. If transfers are still in progress, the future of the last one to end raises this error instead; if that one
+                is a read, no future does. If the file is dropped without closing it, the error is lost.
         """
 
     def __enter__(self) -> File: ...
@@ -250,13 +250,16 @@ class Engine:
         If very many requests on paths are pending, blocks until some of them have closed their files.
 
         Args:
-            tensor: Contiguous, on the CPU or a CUDA device, any dtype. Not to be touched until the future is done. Until then
-                the engine keeps the tensor's storage, also if the tensor is dropped or is given another storage
-                (``tensor.data = ...``, ``set_``, ``torch.utils.swap_tensors``). The storage must not be resized meanwhile:
-                torch then frees the memory, and the transfer goes on with memory that may have a new owner. Only memory from
-                :meth:`empty_pinned` cannot be resized. Any address works; memory from :meth:`empty_pinned` is read in place,
-                without a copy. A CUDA tensor is written to only after the work that this thread has queued on the device's
-                current stream; when the future is done, the copy to the device is complete.
+            tensor: Contiguous, on the CPU or a CUDA device, any dtype, at any address. Memory from :meth:`empty_pinned` is read
+                in place, without a copy. The tensor must not be touched until the future is done.
+
+                Until then the engine keeps the tensor's storage alive, also if the tensor is dropped or is given another storage
+                (``tensor.data = ...``, ``set_``, ``torch.utils.swap_tensors``). The storage must not be resized: torch would
+                free the memory, and the transfer would continue in memory that may have a new owner. Memory from
+                :meth:`empty_pinned` cannot be resized.
+
+                A CUDA tensor is written to only after the work that this thread has queued on the device's current stream. When
+                the future is done, the copy to the device is complete.
             source: Path, or a file opened with :meth:`open`.
             offset: Bytes from the start of the file. Any value, aligned or not.
 
@@ -264,7 +267,7 @@ class Engine:
             A future. Its result is the number of bytes read.
 
         Raises:
-            TypeError: If ``tensor`` is no dense tensor.
+            TypeError: If ``tensor`` is not a dense tensor.
             ValueError: If the tensor is not contiguous or on another device, the offset is negative, the range ends past the
                 end of the file, or the engine or the file is closed. For a range past the end of the file, and only then, the
                 error has an attribute ``file_size``: the size of the file in bytes.

@@ -216,7 +216,7 @@ class Publication:
 
 
 def name_the_final_file(error: OSError, temporary: str, path: str) -> None:
-    """Make an error that names the temporary file name the final path.
+    """If an error's ``filename`` is the temporary file, set it to the final path.
 
     The temporary file is gone by then, and its name would tell the user nothing.
     """

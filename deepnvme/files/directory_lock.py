@@ -54,7 +54,7 @@ Called with the new owner and the directory. Raises RuntimeError or OSError if t
 
 @dataclass(frozen=True, eq=False)
 class DirectoryOwner:
-    """The object of this process that a directory is locked for. Errors name it."""
+    """Describes the object of this process that holds a directory's lock. Errors name the object."""
 
     kind: str
     """Name of the object's class, as the user knows it."""
@@ -87,7 +87,7 @@ class DirectoryLock:
 
     A child that is forked while the lock is held does not share it.
 
-    If an object of this process has the lock, garbage is collected first. If that does not free the lock, the object is
+    If another object of this process holds the lock, garbage is collected first. If that does not free the lock, the object is
     closed, provided that it is of the new owner's kind and allows that.
 
     Args:
@@ -152,7 +152,7 @@ class DirectoryLock:
                 os.pwrite(descriptor, named.encode(errors="surrogateescape"), 0)
 
     def _close_holder(self, file: io.FileIO) -> None:
-        """Close the object of this process that the file is locked for. Raises StoreLocked if that is not possible."""
+        """Close the object of this process that holds the file's lock. Raises StoreLocked if that is not possible."""
         holder = next(iter(owners_of(file)), None)
         if holder is not None and holder is self._asked:
             raise locked_error(self.directory, holder) from None
@@ -252,7 +252,7 @@ def lock_directories(directories: Iterable[Path], owner: DirectoryOwner, locks: 
 
 
 _owners: weakref.WeakKeyDictionary[io.FileIO, DirectoryOwner | None] = weakref.WeakKeyDictionary()
-"""For whom this process has files locked; None for a file that is about to be. A forked child closes all of them."""
+"""Owners of the files that this process has locked; None for a file that is about to be locked. A forked child closes all."""
 
 
 def lock_for(owner: DirectoryOwner, file: io.FileIO, kind: int, path: Path, *, collect: bool = True) -> None:
@@ -263,8 +263,8 @@ def lock_for(owner: DirectoryOwner, file: io.FileIO, kind: int, path: Path, *, c
         file: The file, which keeps the lock until it is closed.
         kind: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
         path: Names the file in errors.
-        collect: Whether to collect garbage and try once more if an object of this process has the lock: that object may be
-            part of a reference cycle that is not used any more.
+        collect: Whether to collect garbage and try once more if another object of this process holds the lock: that object may
+            be part of an unused reference cycle.
 
     Raises:
         BlockingIOError: If the file is locked by another process or object.
@@ -301,7 +301,7 @@ def owners_of(file: io.FileIO | Path) -> list[DirectoryOwner]:
 
 
 def is_locked_here(directory: Path) -> bool:
-    """Return whether an object of this process has a directory locked."""
+    """Return whether an object of this process holds a directory's lock."""
     return bool(owners_of(directory / LOCK_NAME))
 
 
@@ -357,7 +357,7 @@ def locked_error(directory: Path, owner: DirectoryOwner | None = None) -> StoreL
 
     Args:
         directory: The directory.
-        owner: The object of this process that has the directory. None to read the owner from the lock file.
+        owner: The object of this process that holds the lock. None to read the owner from the lock file.
     """
     if owner is not None:
         holder = f"{owner}, in another thread ({owner.thread.name!r})" if owner.of_other_thread else str(owner)

@@ -47,12 +47,12 @@ class OffloadedOptimizer(Optimizer):
     The parameters are divided into sub-groups. A step reads the states of one sub-group from the drive, steps it on the CPU and
     writes its states back, while the states of the next sub-group are read.
 
-    If other code has changed a parameter since the last step, the next step takes its value over into the master weight. Loading
+    If other code has changed a parameter since the last step, the next step copies the new value into the master weight. Loading
     a model's ``state_dict`` is noticed; changes through ``.data`` are not, because torch does not count them.
 
     **Errors.** A step is never undone. If it fails, the sub-groups that were stepped stay stepped, and the exception says how
     many are left; the next :meth:`step` finishes them, with the gradients that are still there. Until then :meth:`state_dict`,
-    :meth:`zero_grad` and further backwards raise RuntimeError. :meth:`load_state_dict` ends such a step, too. If the optimizer's
+    :meth:`zero_grad` and further backwards raise RuntimeError. :meth:`load_state_dict` abandons such a step. If the optimizer's
     own code raises, the parameters of that sub-group may be partly stepped, as with any torch optimizer.
 
     **Signals.** Ctrl-C, and exceptions from signal handlers, are raised while the step waits for the drive. The step is then
@@ -96,7 +96,7 @@ class OffloadedOptimizer(Optimizer):
         StoreLocked: If a directory is in use; the message names the owner.
         OutOfBuffers: If the sub-groups in flight and the resident ones do not fit into the part of the buffer pool's budget that
             others have not leased.
-        OSError: From the drive; ENOSPC if it has no room for the states.
+        OSError: If the drive cannot be read or written; ENOSPC if it has no room for the states.
 
     What ``optimizer_class`` raises for its arguments is raised, too.
     """
@@ -347,10 +347,10 @@ class OffloadedOptimizer(Optimizer):
         One sub-group is copied at a time. A master weight is loaded from ``master_weight`` in a parameter's state, or from the
         parameter if that key is missing. On any exception nothing is changed.
 
-        An unfinished step ends with the call. A RuntimeWarning then says how many parameters still have values from that step:
-        load the model too, before or after.
+        An unfinished step is abandoned. A RuntimeWarning then says how many parameters still have values from that step: load the
+        model's state_dict too, before or after this call.
 
-        Raises OSError from the drive, and what torch raises for a state_dict that does not fit.
+        Raises OSError if the drive cannot be read or written, and what torch raises for a state_dict that does not fit.
         """
         self._step.guard.check_open()
         self._loading.remove()

@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Exits with status 1 and the reason on stderr if async_io, which the package cannot do without, cannot be built and loaded.
 
     Args:
-        arguments: Command-line arguments; None for those of this process.
+        arguments: Command-line arguments; None for ``sys.argv[1:]``.
     """
     parser = argparse.ArgumentParser(
         prog="deepnvme build",

@@ -27,7 +27,7 @@ def cast_to_byte_tensor(tensor: torch.Tensor | Sequence[torch.Tensor]) -> torch.
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a new 1-D tensor with the elements of ``tensors``, one after the other.
+    """Return a 1-D tensor with the elements of ``tensors``, one tensor after the other.
 
     The tensors must share a dtype and a device. A single contiguous tensor is not copied: the result is a view of it. Raises
     ValueError for an empty sequence.

@@ -337,7 +337,7 @@ class TensorStore:
         operation = self._scheduler.operation()
 
         def begin() -> list[tuple[DataFile, int, int]]:
-            """Register a read of the names. Return (file, offset, length) of each range. Called with the lock held."""
+            """Record the read in scheduler and catalog. Return (file, offset, length) of each part. Called with the lock held."""
             entries = self._catalog.readable(names)
             self._scheduler.begin(operation)
             record_gets(list(dict.fromkeys(entries)), operation)

@@ -122,7 +122,7 @@ class PinnedSlots(Slots):
         return len(self._taken), place
 
     def _take_back(self) -> None:
-        """Forget the ranges over which no tensor exists any more, so that they are leased again."""
+        """Free the ranges whose tensors are all gone, so that they can be leased again."""
         self._taken = [taken for taken in self._taken if taken.view() is not None]
 
 

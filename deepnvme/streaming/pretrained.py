@@ -102,7 +102,7 @@ def from_pretrained(
         ``streaming.close()`` ends the stream and closes the store.
 
     Raises:
-        FileNotFoundError: If ``name_or_path`` can only be a directory, and there is none.
+        FileNotFoundError: If ``name_or_path`` is a path (PathLike, absolute or beginning with ".") that does not exist.
         ImportError: If transformers or accelerate is not installed.
         TypeError: For an option that is refused, such as ``device_map``, or unknown, such as a misspelt one.
         ValueError: If the store in ``offload_dir`` is of another checkpoint (the message names the differences), if the

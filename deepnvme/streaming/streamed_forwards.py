@@ -32,8 +32,8 @@ class StreamedForwards:
 
     Args:
         store: The store of the weights.
-        cache: Has extents in memory while they are used.
-        weights: Puts weights into the modules.
+        cache: Keeps extents in memory while blocks use them.
+        weights: Assigns weights to the modules.
     """
 
     def __init__(self, store: WeightStore, cache: ExtentCache, weights: ModuleWeights) -> None:

@@ -58,7 +58,7 @@ class CorruptTable(OSError):
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Prepared:
-    """This table's part of a commit of several tables. It is in force once the first table has committed under the same name."""
+    """This table's part of a commit of several tables. It is valid once the first table has made a commit of the same name."""
 
     epoch: _Count
     name: str
@@ -68,7 +68,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Epochs:
-    """Which versions of rows are valid, and the name and attributes of the last commit."""
+    """Which versions of rows are valid, and the name and attributes of the last commit. Each commit begins a new epoch."""
 
     committed: _Count
     """Epoch of the last commit; 0 before the first."""
@@ -81,12 +81,12 @@ class Epochs:
     name: str = ""
     """Name of the last commit, if it was made together with other tables; else ""."""
     prepared: Prepared | None = None
-    """A prepared commit of several tables, which is in force if the first table has made it; None if there is none."""
+    """A prepared commit of several tables, which is valid if the first table has made it; None if there is none."""
     identity: str = ""
-    """The identity of a table in several directories."""
+    """Random name that the directories of one table have in common; "" for a table in one directory."""
 
     def adopt(self, prepared: Prepared) -> Epochs:
-        """Return these epochs after a prepared commit has become the last commit."""
+        """Return these epochs with ``prepared``, this table's part of a commit of several tables, as the last commit."""
         abandoned = []
         for first, last in self.abandoned:  # a new writer has abandoned it, without the other tables
             parts = ((first, min(last, prepared.epoch - 1)), (max(first, prepared.epoch + 1), last))

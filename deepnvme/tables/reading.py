@@ -224,11 +224,11 @@ class RowReader:
 
     @property
     def prefetching(self) -> bool:
-        """Whether any prefetch has parts that are not delivered yet."""
+        """Whether any prefetch has rows that are not in the cache yet."""
         return bool(self._prefetches)
 
     def next_prefetched(self) -> Future | None:
-        """Deliver one part of a prefetch that has been read, and start further parts. Does not wait for the drive.
+        """Copy one part of a prefetch that has been read to the cache, and start further parts. Does not wait for the drive.
 
         Returns:
             The read to wait for before the next call; None if no prefetch is left.
@@ -334,7 +334,7 @@ class RowReader:
             self._staging.give_back(part.staging)
 
     def collect(self) -> None:
-        """Deliver all parts that have been read by now, of all reads and prefetches, and start further parts of prefetches."""
+        """Copy the parts that have been read to the cache and the callers' memory, then start further parts of prefetches."""
         for part in list(self._under_way):
             if part.future.done():
                 self._deliver(part)
@@ -351,7 +351,7 @@ class RowReader:
                 self._deliver(part)
 
     def abandon(self, read: RowRead) -> None:
-        """Deliver no further rows of a read once this method returns. May be called without the lock."""
+        """Copy no further rows to a read's caller once this method returns. May be called without the lock."""
         with defer_interrupts(), self._lock:
             read.abandon()
 

@@ -175,7 +175,10 @@ class RowOptimizer(torch.optim.Optimizer):
             self._continue(holder)
 
     def _with_holders(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a parameter group with the gradient holders of the embeddings in ``group`` as its ``params``."""
+        """Return a copy of ``group`` whose ``params`` are the embeddings' gradient holders, the tensors that get the gradients.
+
+        Raises TypeError or ValueError for an embedding that cannot be trained.
+        """
         holders = []
         for embedding in group["params"]:
             if not isinstance(embedding, RowsOnDisk):

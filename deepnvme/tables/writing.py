@@ -92,7 +92,7 @@ class RowWriter:
             records: New records: uint8 of shape (rows, bytes of a record), contiguous.
 
         Raises:
-            OSError: From the drive. Some rows may have been changed then.
+            OSError: If the drive cannot be read or written. Some rows may have been changed then.
         """
         self.prepared = None
         self._flushed = False
@@ -297,7 +297,7 @@ class RowWriter:
         return self.epochs.committed
 
     def adopt_prepared(self) -> None:
-        """Make the prepared commit the table's last commit. Blocks. After an OSError, call it again."""
+        """Finish the commit in :attr:`prepared`: it becomes the table's last commit. Blocks. After an OSError, call it again."""
         assert self.prepared is not None
         self._reader.finish_all()
         adopted = self.epochs.adopt(self.prepared)

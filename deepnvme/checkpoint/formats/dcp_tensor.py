@@ -52,7 +52,10 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Return the bytes of a tensor's archive before and after the tensor's own bytes, for a tensor without gaps in memory."""
+    """Return the bytes before and after a tensor's own bytes in the archive that ``torch.save`` writes for that tensor.
+
+    The tensor's elements must fill a contiguous range of memory, in any order.
+    """
     like = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")  # cheap: no page of a large one is touched
     storage = like.untyped_storage()
     image = pt_image(like, 2, False, alignment=_ALIGNMENT)
@@ -74,9 +77,9 @@ _LONG_HEAD = 64 << 10
 
 
 class KnownArchives:
-    """The archives examined so far, by which others of the same dtype, shape and strides are recognised.
+    """Archives of ``torch.save`` examined so far. An archive with the same length and first bytes is not examined again.
 
-    An archive is recognised by its length and its first bytes.
+    Archives of tensors with the same dtype, shape and strides have the same length and first bytes.
     """
 
     def __init__(self) -> None:

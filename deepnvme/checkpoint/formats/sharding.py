@@ -127,7 +127,7 @@ def part_of_spans(spans: list[Span], count: int, index: int, split: int) -> list
 
 
 def taken(spans: Iterable[Span], begin: int, end: int) -> list[Span]:
-    """Return elements [begin, end) of the spans, counted as if the spans were joined, again as spans."""
+    """Return the parts of ``spans`` that hold elements ``begin`` to ``end``, counted through all spans one after the other."""
     parts, before = [], 0
     for first, last in spans:
         low, high = max(first, first + begin - before), min(last, first + end - before)

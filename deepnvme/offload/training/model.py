@@ -295,8 +295,8 @@ class TrainedModel:
         """Return the 2-norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does. Call after the last micro-batch.
 
         Raises:
-            RuntimeError: If micro-batches are missing, or gradients are not clipped, so that there are no norms.
-            OSError: From the drive.
+            RuntimeError: If micro-batches are missing; or without ``max_norm``, since gradients are then not kept for a norm.
+            OSError: If the drive cannot be read or written.
         """
         self._check_all_were_run()
         if self._max_norm is None:

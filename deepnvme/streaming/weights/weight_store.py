@@ -211,7 +211,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         Args:
             extent: Name of the extent.
             out: ``extents[extent].nbytes`` bytes (uint8), contiguous, on any device. It must not be touched until the future is
-                done. Memory of a lease is read into directly, without a copy.
+                done. Memory leased from a BufferPool is filled directly, without a copy.
 
         Returns:
             A future whose result is a view of ``out``. Its ``result()`` raises later errors, including CorruptExtent: if

@@ -242,10 +242,10 @@ class OptimizerSwapper(SwapSizes):
             info.add_gradients(gradient_offsets, gradient_tensors)
 
     def keep_last_gradients(self, parameter: torch.Tensor) -> None:
-        """Copy, from :attr:`last_gradients`, the parts of a gradient that have not arrived since the last step.
+        """Store, from :attr:`last_gradients`, the parts of a gradient that were not stored since the last step.
 
-        Called before the tensors of ``last_gradients`` change. The copied parts count as arrived. Blocks and raises like
-        :meth:`swap_out_gradients`. Does nothing for an unknown parameter.
+        Called before DeepSpeed overwrites the tensors of ``last_gradients``. Blocks and raises like :meth:`swap_out_gradients`.
+        Does nothing for an unknown parameter.
         """
         info = self.swap_params_info.get(self.parameter_id(parameter))
         last = [] if info is None else self._last_gradients(info)
@@ -258,8 +258,8 @@ class OptimizerSwapper(SwapSizes):
     def swap_in_optimizer_state(self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None) -> None:
         """Bring a parameter, its states and its gradient into memory. Called by DeepSpeed before it steps a sub-group. Blocks.
 
-        ``parameter.grad`` is set to the parts of the gradient that have arrived since the last step. Its other parts are taken
-        from :attr:`last_gradients`, or else are zero. Does nothing for a parameter that is unknown or swapped in already.
+        ``parameter.grad`` gets the parts of the gradient that were stored since the last step. Its other parts are copied from
+        :attr:`last_gradients`, or else are zero. Does nothing for a parameter that is unknown or swapped in already.
 
         Args:
             parameter: The parameter of the sub-group that will be stepped.
@@ -285,8 +285,8 @@ class OptimizerSwapper(SwapSizes):
 
         The tensors are empty afterwards. Their values are written in the background, or stay in memory if the sub-group is
         resident. If the optimizer has stepped the parameter since it was swapped in, its gradient is dropped. Otherwise the
-        gradient is kept for the step as it arrived; to keep changes to it, call :meth:`writeback_optimizer_state_and_gradients`
-        instead.
+        gradient is kept for the step as it was stored; to keep changes to it, call
+        :meth:`writeback_optimizer_state_and_gradients` instead.
 
         Does nothing for an unknown parameter.
 
@@ -304,11 +304,11 @@ class OptimizerSwapper(SwapSizes):
     def writeback_optimizer_state_and_gradients(
         self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
     ) -> None:
-        """Swap a parameter, its states and its gradient out of memory, and keep the changes that the arguments name.
+        """Swap a parameter, its states and its gradient out of memory. The arguments select which changes are kept.
 
         Like :meth:`swap_out_optimizer_state`, but for tensors that were changed before a step. Called by DeepSpeed's
-        ``_writeback_swap_state``. Changes to other tensors are not written: those tensors keep the values of their files, or
-        newer values that memory already has.
+        ``_writeback_swap_state``. Changes that are not selected are not written: the tensors keep the values of their files, or
+        newer values that were in memory before.
 
         Args:
             parameter: The parameter of the sub-group.
@@ -390,7 +390,7 @@ class OptimizerSwapper(SwapSizes):
         return state
 
     def _last_gradients(self, info: OptimizerStateSwapInfo) -> list[tuple[int, torch.Tensor]]:
-        """Return, from :attr:`last_gradients`, (offset, gradient) of parts that have not arrived since the last step."""
+        """Return, from :attr:`last_gradients`, (offset, gradient) of the parts that were not stored since the last step."""
         gaps = list(info.gradient_gaps())
         return [
             (start, gradient)
