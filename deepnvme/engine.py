@@ -363,7 +363,7 @@ class Engine:
             OSError has an attribute ``indices``: the positions in ``ids.flatten()`` of the records that could not be read.
 
         Raises:
-            TypeError: If ``ids`` is no tensor of integers.
+            TypeError: If ``ids`` is not a tensor of integers.
             ValueError: If the shapes do not match, or a number is negative or of a record past the end of the file; nothing
                 is read then.
             TypeError, ValueError, RuntimeError, OSError: As for :meth:`read`.
@@ -437,7 +437,7 @@ class Engine:
         Raises:
             MemoryError: If the system has too little memory. If it only refuses to lock the memory (mlock), there is a
                 RuntimeWarning, and the tensor works all the same.
-            TypeError: If ``dtype`` is no dtype.
+            TypeError: If ``dtype`` is not a torch dtype.
             ValueError: If a size is negative, or the machine has no such node.
         """
         import torch

@@ -60,8 +60,8 @@ def load(
     which is left to ``torch.load``: if a mapped file is truncated, or the drive fails to read it, the process ends (SIGBUS).
 
     Memory beyond the object: 16 MiB leased from the process's pool. If a class defined outside torch, or a function given as
-    ``map_location``, may look at tensors while the object is being made, all of them are first read into CPU memory. Those for
-    a CUDA device are copied from there, and take as much CPU memory besides.
+    ``map_location``, may look at tensors while the object is being made, all tensors are first read into CPU memory. Tensors for
+    a CUDA device are then copied to it, and so also take their size in CPU memory.
 
     Args:
         f: Path, or a file object.
@@ -82,10 +82,10 @@ def load(
         **pickle_load_args: As for ``torch.load``.
 
     Raises:
-        CorruptCheckpoint: If the file is damaged. Names the storage with the bytes expected and found. Also if it is no
-            checkpoint, or a TorchScript archive.
+        CorruptCheckpoint: If the file is damaged. Names the storage with the bytes expected and found. Also if the file is not a
+            checkpoint, or is a TorchScript archive.
         KeyError: If the file does not have one of ``keys``.
-        TypeError: If ``keys`` is given and the file holds no mapping; or if ``config`` is something else than an AioConfig.
+        TypeError: If ``keys`` is given and the file does not hold a mapping; or if ``config`` is not an AioConfig.
         UnpicklingError: If the file holds what ``weights_only`` does not allow.
         ValueError: If ``checksum`` is given for what is left to ``torch.load``, or ``keys`` for a file object; or if ``mmap`` or
             ``checksum`` is True for a safetensors file, which is not mapped and has no checksums.
@@ -235,7 +235,7 @@ def _load_storages(
 
     @functools.cache
     def device_of(location: str) -> torch.device | None:
-        """Return the device that storages from this location are read to; None if torch has to make them of others."""
+        """Return the device that storages from this location are read to; None if torch makes them from CPU storages."""
         empty = empty_storage(0)
         moved = restored(empty, location)
         return moved.device if moved is empty or moved.device.type == "cuda" else None
@@ -299,7 +299,7 @@ def _offsets_of(
 
 
 def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
-    """Return the entries ``keys`` of ``whole``. Raises TypeError if that is no mapping, KeyError if it lacks one of them."""
+    """Return the entries ``keys`` of ``whole``. Raises TypeError if ``whole`` is not a mapping, KeyError if a key is missing."""
     if not isinstance(whole, Mapping):
         raise TypeError(f"keys choose entries of a mapping, and the file holds a {type(whole).__name__}: load it whole")
     missing = [key for key in keys if key not in whole]

@@ -189,8 +189,7 @@ def load_model(
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
-        (missing, unexpected): the names of the model that the file lacks, and the names of the file that the model lacks.
-            A name
+        (missing, unexpected): the names of the model that the file lacks, and the names of the file that the model lacks. A name
         that is tied to a name in the file is in neither.
 
     Raises:

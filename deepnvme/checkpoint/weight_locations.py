@@ -223,7 +223,7 @@ def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | L
         :class:`WeightStore` refuses.
 
     Raises:
-        CorruptCheckpoint: If a file is no checkpoint, is cut off, or lacks a tensor that the index lists.
+        CorruptCheckpoint: If a file is not a checkpoint, is cut off, or lacks a tensor that the index lists.
         FileNotFoundError: If there is no checkpoint in the directory, or one of its shards is missing.
         ValueError: If the directory has several checkpoints, or the file's format would require loading it as a whole.
         UnpicklingError: If a pickle holds anything but tensors.

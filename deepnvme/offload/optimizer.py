@@ -178,7 +178,7 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: If another rank has failed. Also after :meth:`close`, or in a forked child.
-            OSError: From the drive. With ``offload_gradients`` also an error of the preceding backward.
+            OSError: If the drive cannot be read or written. With ``offload_gradients`` also an error of the preceding backward.
         """
         returned = self._step.step(closure)
         if self._sub_groups and self.report().sub_groups == 0 and not self._warned:
@@ -221,7 +221,7 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: If a step is unfinished, or after :meth:`close`.
-            OSError: From the drive, with ``offload_gradients``.
+            OSError: If the drive cannot be read or written, with ``offload_gradients``.
         """
         self._step.check_idle()
         params = list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
@@ -268,7 +268,7 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: If a step is unfinished.
-            OSError: From the drive; with ``checksum`` if states are damaged.
+            OSError: If the drive cannot be read or written; with ``checksum`` if states are damaged.
         """
         self._step.check_idle()
         if self._checksum:

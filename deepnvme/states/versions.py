@@ -72,8 +72,8 @@ class BlockVersions:
         The values do not change while any tensor over the mapping is alive: later steps write other versions.
 
         Args:
-            sections: (object, section of its current version). All but the first begin on a page, all but the last end on one. The
-                tensor has padding at its end.
+            sections: (object, section of its current version). All but the first begin on a page, and all but the last end on
+                one. The tensor has padding at its end.
         """
         first = sections[0][1]
         inside = first.offset % PAGE

@@ -83,7 +83,7 @@ def from_pretrained(
     blocks are in memory at a time. Later calls open the store; calls in other processes wait while it is being built.
 
     Args:
-        name_or_path: As for transformers' ``from_pretrained``; a name that is no local directory is downloaded.
+        name_or_path: As for transformers' ``from_pretrained``. A name that is not a local directory is downloaded.
         offload_dir: One or several directories of the store, as for :class:`WeightStore`.
         memory_budget: Bytes of weights that stay in memory, or "8GB", "50%", "auto", as for :func:`stream`.
         prefetch: Number of extents that are read ahead, as for :func:`stream`.
@@ -202,7 +202,7 @@ def _class_of(transformers: Any, config: PretrainedConfig, chosen: Any) -> Any:
 
 
 def _origin(transformers: Any, name: str, config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts by which a store is recognised: dtype, options, and the checkpoint's files or commit."""
+    """Return facts that identify the weights of a store: dtype, options, and the checkpoint's files or commit."""
     dtype = _wanted_dtype(config, options)
     facts: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     facts |= {option: repr(options[option]) for option in _CHOOSING if options.get(option) not in (None, "")}

@@ -183,8 +183,9 @@ class RowsOnDisk(nn.Module):
         """Read the distinct rows of ``ids``. Blocks. Raises what :meth:`Table.read` does.
 
         Returns:
-            The values of the distinct rows, ascending by row number, and one more row of zeros if the padding row is not among
-            the ids; the index of each id's row in them; and that of the padding row, None without ``padding_idx``.
+            (values, positions, padding). ``values`` has the distinct rows, ascending by row number, and one more row of zeros if
+            the padding row is not among the ids. ``positions`` is the index in ``values`` of each id's row. ``padding`` is the
+            index of the padding row, None without ``padding_idx``.
         """
         rows, positions = self._unique(ids)
         padding, count = None, len(rows)

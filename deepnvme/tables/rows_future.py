@@ -23,7 +23,7 @@ _HUGE_FROM = 4 << 20
 
 
 def check_integers(ids: torch.Tensor) -> None:
-    """Raise TypeError if row numbers are no integers."""
+    """Raise TypeError if row numbers are not integers."""
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise TypeError(f"ids must be integers, got {ids.dtype}")
 

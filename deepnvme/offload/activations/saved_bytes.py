@@ -66,7 +66,7 @@ class SavedBytes(Block):
         self._computed = torch.cuda.current_stream(storage.device).record_event() if storage.is_cuda else None
 
     def wait_until_computed(self) -> None:
-        """Have the current CUDA stream wait for the kernels that compute the bytes, which may run on another stream."""
+        """Make the current CUDA stream wait for the kernels that compute the bytes, which may run on another stream."""
         if self._computed is not None:
             torch.cuda.current_stream(self.device).wait_event(self._computed)
 

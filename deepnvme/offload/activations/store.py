@@ -140,7 +140,7 @@ class ActivationStore:
     # Steps
 
     def _begin_step(self) -> None:
-        """Begin a step. Forget errors of writes that nobody needs any more."""
+        """Begin a step. Forget the errors of writes whose bytes are not needed any more."""
         self._cache.clear()
         self._user_held = {key: each for key, each in self._user_held.items() if not each.expired()}
         self._order.begin_step(self._saves)
@@ -154,11 +154,11 @@ class ActivationStore:
 
     @_locked
     def pack(self, tensor: torch.Tensor, min_bytes: int) -> SavedTensor | None:
-        """Save a tensor: take over its bytes. May block until older bytes are written.
+        """Save a tensor's bytes, which may be written to the drive. May block until older bytes are written.
 
         Args:
             tensor: A plain tensor, see :func:`is_plain`.
-            min_bytes: Tensors that span fewer bytes are not taken over.
+            min_bytes: Tensors that span fewer bytes are not saved.
 
         Returns:
             What autograd keeps in place of the tensor; None if the tensor has to stay in memory, since it has fewer than

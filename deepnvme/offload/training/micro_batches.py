@@ -203,7 +203,7 @@ class SideBySide:
         turns = [Turn(function(index), seed) for index, seed in enumerate(seeds)]
         with (
             torch.random.fork_rng(devices=()),
-            self._trained.running(len(forwards), of=len(forwards)),
+            self._trained.running(len(forwards), in_step=len(forwards)),
             self._trained.uses.calling_before_use(self._before_use),
         ):
             take_turns(turns)

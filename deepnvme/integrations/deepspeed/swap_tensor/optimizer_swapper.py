@@ -43,11 +43,10 @@ class OptimizerSwapper(SwapSizes):
 
     A "parameter" is a sub-group's flat partition of master weights, with an attribute ``ds_id`` (str) that names its files. The
     parameter and its optimizer states are empty except between :meth:`swap_in_optimizer_state` and
-    :meth:`swap_out_optimizer_state`. The latter starts to swap a state when it first sees it, if the state is large enough; its
-    shape and dtype do not matter.
+    :meth:`swap_out_optimizer_state`. The latter also swaps new states of the optimizer, of any shape and dtype, if they are large
+    enough.
 
-    A gradient is kept from its arrival until a step of ``optimizer`` has used it, even if its sub-group is swapped in and out
-    meanwhile.
+    A stored gradient is kept until a step of ``optimizer`` has used it, even if its sub-group is swapped in and out meanwhile.
 
     **Memory.** The swapper keeps within ``buffer_count`` buffers of ``largest_numel`` elements. Only if the current sub-group
     does not fit does it lease more from ``pool``; if that is not enough either, OutOfBuffers says what to set. Memory that a
@@ -57,10 +56,9 @@ class OptimizerSwapper(SwapSizes):
     **Errors** are OSError with the path. No data is lost: a call that raised an error can be repeated. The error of a write in
     the background is raised by the next call, before that call changes anything; the data stays in memory and is written again.
 
-    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/optimizer_utils.py``. One difference: parts of a gradient that have not
-    arrived since the last step are taken from :attr:`last_gradients`, or else are zero. DeepSpeed's swapper uses the last
-    step's gradient if it is large enough to be swapped; a smaller one is undefined or None, also after states were set before
-    the step.
+    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/optimizer_utils.py``. One difference: parts of a gradient that were not stored
+    since the last step are copied from :attr:`last_gradients`, or else are zero. DeepSpeed's swapper uses the last step's
+    gradient if it is large enough to be swapped; a smaller one is undefined or None, also after states were set before the step.
 
     Args:
         swap_config: DeepSpeed's ``offload_optimizer`` configuration; ``buffer_count`` is used.
@@ -100,7 +98,7 @@ class OptimizerSwapper(SwapSizes):
         self.last_gradients: Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]] = lambda parameter: ()
         """Returns the latest gradients of a sub-group's parts, given its flat parameter, as (offset in elements, flat tensor).
 
-        They are used for parts of the gradient that have not arrived since the last step. A step may have used them before.
+        They are used for parts of the gradient that were not stored since the last step. A step may have used them before.
         """
         self.swap_params_info: dict[Any, OptimizerStateSwapInfo] = {}
         """The sub-groups, in the order of a step, by the ``ds_id`` of their parameters."""
