@@ -1,8 +1,8 @@
 """A lock that gives a directory one owner at a time.
 
 The kernel releases the lock when the process that holds it dies, and the lock file names that process. Within a
-process, each lock is held for one of the user's objects. Before a lock is refused because of an object of the same
-process, garbage is collected, which may free the object. If the object is still there, is of the same class as the
+process, each lock belongs to one of the user's objects. Before a lock is refused because of an object of the same
+process, garbage is collected, which may free that object. If the object still exists, is of the same class as the
 new owner, and its class allows it (``OffloadedOptimizer``), it is closed for the new owner. Any other object keeps
 the directory, and the error names it.
 
@@ -85,7 +85,7 @@ class DirectoryOwner:
 class DirectoryLock:
     """The lock of a directory, held from construction to :meth:`release`. The directory is created if it is missing.
 
-    A child that is forked while the lock is held does not share it.
+    A child process that is forked while the lock is held does not hold it.
 
     If another object of this process holds the lock, garbage is collected first. If that does not free the lock, the object is
     closed, provided that it is of the new owner's kind and allows that.
@@ -215,7 +215,7 @@ class DirectoryLock:
 
 
 def _closer_for(holder: DirectoryOwner | None, owner: DirectoryOwner, directory: Path) -> CloseForSuccessor:
-    """Return the function that closes the object ``holder``, which has the directory, for the object ``owner``.
+    """Return the function that closes ``holder``, the object that has locked the directory, for the new ``owner``.
 
     Raises StoreLocked if ``holder`` may not be closed for ``owner``.
     """
@@ -229,8 +229,8 @@ def _closer_for(holder: DirectoryOwner | None, owner: DirectoryOwner, directory:
 def lock_directories(directories: Iterable[Path], owner: DirectoryOwner, locks: list[DirectoryLock]) -> None:
     """Lock directories for one object, and append each lock to ``locks`` as soon as it is held, in any order.
 
-    Directories that objects of this process have locked come last, and only if all of these objects can be closed. So no
-    object is closed for a new one that then fails to lock another directory.
+    Directories that other objects of this process have locked come last, and only if all of these objects can be closed. So
+    no object is closed for a new one that then fails to lock another directory.
 
     Raises:
         StoreLocked: If a directory has another owner.

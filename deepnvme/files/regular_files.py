@@ -63,5 +63,5 @@ def lines_of(file: Path) -> list[str]:
 
 
 def open_without_waiting(path: str, flags: int) -> int:
-    """Open without waiting for a FIFO's writer, and without making a terminal the process's own."""
+    """Open without waiting for a FIFO's writer, and without making a terminal the process's controlling terminal."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)

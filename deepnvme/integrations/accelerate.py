@@ -275,8 +275,8 @@ class _Hook:
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """End streaming, and close the store. Returns the model. Blocks.
 
-        Weights are read back, and require grad if they did, if all of them were in memory before. Otherwise those of blocks are
-        gone: load the model again. If reading raises OSError, the model is still streamed and keeps this hook.
+        If all weights were in memory before, they are read back, and require grad if they did. Otherwise the blocks' weights are
+        lost: load the model again. If reading raises OSError, the model is still streamed and keeps this hook.
         """
         streaming = self._streaming or streaming_of(module)  # the latter if init_hook was interrupted
         if streaming is not None:
@@ -356,7 +356,7 @@ _OURS: dict[str, Callable[..., nn.Module]] = {"disk_offload": disk_offload, "dis
 
 
 def _replace(functions: Mapping[str, Callable[..., Any]], others: Mapping[str, Callable[..., Any]]) -> None:
-    """Replace each of the functions by the one of the same name in ``others``, in all imported modules that have it."""
+    """Replace each of the functions by the function of the same name in ``others``, in all imported modules that have it."""
     for path in ("accelerate", "accelerate.big_modeling", "transformers.integrations.accelerate"):
         module = sys.modules.get(path)
         for name, function in functions.items():

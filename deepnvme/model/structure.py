@@ -20,7 +20,7 @@ from torch import nn
 T = TypeVar("T")
 
 UNBLOCKED_EXTENT = "(rest)"
-"""Name of the extent of weights that belong to no block and stay in memory. Its parentheses keep it apart from module names."""
+"""Name of the extent of weights that belong to no block and stay in memory. No module name has its parentheses."""
 SMALL = 1 << 20
 """Bytes. A module with fewer bytes of weights is not made a block, because rereading it each time is not worth it.
 

@@ -92,8 +92,8 @@ class NVMeReader(FileSystemReader):
             quantised and sparse tensors, which torch's reader supports and this one does not.
         OSError: If a file cannot be opened (FileNotFoundError and others) or read. ESTALE if another checkpoint was saved
             over this one meanwhile; some tensors may then have the values of the other checkpoint.
-        UnpicklingError: If an item is not allowed by ``weights_only``, or the metadata hold more than torch's writer puts
-            there.
+        UnpicklingError: If an item is not allowed by ``weights_only``, or the metadata refer to classes that torch's writer
+            does not use.
         ValueError: If a requested part is outside the saved tensor; or for an item written with torch's stream extensions.
     """
 
@@ -116,7 +116,7 @@ class NVMeReader(FileSystemReader):
             **kwargs: ``rank``, with torch 2.9 and later: read the metadata of that rank alone. Others are ignored.
 
         Raises:
-            UnpicklingError: If the metadata hold more than torch's writer puts there.
+            UnpicklingError: If the metadata refer to classes that torch's writer does not use.
             CorruptCheckpoint: If the file is damaged.
             OSError: If the file cannot be read.
         """
@@ -226,7 +226,7 @@ def _fill(path: Path, wanted: Sequence[RequestedPart], planner: LoadPlanner, eng
     to_copy = 0
 
     def end() -> None:
-        """Read all pending parts, copy the parts in buffers into their targets, and tell the planner. Blocks."""
+        """Read all pending parts, copy buffered parts into their targets, and report all to the planner. Blocks."""
         memory = [file_io.FileSlice(each.offset, flat_bytes(to) if buffer is None else buffer) for _, each, to, buffer in pending]
         file_io.read([each for each in memory if each.nbytes], path, engine, buffer_pool())
         for request, elements, target, buffer in pending:

@@ -62,7 +62,7 @@ class NVMeWriter(FileSystemWriter):
 
     Each rank writes ``thread_count`` files, as with torch, but one after the other: each at the speed of the drive.
 
-    Memory beyond the state: 16 MiB leased from the process's pool, and copies of tensors whose elements are not dense in memory.
+    Memory beyond the state: 16 MiB leased from the process's pool, and copies of tensors whose elements have gaps in memory.
 
     Errors are OSErrors naming the file; ENOSPC is raised before a byte of the file is written. ``dcp.save`` wraps them in a
     CheckpointException.
@@ -75,8 +75,8 @@ class NVMeWriter(FileSystemWriter):
         **kwargs: As for ``FileSystemWriter``.
 
     Raises:
-        ValueError: For extensions and the safetensors format, and, from saving, for quantized and sparse tensors: torch's own
-            writers have them.
+        ValueError: For torch's stream extensions and the safetensors format and, from saving, for quantised and sparse tensors.
+            Only torch's own writers support these.
     """
 
     def __init__(self, path: str | os.PathLike[str], *args: Any, config: AioConfig | None = None, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """Archives of single tensors, as ``torch.save`` writes them into distributed checkpoints.
 
-There are thousands of them. For one dtype, shape and strides all archives are equal except for the bytes of the storage. So the
-bytes around the storage are made once for each shape, and an archive is examined once for each shape.
+A checkpoint has thousands of them. Archives of tensors with the same dtype, shape and strides differ only in the bytes of the
+storage. So the bytes around the storage are made once for each such kind, and one archive of each kind is examined.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def memory_of_item(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a tensor with the same elements and no gaps in memory: the tensor itself if it has no gaps, otherwise a copy.
 
     Returns:
-        The tensor, on the CPU or a CUDA device. None for a tensor that is more than its elements, such as a quantized one.
+        The tensor, on the CPU or a CUDA device. None for a tensor that is more than its elements, such as a quantised one.
     """
     tensor = tensor.detach()
     if tensor.device.type not in ("cpu", "cuda"):

@@ -1,7 +1,7 @@
 """One sub-group of the optimizer: its master weights, states and gradient, which of them are swapped, and their tiles.
 
 The optimizer may add or remove states in each step. States that are not swapped, and the list of all states, are saved in a
-file beside the swap files: of the optimizer, DeepSpeed's checkpoints have only a copy of the swap folder, so the step count,
+file beside the swap files. For the optimizer, DeepSpeed's checkpoints have only a copy of the swap folder, so the step count,
 small states and the list would be lost otherwise.
 """
 
@@ -187,7 +187,7 @@ class OptimizerStateSwapInfo:
         self._stepped = self.active
 
     def swap_out(self, write_opt_state: bool, write_gradients: bool) -> None:
-        """Swap the tensors out, write the changes that the arguments select, and drop a gradient that a step has used."""
+        """Swap the tensors out, and write the changes that the arguments select. A gradient that a step has used is dropped."""
         gradient = self.parameter.grad
         write_gradients = write_gradients and gradient is not None
         if write_gradients and gradient is not None:
@@ -246,7 +246,7 @@ class OptimizerStateSwapInfo:
     # The optimizer's states, which ``state`` has by name
 
     def adopt(self, state: dict[str, Any], swappable: Collection[str]) -> None:
-        """Update the tiles to the current tensors of the parameter and its states. Called before the tensors are swapped out.
+        """Make the tiles match the current tensors of the parameter and its states. Called before the tensors are swapped out.
 
         Tensors that the optimizer has created or replaced are copied into tiles. Tiles of states that it has removed are
         dropped.
@@ -297,8 +297,8 @@ class OptimizerStateSwapInfo:
     def restore(self, states: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Set the optimizer's states to those in the file of :meth:`save`, if a checkpoint may have replaced the file since.
 
-        States that the file does not list are removed. States that are not swapped get their values from the file; a state
-        whose value a file cannot have stays unchanged. Does nothing if there is no file.
+        States that the file does not list are removed. States that are not swapped get their values from the file; a state whose
+        value :meth:`save` has left out stays unchanged. Does nothing if there is no file.
 
         Args:
             states: The optimizer's states by parameter.
@@ -311,7 +311,7 @@ class OptimizerStateSwapInfo:
         self._restores = False
 
     def _set(self, state: dict[str, Any], saved: SavedStates) -> None:
-        """Make the optimizer's states the saved ones, with the saved values of states that are not swapped."""
+        """Set the optimizer's states to the saved list of states. States that are not swapped get their saved values."""
         for name in [name for name in state if name not in saved.order]:
             del state[name]
         for name in saved.order:
