@@ -326,7 +326,7 @@ class Engine:
         Raises:
             TypeError, ValueError, RuntimeError: As for :meth:`read`, and ValueError if the lengths differ.
             OSError: If a file cannot be opened. If this error, or one about a tensor, occurs after other reads have been
-                submitted, those reads are cancelled and waited for before it is raised.
+                submitted, those reads are first cancelled and waited for.
         """
         return self._native.read_many(tensors, source, offsets)
 
@@ -364,8 +364,8 @@ class Engine:
 
         Raises:
             TypeError: If ``ids`` is not a tensor of integers.
-            ValueError: If the shapes do not match, or a number is negative or of a record past the end of the file; nothing
-                is read then.
+            ValueError: If the shapes do not match, a number is negative, or a record ends past the end of the file. Nothing is
+                read then.
             TypeError, ValueError, RuntimeError, OSError: As for :meth:`read`.
         """
         return self._native.gather(source, ids, out, record_size=record_size, base=base)
@@ -399,8 +399,8 @@ class Engine:
     ) -> File:
         """Open a file once, for many transfers.
 
-        A file that this call creates is removed when it is closed, if its first write found too little space and nothing was
-        written to it.
+        If this call creates the file, and its first write finds too little space, the file is removed when it is closed, unless
+        something else was written to it.
 
         Args:
             path: The file.

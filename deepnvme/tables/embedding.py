@@ -277,15 +277,15 @@ class EmbeddingOnDisk(RowsOnDisk):
     table is open for training.
 
     A training step reads each row twice: in the forward, and again in the optimizer's step, where the row is in memory. So if
-    the forwards found a share ``h`` of their rows in memory, ``table.stats().hit_rate`` is ``(1 + h) / 2``. ``rows_read``
+    the forwards found a fraction ``h`` of their rows in memory, ``table.stats().hit_rate`` is ``(1 + h) / 2``. ``rows_read``
     counts the rows that the forwards did not find in memory.
 
     Args:
         num_embeddings: Number of rows.
         embedding_dim: Elements of each row.
         padding_idx: Number of a row that is not trained; zeros in a new table.
-        path: A directory, or several on different drives. A table that is there is opened; otherwise one is created, with the
-            rows that ``torch.nn.Embedding`` has with the same seed. Or an open :class:`Table`, which is used as it is.
+        path: A directory, or several on different drives. If it has a table, that table is opened; else a table is created, with
+            the rows that ``torch.nn.Embedding`` has with the same seed. Or an open :class:`Table`, which is used as it is.
         dtype: Dtype of the rows; None for that of the existing table, or torch's default for a new one.
         optimizer: What will train the rows: a torch optimizer class, or a ``functools.partial`` of one. Its states are kept
             beside each row. None if the rows will not be trained: a new table then takes half the space.
@@ -363,8 +363,8 @@ class Lookahead(Generic[Batch]):
     >>> for batch in Lookahead(loader, lambda batch: {users: batch.users, items: batch.items}):
     ...     train(batch)
 
-    Results are the same as without Lookahead: rows that are trained meanwhile reach the next batch. The memory budget of each
-    embedding needs room for the rows of two batches. The loader is one batch ahead, which takes memory for that batch.
+    Results are the same as without Lookahead: the next batch uses the trained rows. The memory budget of each embedding needs
+    room for the rows of two batches. The loader is one batch ahead, which takes memory for that batch.
 
     Args:
         loader: An iterable of batches, such as a DataLoader.

@@ -148,7 +148,7 @@ class RowOptimizer(torch.optim.Optimizer):
     Args:
         embeddings: A model, whose embeddings on a drive are trained unless they are frozen; or a list of embeddings; or
             groups of embeddings, as ``{"params": [embedding, ...], "lr": ...}``.
-        optimizer: A class of torch.optim, or :class:`RowWiseAdagrad`; None for the one that the embeddings were made for.
+        optimizer: A class of torch.optim, or :class:`RowWiseAdagrad`; None for the optimizer that the embeddings were made for.
         **settings: Arguments of that class.
 
     Raises:
@@ -287,8 +287,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def commit(self, attributes: Mapping[str, Any] | None = None) -> None:
         """Commit the changes of all tables so far, together with the number of steps. Blocks until they are on stable storage.
 
-        After a crash, and once a new optimizer of these tables was made, all tables are at this commit, or all at the previous
-        one.
+        If the process crashes, the next optimizer made for these tables finds all of them at this commit, or all at the previous
+        commit.
 
         Args:
             attributes: Stored with the commit and returned by :attr:`attributes`, such as a position in the data: anything that
@@ -297,7 +297,7 @@ class RowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: For attributes named "optimizer".
             OSError: If the drive cannot be read or written (ENOSPC and others). commit() may be called again. Until a commit() or
-                a step has succeeded, do not change rows by :meth:`Table.write` or a module's ``load_state_dict``: these do not
+                a step has succeeded, do not change rows by :meth:`Table.write` or a module's ``load_state_dict``. These do not
                 finish the failed commit first, so their changes might become part of a commit that only some tables have.
             RuntimeError: After a step that has failed.
         """
@@ -414,7 +414,7 @@ def _load_rows(trained: _Trained, given: Mapping[str, torch.Tensor] | None) -> N
 
 
 def _groups_of(embeddings: nn.Module | Iterable[nn.Module | dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield parameter groups of the embeddings on a drive. Raises ValueError if there are none."""
+    """Yield parameter groups of the embeddings that are on a drive. Raises ValueError if there are none."""
     if isinstance(embeddings, nn.Module):
         embeddings = [each for each in embeddings.modules() if isinstance(each, RowsOnDisk) and each.trained]
     given = list(embeddings)
