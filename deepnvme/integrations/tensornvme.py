@@ -257,7 +257,7 @@ class DiskOffloader(_Transfers):
         self._finish(lambda transfer: transfer is started)
 
     def _end(self, reading: bool, storages: tuple[torch.UntypedStorage, ...], succeeded: bool) -> None:
-        """Free the memory after a write or a failed read; forget what was stored after a read or a failed write."""
+        """After a write or a failed read, free the memory. After a read or a failed write, forget the stored bytes."""
         if reading == succeeded:
             self._forget(storages)
         else:

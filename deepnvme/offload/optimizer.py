@@ -62,9 +62,9 @@ class OffloadedOptimizer(Optimizer):
 
     **Again on the same path.** If the same thread makes a second optimizer on a path in use, as when a notebook cell runs again,
     the first one is closed, as soon as the second one has locked all of its other directories. The methods of the first then
-    raise RuntimeError naming where the second was made, and a UserWarning tells of steps that no :meth:`state_dict` has. If the
-    path is in use by an optimizer of another running thread or of another process, the second one raises StoreLocked. An
-    optimizer that nothing refers to is garbage-collected, and its directory is free.
+    raise RuntimeError naming where the second was made. A UserWarning is given if no :meth:`state_dict` has the newest steps. If
+    the path is in use by an optimizer of another running thread or of another process, the second one raises StoreLocked. An
+    unreferenced optimizer is garbage-collected, which frees its directory.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.

@@ -1,4 +1,4 @@
-"""What a step of an offloaded optimizer did and what it waited for; :mod:`deepnvme.offload.training.report` has a training's."""
+"""Report of one step of an offloaded optimizer. :mod:`deepnvme.offload.training.report` has the report of a training."""
 
 from __future__ import annotations
 

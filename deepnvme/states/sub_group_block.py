@@ -107,7 +107,7 @@ class SubGroupBlock:
         self.block.rename(block_name(self.sub_group))
 
     def forget(self) -> None:
-        """Drop the block from memory, with what was changed there. Never blocks."""
+        """Drop the block from memory, with all changes that are only there. Never blocks."""
         if self.block is not None:
             self._blocks.cache.reject([self.block])
             self.block = None

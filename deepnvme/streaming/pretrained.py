@@ -349,7 +349,7 @@ def _remote(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, A
 
 
 def _dtype_of(store: WeightStore, config: PretrainedConfig, options: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype with which to make the model: the wanted one, else that of the store's first floating-point weight."""
+    """Return the dtype to make the model with: the wanted dtype, else that of the store's first floating-point weight."""
     dtype = _wanted_dtype(config, options)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)

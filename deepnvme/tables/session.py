@@ -320,7 +320,7 @@ _sessions: weakref.WeakSet[TableSession] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
-    """Replace the locks in a forked child: nobody there would release a lock that another thread of the parent held."""
+    """Replace the locks in a forked child: a lock that another thread of the parent held would never be released there."""
     for session in _sessions:
         session.lock = threading.RLock()
 

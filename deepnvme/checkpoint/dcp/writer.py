@@ -154,8 +154,8 @@ class NVMeWriter(FileSystemWriter):
     def _files_before(self, metadata_file: Path) -> set[str]:
         """Return the names of the files of an earlier checkpoint in the directory, and of failed attempts to replace it.
 
-        The old metadata file is not unpickled, since anybody may have put it there. A file belongs to the old checkpoint if its
-        name has the form of such a file and occurs among the bytes of the metadata file.
+        The old metadata file is not unpickled, since it is not trusted. A file belongs to the old checkpoint if its name has the
+        form of such a file and occurs among the bytes of the metadata file.
         """
         mine = "__" if metadata_file.name == ".metadata" else f"__{self.rank}_"
         found = [_NAME.fullmatch(entry.name) for entry in Path(self.path).iterdir() if entry.name.startswith(mine)]

@@ -48,18 +48,18 @@ class InitialValues:
     it. A parameter of several modules gets the value of the first one.
 
     With a checkpoint, modules reset only the buffers that no checkpoint has. If a part of the model is on the meta device,
-    parameters in memory that the checkpoint lacks, as those of adapters, keep their values.
+    parameters in memory that the checkpoint lacks, such as those of adapters, keep their values.
 
-    The constructor checks all that can be checked beforehand. Nothing is changed before :meth:`place`.
+    The constructor makes all checks that are possible beforehand. Nothing is changed before :meth:`place`.
 
     Args:
-        model: On the CPU, on the meta device, or in part on either.
-        checkpoint: As :func:`deepnvme.checkpoint.weight_locations.weights_in` takes it. Values are converted to the dtypes of the
-            model. It may be of the model before layers were tiled: each tile then reads its part.
+        model: The model, on the CPU, on the meta device, or in part on either.
+        checkpoint: A checkpoint, as for :func:`deepnvme.checkpoint.weight_locations.weights_in`. Values are converted to the
+            dtypes of the model. It may be of the model before layers were tiled: each tile then reads its part.
         ranks: The processes that train the model together.
 
     Raises:
-        ValueError: If the checkpoint's weights are not those of the model; or if something on the meta device can get no value.
+        ValueError: If the checkpoint's weights are not those of the model, or a tensor on the meta device can get no value.
         OSError: If the checkpoint cannot be read.
     """
 

@@ -87,7 +87,7 @@ class Turn:
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._run,), daemon=True)
 
     def go_on(self) -> None:
-        """Run the function until it pauses or ends. Raises what it raises."""
+        """Run the function until it pauses or ends. Raises the exceptions of the function."""
         if not self._started:
             with defer_interrupts():
                 self._thread.start()

@@ -59,7 +59,7 @@ class TrainingPhase(enum.Enum):
 
 
 class TrainedModel:
-    """Steps the blocks of a model with the gradients that its backwards give.
+    """Steps the blocks of a model with the gradients of its backwards.
 
     Args:
         model: The model.
@@ -380,7 +380,7 @@ class TrainedModel:
     def undo(self) -> None:
         """Go back to the last completed step. Waits for transfers.
 
-        Raises OSError if the drive cannot be read. After that, or after an interrupt, the next call undoes what is left.
+        Raises OSError if the drive cannot be read. After that, or after an interrupt, the next call undoes the rest.
         """
         self._phase = TrainingPhase.CHANGING
         if self._put_buffers_back is not None:

@@ -99,8 +99,8 @@ class OffloadedTraining:
 
     A model has one training: before making another one of the same model, ``close(restore=True)`` the first. With a
     ``checkpoint``, the first training is closed without restoring its values, if the same thread made it (a notebook's cell that
-    runs again). If the first is used afterwards, it raises RuntimeError and says where the second was made. A UserWarning tells
-    of steps that no :meth:`state_dict` has.
+    runs again). If the first is used afterwards, it raises RuntimeError and says where the second was made. A UserWarning is
+    given if no :meth:`state_dict` has the newest steps.
 
     Args:
         model: The model, on the CPU or, as a whole or in part, on the meta device. Parameters and buffers on the meta device are
@@ -526,7 +526,7 @@ class OffloadedTraining:
         Args:
             restore: Whether to give the parameters the values of the last completed step, in memory. Otherwise parameters of
                 blocks have no values: they are replaced by parameters on the meta device, and so are the others if there is no
-                memory for a copy. A UserWarning tells of steps that no :meth:`state_dict` has.
+                memory for a copy. A UserWarning is given if no :meth:`state_dict` has the newest steps.
 
         Raises:
             RuntimeError: While another thread runs a method. Also with ``restore``, if other code has changed parameters that are

@@ -184,7 +184,7 @@ def _least_transfers(counts: Sequence[int]) -> int:
 
 @dataclass
 class _Runner:
-    """Measures the settings of each round within limits of time and bytes, and keeps what it measured."""
+    """Measures the settings of each round within limits of time and bytes, and keeps the measurements."""
 
     operations: Sequence[Operation]
     measure: Measure
