@@ -34,7 +34,7 @@ _MAX_FILE_BYTES = 1 << 16
 
 
 class _ProfileFile(BaseModel):
-    """The part of a profile's file that is read. The rest says for people which drive it is of."""
+    """The part of a profile's file that is read. The rest of the file tells people which drive the profile is of."""
 
     settings: AioConfig
 

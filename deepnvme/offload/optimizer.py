@@ -80,9 +80,9 @@ class OffloadedOptimizer(Optimizer):
             sub-groups.
         master_weights: Keep float32 weights of bfloat16 and float16 parameters with the states, and step these weights.
             Required for parameters on CUDA devices, because states are stepped on the CPU.
-        sub_group_size: Elements that are read, stepped and written at once. A larger parameter is cut if the optimizer works
-            element by element (torch's optimizers that do, on float32 and float64 or with master weights). Otherwise the largest
-            parameter sets the least memory needed.
+        sub_group_size: Elements that are read, stepped and written at once. A larger parameter is cut if the optimizer is one of
+            torch's that work element by element, and the parameter is float32 or float64, or has master weights. Otherwise the
+            largest parameter determines the least memory needed.
         offload_gradients: Write gradients to the drive during backward and read them back for the step. ``param.grad`` is None
             after backward; :meth:`clip_grad_norm_` clips the gradients on the drive.
         checksum: Verify states when they are read, and when a state_dict is made.
@@ -92,13 +92,13 @@ class OffloadedOptimizer(Optimizer):
 
     Raises:
         ValueError: If an argument is out of range, or a parameter or the optimizer cannot be offloaded.
-        TypeError: If an argument is of another type than it should be.
+        TypeError: If an argument has a wrong type.
         StoreLocked: If a directory is in use; the message names the owner.
         OutOfBuffers: If the sub-groups in flight and the resident ones do not fit into the part of the buffer pool's budget that
             others have not leased.
         OSError: If the drive cannot be read or written; ENOSPC if it has no room for the states.
 
-    What ``optimizer_class`` raises for its arguments is raised, too.
+    Also raises the exceptions of ``optimizer_class`` for its arguments.
     """
 
     def __init__(
@@ -162,11 +162,10 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient. Blocks until the states are written.
 
-        After an exception the step may be unfinished; the exception says so. The next call finishes it: it steps the sub-groups
-        that are left, and does not call ``closure`` again.
+        After an exception the step may be unfinished; the exception says so. The next call finishes the step: it steps the
+        remaining sub-groups, and does not call ``closure`` again.
 
-        If parameters are DTensors, all ranks that share them have to call this, also to finish a step. If one rank fails, all
-        raise.
+        If parameters are DTensors, all ranks that share them must call this, also to finish a step. If one rank fails, all raise.
 
         The first step in which no parameter has a gradient warns with UserWarning.
 
@@ -192,7 +191,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def steps(self) -> int:
-        """Number of steps completed since the optimizer was created. An unfinished one does not count."""
+        """Number of steps completed since the optimizer was created. An unfinished step does not count."""
         return self._step.steps
 
     def report(self) -> StepReport:

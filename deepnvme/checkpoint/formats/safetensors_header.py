@@ -219,7 +219,7 @@ def _elements(name: str, field: Any, data: int) -> Elements:
 def _index(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
     """Read an index file and return its JSON object.
 
-    Raises OSError, or CorruptCheckpoint with the message ``expected``.
+    Raises OSError if the file cannot be read; CorruptCheckpoint, with a message that begins with ``expected``, if it is not JSON.
     """
     try:
         index = _parsed(read_regular(path, LONGEST_HEADER))
