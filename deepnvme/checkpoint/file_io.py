@@ -43,7 +43,7 @@ Version = tuple[int, ...]
 
 
 def shared_engine(path: Path, config: AioConfig | None = None) -> Engine:
-    """Return this process's engine for a file or directory, created on first use. A forked child gets engines of its own.
+    """Return this process's engine for a file or directory, created on first use. A forked child gets its own engines.
 
     Files that get the same settings share an engine. The 16 engines used last are kept; any other ends when its last user
     has released it. Looking up the drive takes 0.1 ms, so callers with many files in one directory call this once for the

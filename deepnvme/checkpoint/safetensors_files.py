@@ -92,7 +92,7 @@ def load_file(
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
-        The tensors by name, each in memory of its own.
+        The tensors by name, each in its own memory.
 
     Raises:
         CorruptCheckpoint: If a file is damaged. Names the tensor with the bytes expected and found.

@@ -215,7 +215,7 @@ class StoreFuture(Generic[Result]):
 
         Raises:
             OSError: The error that the operation ended with.
-            TimeoutError: After ``timeout``. The operation still goes on.
+            TimeoutError: After ``timeout``. The operation continues.
         """
         error = self.exception(timeout)
         if error is not None:

@@ -1,4 +1,4 @@
-"""Opens a store in a directory of its own, below a directory that several processes share."""
+"""Opens a store in a new directory of its own, inside a directory that several processes use."""
 
 from __future__ import annotations
 

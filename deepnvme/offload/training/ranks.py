@@ -141,7 +141,7 @@ class RankMeetings:
         gather(found, given, group=self.group)
 
     def expect_new_failures(self) -> None:
-        """Report the next failure of this rank to the others, even if a failure was reported before."""
+        """From now on, report a failure of this rank to the others, even if a failure was reported before."""
         self._failure_is_known = False
 
     def report_failure(self) -> None:
@@ -155,7 +155,7 @@ class RankMeetings:
 
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
-        """Tell the others of an exception in this context, also if they were told of one before."""
+        """Report an exception in this context to the others, even if a failure was reported before."""
         self.expect_new_failures()
         try:
             yield
@@ -167,7 +167,7 @@ class RankMeetings:
 
     @contextlib.contextmanager
     def calling_together(self) -> Iterator[None]:
-        """Wait until all ranks make the same call, and tell the others of an exception in this context."""
+        """Wait until all ranks make the same call, and report an exception in this context to the others."""
         with self.reporting_failures():
             self.meet()
             yield
@@ -175,7 +175,7 @@ class RankMeetings:
     def agree_to_commit(self, step: int) -> None:
         """Wait until all ranks have reached the commit of this step. Raises like every exchange.
 
-        No rank waits for another one in what follows, so failures are not reported until :meth:`expect_new_failures`.
+        After this call no rank waits for another one, so failures are not reported until :meth:`expect_new_failures`.
         """
         if self.several:
             with defer_interrupts():  # between message and data: the others are in it as well

@@ -252,10 +252,10 @@ class ParameterBlock(VersionedBlock):
 
 
 def _frozen(params: Sequence[nn.Parameter], quantize: Scheme | None) -> dict[int, nn.Parameter]:
-    """Return, by index, the parameters that become a block of their own.
+    """Return, by index, the parameters of the separate block of frozen parameters.
 
-    If some parameters are trained, all others become a block of their own, which is never written again. If none is trained, they
-    do so only if some of them are quantised.
+    If some parameters are trained, these are all others; their block is then never written again. If none is trained, these are
+    all parameters if some of them are quantised, else none.
     """
     quantized = {index: param for index, param in enumerate(params) if quantizes(quantize, param)}
     if not (quantized or any(param.requires_grad for param in params)):

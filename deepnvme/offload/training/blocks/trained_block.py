@@ -258,7 +258,7 @@ class TrainedBlock:
             self._drive.cache.release([frozen], changed=frozen_changed)
 
     def write_values(self) -> None:
-        """Write the parameters' values in memory as a new version. Raises OSError; call :meth:`undo` then."""
+        """Start writing the parameters' values in memory as a new version. Call :meth:`undo` if this raises OSError."""
         self.stepped = True
         self._write_parameters()
         frozen = self.parameters.frozen
