@@ -43,7 +43,10 @@ def replacements() -> Iterator[Replacement]:
     pins = types.SimpleNamespace(pin_handle=PinHandle)
     yield Replacement(pin_memory, "load", lambda self, verbose=False: pins)
     yield around(
-        type(accelerator), "is_pinned", lambda original, self, tensor: original(self, tensor) or _recorded(op, tensor), ("tensor",)
+        type(accelerator),
+        "is_pinned",
+        lambda original, self, tensor: original(self, tensor) or _recorded(op, tensor),
+        ("tensor",),
     )
 
 
